@@ -81,11 +81,55 @@ def branched(seed: int) -> PartitionProblem:
     )  # fmt: skip
 
 
+def blocks(seed: int) -> PartitionProblem:
+    """A chain with gradients, and one or two items around parts of it that read what it reads."""
+    r = random.Random(seed)
+    length = r.randint(3, 4)
+    around = [sorted(r.sample(range(length), 2)) for _ in range(r.randint(1, 6 - length))]
+    names = [
+        name
+        for c in range(length)
+        for name in ((c, -1), *((c, n) for n, (a, _) in enumerate(around) if a == c))
+    ]
+    number = {name: i for i, name in enumerate(names)}
+    chain = [number[c, -1] for c in range(length)]
+    readers: list[set[int]] = [set() for _ in names]
+    for a, b in pairwise(chain):
+        readers[a].add(b)
+    for n, (a, b) in enumerate(around):
+        readers[chain[a]].add(number[a, n])
+        readers[number[a, n]].add(chain[b])
+    items, traffic = [], []
+    for i, sinks in enumerate(readers):
+        f = r.choice((0.0, 1.0, r.random(), 3 * r.random()))
+        back = r.choice((0.5, 1, 2)) * f
+        items.append(Item(f"i{i}", (f"i{i}",), f, back, r.randint(0, 5), 0, r.randint(0, 5), 0))
+        if sinks:
+            sent = r.randint(0, 5), r.randint(1, 5)
+            traffic.append(Traffic(f"i{i}", i, tuple(sorted(sinks)), *sent))
+    num_stages, m = r.randint(3, min(4, len(items))), r.choice((1, 1, 2, 3, 5, 8))
+    alike = r.choice((5.0, 50.0, 500.0)) if r.random() < 0.5 else None
+    limits = tuple(
+        StageLimits(
+            memory_bytes=r.randint(10, 60) if r.random() < 0.1 else None,
+            bytes_per_second=alike or r.choice((1.0, 5.0, 50.0, 500.0)),
+            latency_seconds=r.choice((0.0, 0.0, 0.2)),
+        )
+        for _ in range(num_stages)
+    )
+    rule = MemoryRule()
+    if r.random() < 0.2:
+        rule = MemoryRule(schedule="gpipe", in_flight=(m,) * num_stages)
+    return PartitionProblem(
+        tuple(items), tuple(traffic), limits, memory=rule, num_microbatches=m, objective="flush"
+    )
+
+
 def close(problem: PartitionProblem, best: float) -> float:
-    """The bound over the optimum, which it may not exceed."""
+    """The bound over the optimum, which it may not exceed; nor may it deny what is as fast."""
     offered: list[tuple[int, ...]] = []
     with Budget(60) as budget:
-        found = path_bound(build(problem), 0.0, lambda: 1.5 * best, budget, offered.append)
+        found = path_bound(build(problem), 0.0, lambda: best * (1 + 1e-6), budget, offered.append)
     assert found <= best * (1 + 1e-9) + 1e-12
     return found / best if best else 1.0
 
@@ -96,7 +140,7 @@ def close(problem: PartitionProblem, best: float) -> float:
 def test_bounds_stay_below_the_optimum(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compared, ratios = 0, []
     for seed in range(150 * block, 150 * block + 150):
-        problem = branched(seed)
+        problem = blocks(seed) if seed % 3 == 0 else branched(seed)
         if seed % 5 == 0:
             problem = replace(random_problem(seed, max_items=6), objective="flush")
         sizes = (2 + seed % 3, 240) if seed % 2 else (240,)
@@ -126,7 +170,53 @@ def test_what_runs_beside_the_path_may_run_at_the_same_time() -> None:
     problem = two_branches()
     assert heaviest_path(build(problem)) == (0, 1, 3)
     assert brute_force(problem) == 9.5
-    assert close(problem, 9.5) == pytest.approx(8 / 9.5, abs=1e-3)
+    assert close(problem, 9.5) > 0.999
+
+
+def residual_blocks(blocks: int, stages: int) -> PartitionProblem:
+    """Blocks of three items in a row and one around them, then a sum; one microbatch."""
+    items, traffic = [Item("in", ("in",), 1.0, 2.0)], []
+    for n in range(blocks):
+        last = len(items) - 1
+        first = len(items)
+        for name, f in zip("abcsj", (2.0, 2.0, 1.0, 2.0, 1.0), strict=True):
+            items.append(Item(f"{name}{n}", (f"{name}{n}",), f, 2 * f))
+        sinks = {last: (0, 3), first: (1,), first + 1: (2,), first + 2: (4,), first + 3: (4,)}
+        traffic += [
+            Traffic(items[v].name, v, tuple(first + k for k in ends), 1, 1)
+            for v, ends in sinks.items()
+        ]
+    traffic.append(Traffic(items[-1].name, len(items) - 1, (len(items),), 1, 1))
+    items.append(Item("out", ("out",), 1.0, 2.0))
+    return PartitionProblem(
+        tuple(items), tuple(traffic), (StageLimits(),) * stages, objective="flush"
+    )
+
+
+def test_a_branch_is_out_of_the_way_only_beside_a_stage_inside_its_block() -> None:
+    """Each of the four shortcuts takes three more stages: two of them find room on eight."""
+    problem = residual_blocks(4, 8)
+    total = sum(item.forward_seconds + item.backward_seconds for item in problem.items)
+    best, certificate = partition(problem, time_limit=5)
+    assert best.objective == pytest.approx(total - 2 * 6.0)
+    assert certificate.bound_seconds > 0.999 * best.objective
+
+
+def test_a_way_by_a_stage_beside_the_path_has_hops_of_its_own() -> None:
+    """What goes around directly is slow, what goes by the stage between them is not: no way has
+    the work of the one and the hops of the other."""
+    items = tuple(Item(f"i{i}", (f"i{i}",), f, f) for i, f in enumerate((1.0, 4.0, 1.0, 1.0)))
+    traffic = (
+        Traffic("i0", 0, (1, 2), 0, 1), Traffic("i1", 1, (3,), 40, 40),
+        Traffic("i2", 2, (3,), 1, 1),
+    )  # fmt: skip
+    limits = (StageLimits(bytes_per_second=40.0),) * 3
+    problem = PartitionProblem(
+        items, traffic, limits, objective="flush",
+        pins=((0, 0), (1, 0), (2, 1), (3, 2)),
+    )  # fmt: skip
+    assert brute_force(problem) == pytest.approx(2 * (1 + 4 + 1 + 1) + 3 / 40)
+    assert 0.8 < bound_of(problem) <= 1
 
 
 def test_the_path_is_looked_at_more_roughly_where_it_is_long() -> None:

@@ -214,6 +214,7 @@ Found = TypeVar("Found")
 Array = NDArray[np.float64]
 MAX_ENTRIES = 400_000  # of the table of transfers: groups x longest stage, squared
 CLOSE = 1e-5  # relative: where the bisection ends
+NEAR_UPPER = 0.03  # relative: its first step below the best plan
 
 
 def applies(segments: Segments) -> bool:
@@ -253,11 +254,13 @@ def bisected(
     close: float,
     budget: Budget,
     found: Callable[[Found], object],
+    share: float = 0.0,
 ) -> float:
-    """The largest makespan up to `upper`, within `close` of it, that no `chain` keeps; what is
-    `found` for others.  A budget that ends leaves it as far as it has come."""
-    low, high, middle = lower, upper, upper
-    while high - low > close * high or middle == upper:
+    """The largest makespan up to `upper`, within `close` of it or this `share` of what is open,
+    that no `chain` keeps; what is `found` for others.  A budget that ends leaves it as far as it
+    has come."""
+    low, high, middle, reach = lower, upper, upper, NEAR_UPPER
+    while high - low > max(close * high, share * (upper - low)) or middle == upper:
         one = chain(middle)
         if budget.late:
             break
@@ -268,7 +271,8 @@ def bisected(
             high = middle
         if middle == low == upper:
             break
-        middle = (low + high) / 2
+        middle = max((low + high) / 2, high - reach * upper)
+        reach *= 2
     return low
 
 

@@ -19,14 +19,16 @@ MOST = 32  # groups at once
 
 
 def move_groups(search: Search, _: Segments) -> None:
-    """Moves single groups across a boundary as long as that helps, then several at once."""
+    """Moves single groups across a boundary as long as that helps, then several at once, in the
+    first half of the time."""
+    budget = search.budget
     _move_single(search)
-    _shift(search, QUICK)
+    _shift(search, QUICK, lambda: budget.spent > budget.left)
 
 
 def shift_more(search: Search, _: Segments) -> None:
     """Tries more moves of several groups than before the bound was known."""
-    _shift(search, PATIENT)
+    _shift(search, PATIENT, lambda: search.late)
 
 
 def _move_single(search: Search) -> None:
@@ -66,9 +68,9 @@ def barred_by(search: Search) -> Callable[[tuple[int, ...]], bool]:
     return barred
 
 
-def _shift(search: Search, patience: int) -> None:
+def _shift(search: Search, patience: int, late: Callable[[], bool]) -> None:
     """Moves the last groups of a stage to the next one, or the first ones back, at one boundary or
-    two at a time, at random; until that has not helped for so many tries.
+    two at a time, at random; until that has not helped for so many tries, or it is late.
 
     A stage's groups are in topological order, so that most moves are possible.
     """
@@ -77,7 +79,7 @@ def _shift(search: Search, patience: int) -> None:
         return
     barred, tries = barred_by(search), 0
     patience = min(patience, model.num_groups * model.num_stages * TRIES)
-    while tries < patience and not search.late:
+    while tries < patience and not late():
         tries += 1
         stages = list(search.groups)
         for _ in range(chance.choice((1, 1, 2))):

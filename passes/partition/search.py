@@ -284,10 +284,12 @@ def _bound(search: Search, segments: Segments) -> None:
 
 
 def _follow_path(search: Search, segments: Segments) -> None:
-    """Evaluates plans along the heaviest path, where the groups are no chain."""
+    """Evaluates plans along the heaviest path, where the groups are no chain, in the first half of
+    the time."""
+    budget = search.budget
     if search.problem.objective == "flush" and not applies(segments):
         for groups in path_plans(search.model):
-            if search.late:
+            if budget.spent > budget.left:
                 return
             search.offer(groups)
 

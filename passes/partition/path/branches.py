@@ -1,11 +1,15 @@
 """Work beside a path that other stages may do at the same time as those with the path.
 
 Every way through the pipeline that follows the path visits all stages with some of it.  A stage
-without the path, between two that have some, is on such a way too where one of its groups is joined
-to both of them; of several stages between the same two, the one with most work may be.  It is on no
-way where each of its groups is joined only to what lies before the stage before it, or only to what
-lies behind the stage behind it: then the group spans a whole stage, at the same time as which it
-runs.
+without the path, between two that have some, is on such a way too where it has a group that is
+joined to the one of them and a group that is joined to the other; of several stages between the same two, the one with most
+work may be.  It is on no way where all of its groups are joined only to what lies before the stage
+before it, or all only to what lies behind the stage behind it: then it works at the same time as
+what its groups span.  Gradients join more groups than values do: those of a value with several
+readers go from reader to reader.  So ways down and up differ.
+
+A branch is on one stage.  Along a way, what is out of the way at one boundary is not again at a
+later one where all that may be there may have been at the earlier one.
 """
 
 from __future__ import annotations
@@ -13,13 +17,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.path.beside import Array, Beside
+from pdcompile.passes.partition.path.beside import Array, Beside, with_gradients
 
 NARROW = 0.03, 0.1, 0.3, 1.0, math.inf  # average stages: groups beside less are told apart
+
+
+class Sides(NamedTuple):
+    """What spans the stage on either side of a boundary k, by the way that one goes.
+
+    `ahead` [j, k] spans the interval that the way comes from, `behind` [k, l] the one it goes to;
+    `old`: all that is at k surely is at j too.
+    """
+
+    ahead: Array
+    behind: Array
+    old: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -29,14 +47,19 @@ class Parallel:
     Of wide groups (what all layers of a decoder read of its encoder) they may have all that may be
     `before` and `beyond` a boundary, but only once.  Of the others, `spans` has all that may be at
     a boundary, `ahead` [j, k] what spans the stage before it, `behind` [k, l] the stage after it.
+    A stage there is on no way only if it holds nothing but the one or nothing but the other; of
+    several, each may be another, but where the groups are `nested` the one has all of the other.
+
+    What has been out of the way at one end of an interval is not again at the other (`Sides.old`).
     """
 
     wide: NDArray[np.bool_]
     before: Array
     beyond: Array
     spans: Array
-    ahead: Array
-    behind: Array
+    onward: Sides
+    back: Sides
+    nested: NDArray[np.bool_]
     most: Array  # so many stages may be there, each with something
     wide_seconds: float
     part: float  # see `NARROW`
@@ -47,9 +70,15 @@ class Parallel:
 
 
 def parallels(
-    beside: Beside, work: Array, parts: Iterable[float] = NARROW, *, filled: bool
+    beside: Beside,
+    forward: Array,
+    backward: Array,
+    parts: Iterable[float] = NARROW,
+    *,
+    filled: bool,
 ) -> list[Parallel]:
     """With more and more groups that are told apart; `filled`: every stage holds something."""
+    work = forward + backward
     loose = np.flatnonzero(beside.low < beside.high)
     joined = (beside.near_low[loose] > 0) & (beside.near_high[loose] <= beside.length)
     on_path = beside.low == beside.high
@@ -62,28 +91,111 @@ def parallels(
     for part in sorted(parts):
         narrow = joined & (beside_it <= (part * average if part < math.inf else math.inf))
         chosen[tuple(loose[narrow].tolist())] = part
-    return [_parallel(beside, work, one, part, filled=filled) for one, part in chosen.items()]
+    ends = {v: _Ends.of(beside, v, others) for v, others in _read_with(beside).items()}
+    return [
+        _parallel(beside, forward, backward, [ends[v] for v in one], part, filled=filled)
+        for one, part in chosen.items()
+    ]
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What a group is joined to, at each of the boundaries where it may be: the last of the path
+    before it and the first behind it.
+
+    Gradients of a value go from one stage that reads it to the one before, so that they join these
+    too: whoever else reads what the group reads, and surely is before or behind the boundary.
+    """
+
+    group: int
+    first: int  # boundaries, with the next one
+    after: int
+    low: int
+    high: int
+    low_back: NDArray[np.intp]
+    high_back: NDArray[np.intp]
+
+    @staticmethod
+    def of(beside: Beside, v: int, others: Sequence[int]) -> _Ends:
+        first, after = int(beside.low[v]), int(beside.high[v])
+        low, high = int(beside.near_low[v]), int(beside.near_high[v])
+        low_back, high_back = np.full(after - first, low), np.full(after - first, high)
+        for u in others:
+            begin, end = int(beside.low[u]), int(beside.high[u])
+            if end < after:
+                at = max(end - first, 0)
+                low_back[at:] = np.maximum(low_back[at:], begin)
+            if begin > first:
+                at = begin - first
+                high_back[:at] = np.minimum(high_back[:at], end)
+        return _Ends(v, first, after, low, high, low_back, high_back)
+
+    @property
+    def numbers(self) -> NDArray[np.intp]:
+        return np.arange(self.first, self.after)
+
+
+def _read_with(beside: Beside) -> dict[int, list[int]]:
+    """Who else reads, with gradients, what a group that is not on the path reads."""
+    found: dict[int, list[int]] = {int(v): [] for v in np.flatnonzero(beside.low < beside.high)}
+    for flow in with_gradients(beside.model):
+        if len(flow.sinks) > 1:
+            for v in flow.sinks:
+                if v in found:
+                    found[v] += [u for u in flow.sinks if u != v]
+    return found
 
 
 def _parallel(
-    beside: Beside, work: Array, groups: Sequence[int], part: float, *, filled: bool
+    beside: Beside,
+    forward: Array,
+    backward: Array,
+    groups: list[_Ends],
+    part: float,
+    *,
+    filled: bool,
 ) -> Parallel:
     size = beside.length
     wide = beside.low < beside.high
     number = np.zeros(size + 1)
     for v in np.flatnonzero(wide).tolist():
         number[beside.low[v] : beside.high[v]] += 1
-    wide[list(groups)] = False
+    wide[[one.group for one in groups]] = False
     spans = np.zeros(size + 1)
     ahead, behind = np.zeros((size + 2, size + 2)), np.zeros((size + 2, size + 2))
-    for v in groups:
-        low, high, own = beside.low[v], beside.high[v], work[v]
-        spans[low:high] += own
-        ahead[beside.near_low[v] :, low:high] += own
-        behind[low:high, : beside.near_high[v]] += own
+    begun, ended = np.zeros(size + 1, dtype=np.intp), np.full(size + 1, size + 1)
+    for one in groups:
+        at, f, w = slice(one.first, one.after), forward[one.group], backward[one.group]
+        spans[at] += f + w
+        ahead[one.low :, at] += f
+        behind[at, : one.high] += f
+        begun[at] = np.maximum(begun[at], np.maximum(one.low_back, one.first))
+        ended[at] = np.minimum(ended[at], np.minimum(one.high_back, one.after))
+        for k, low, high in zip(one.numbers, one.low_back, one.high_back, strict=True):
+            ahead[low:, k] += w
+            behind[k, :high] += w
     ahead, behind = ahead[: size + 1, : size + 1], behind[: size + 1, : size + 1]
+    numbers = np.arange(size + 1)
+    onward = Sides(ahead, behind, numbers[:, None] >= begun[None, :])
+    back = Sides(behind.T.copy(), ahead.T.copy(), numbers[:, None] < ended[None, :])
     most = number if filled else np.full(size + 1, np.inf)
-    of_wide = np.where(wide, work, 0.0)
+    of_wide = np.where(wide, forward + backward, 0.0)
     before, beyond = beside.before(of_wide), beside.behind(of_wide)
     total = float(of_wide.sum())
-    return Parallel(wide, before, beyond, spans, ahead, behind, most, total, part)
+    return Parallel(
+        wide, before, beyond, spans, onward, back, _nested(groups, size), most, total, part,
+    )  # fmt: skip
+
+
+def _nested(groups: list[_Ends], size: int) -> NDArray[np.bool_]:
+    """By boundary: of any two groups there, does the one span all that the other spans."""
+    at: list[list[tuple[int, int, int, int]]] = [[] for _ in range(size + 1)]
+    for one in groups:
+        for k, low, high in zip(one.numbers, one.low_back, one.high_back, strict=True):
+            at[k].append((one.low, one.high, int(low), int(high)))
+    found = np.ones(size + 1, dtype=np.bool_)
+    for k, ends in enumerate(at):
+        for low, high in ((0, 1), (2, 3)):
+            ordered = sorted({(one[low], -one[high]) for one in ends})
+            found[k] &= all(a[1] <= b[1] for a, b in pairwise(ordered))
+    return found

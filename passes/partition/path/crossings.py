@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.model import Flow
-from pdcompile.passes.partition.path.beside import Array, Beside
+from pdcompile.passes.partition.path.beside import Array, Beside, with_gradients
 from pdcompile.problem import StageLimits
 
 SHORT = 1.5  # of the average stage's work: ends of longer branches are seldom so close
@@ -34,10 +35,12 @@ class Hop:
     """Between a stage and the next one with some of the path: seconds there and back, by boundary.
 
     `more` besides the `least` where the first stage `begins` [j, k] before the branches that are
-    cut there, and the second one `ends` [k, l] after them.
+    cut there, and the second one `ends` [k, l] after them.  `around`: with other stages between
+    them, directly or by one of these, whichever is less each way.
     """
 
     least: Array
+    around: Array
     more: Array
     begins: NDArray[np.bool_]
     ends: NDArray[np.bool_]
@@ -86,7 +89,55 @@ def hop_over(beside: Beside, links: Sequence[StageLimits], branches: Iterable[Br
                 start[k], end[k] = min(start[k], branch.start), max(end[k], branch.end)
     numbers = np.arange(size + 1)
     begins, ends = numbers[:, None] < start[None, :], numbers[None, :] >= end[:, None]
-    return Hop(least, more, begins, ends, bool(more.any()))
+    return Hop(least, least, more, begins, ends, bool(more.any()))
+
+
+class Crossing(NamedTuple):
+    """The least seconds that go over a link, forward and backward, by boundary: of values along the
+    path, and into and out of what may be on a stage without the path there."""
+
+    along: tuple[Array, Array]
+    into: tuple[Array, Array]
+    out: tuple[Array, Array]
+
+    @staticmethod
+    def over(beside: Beside, links: Sequence[StageLimits]) -> Crossing:
+        """Over any of these links.  The gradient of what others read too may come from them."""
+        found = [[np.full(beside.length + 1, np.inf) for _ in range(2)] for _ in range(3)]
+
+        def less(tables: list[Array], at: slice, there: float, back: float) -> None:
+            for table, seconds in zip(tables, (there, back), strict=True):
+                table[at] = np.minimum(table[at], seconds)
+
+        for k, flows in enumerate(beside.flows):
+            for flow in flows:
+                less(found[0], slice(k, k + 1), *_fastest(flow, links))
+        for flow in with_gradients(beside.model):
+            there, back = _fastest(flow, links)
+            (source,) = flow.sources
+            less(found[2], slice(beside.low[source], beside.high[source]), there, back)
+            for sink in flow.sinks:
+                at = slice(beside.low[sink], beside.high[sink])
+                less(found[1], at, there, back)
+                if len(flow.sinks) > 1:
+                    less(found[2], at, np.inf, back)
+        return Crossing(*((there, back) for there, back in found))
+
+
+def _fastest(flow: Flow, links: Sequence[StageLimits]) -> tuple[float, float]:
+    there = min(flow.forward_seconds(link) for link in links)
+    return there, min(flow.backward_seconds(link) for link in links)
+
+
+def hop_around(least: Array, between: Sequence[Crossing]) -> Array:
+    """There and back over these links in a row, or from the first of them by a stage on the way:
+    each way has to take the one or the other."""
+    there, back = (np.max([one.along[way] for one in between], axis=0) for way in range(2))
+    others = [between[0].into[way] + between[-1].out[way] for way in range(2)]
+    found: Array = np.min(
+        [least, others[0] + back, there + others[1], others[0] + others[1]], axis=0
+    )
+    return found
 
 
 def branches_of(beside: Beside, work: Array, stages: int) -> list[Branch]:

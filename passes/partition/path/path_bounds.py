@@ -21,7 +21,8 @@ together has to be all work.
 
 Where every stage holds a group of the path, S is all work there is.  Where some do not, what they
 hold may be on no way that follows the path: `branches` says how much that can be, by where they
-lie.  The bound is the least of both.  What is sent where the path is cut: `crossings`.
+lie.  A way over such a stage has that stage's hops, not those from one stage with the path to the
+next.  The bound is the least of both.  What is sent where the path is cut: `crossings`.
 
 Holds for gpipe and 1f1b, and with W up to the gradients of the inputs where backward is split
 (docs/planner.md; tests hold it against brute force).
@@ -42,6 +43,8 @@ from pdcompile.passes.partition.path.path_cases import cases_of
 
 CLOSE = 1e-4  # relative: where the bisection ends
 SIZES = 80, MOST  # groups of the path that are told apart: cuts between them are looked at as one
+SHARES = 0.25, 0.03  # of what is open between bound and plan: where that ends too, before more
+# groups are told apart and at last
 
 
 def path_bound(
@@ -66,7 +69,9 @@ def path_bound(
                 for groups in beside.assignments(ends) if ends else ():
                     offer(groups)
 
-            lower = bisected(question.chain, lower, upper() * (1 - 1e-9), CLOSE, budget, found)
+            share = SHARES[len(path) <= most or most == SIZES[-1]]
+            limit = upper() * (1 - 1e-9)
+            lower = bisected(question.chain, lower, limit, CLOSE, budget, found, share)
             parts = question.parts or parts
         if len(path) <= most:
             break

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.bounds import trips_in_turn
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.path.beside import Array
-from pdcompile.passes.partition.path.branches import Parallel
+from pdcompile.passes.partition.path.branches import Parallel, Sides
 from pdcompile.passes.partition.path.crossings import Hop
 
 Mask = NDArray[np.bool_]
@@ -21,72 +21,106 @@ NEAR = 3  # stages: what lies between those further apart is counted as one
 
 
 class Ways(NamedTuple):
-    """Seconds of ways with the path on every stage, and of those without it on some."""
+    """Seconds of ways with the path on every stage; of those without it on some, but with it on the
+    last one; and of those whose last step was over stages without it."""
 
     all: Array
-    some: Array | None
+    some: Array | None = None
+    over: Array | None = None
 
     def least(self, wide: Array | float = 0.0) -> Array:
-        return self.all if self.some is None else np.minimum(self.all, self.some - wide)
+        skipped = self.skipped
+        return self.all if skipped is None else np.minimum(self.all, skipped - wide)
 
-    def mapped(self, change: Callable[[Array], Array]) -> Ways:
-        return Ways(change(self.all), None if self.some is None else change(self.some))
+    @property
+    def skipped(self) -> Array | None:
+        """Without the path on some."""
+        return _least(self.some, self.over)
 
-    def skipping(self, seconds: Array) -> Ways:
-        """With others that leave stages out."""
-        some = np.broadcast_to(seconds, self.all.shape)
-        return Ways(self.all, some if self.some is None else np.minimum(self.some, some))
+    def joined(self, other: Ways) -> Ways:
+        """The least of both."""
+        every = np.minimum(self.all, other.all)
+        return Ways(every, _least(self.some, other.some), _least(self.over, other.over))
 
-    def joined(self, others: Ways, *, skipped: bool) -> Ways:
-        """With those of another stage; `skipped`: to come from there leaves some out."""
-        if skipped:
-            return self.skipping(others.least())
-        every = Ways(np.minimum(self.all, others.all), self.some)
-        return every if others.some is None else every.skipping(others.some)
+    def leaving(self, over: Array) -> Ways:
+        """With others whose last step left stages out."""
+        return self._replace(over=_least(self.over, over))
+
+    @property
+    def turned(self) -> Ways:
+        """By the ends of intervals first."""
+        some, over = (None if one is None else one.T for one in (self.some, self.over))
+        return Ways(self.all.T, some, over)
+
+
+def _least(one: Array | None, other: Array | None) -> Array | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return np.minimum(one, other)
+
+
+class _Handed(NamedTuple):
+    """What a stage hands on to those behind stages without the path, by its intervals [j, k] and
+    the least of it by k; `again` where what is at k has been out of the way before."""
+
+    ways: Array
+    least: Array
+    again: Array
+
+    @staticmethod
+    def of(ways: Ways, mask: Mask, old: Mask) -> _Handed:
+        one = ways.all if ways.some is None else np.minimum(ways.all, ways.some)
+        again = np.full(len(mask), np.inf)
+        if ways.over is not None:
+            one = np.minimum(one, np.where(old, np.inf, ways.over))
+            again = np.where(mask & old, ways.over, np.inf).min(0)
+        one = np.where(mask, one, np.inf)
+        return _Handed(one, one.min(0), again)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """From a stage to the next one with some of the path.
+    """From a stage to the next one with some of the path, `others` without it between them.
 
-    `least` seconds, less what may be between them and out of the way; besides, where they are not
-    `far` from each other, what spans either of them.
+    `least` seconds; less what may be between them and out of the way: where they are not `far` from
+    each other, by what spans either of them.
     """
 
     hop: Hop
     least: Array
-    left: Array = field(default_factory=lambda: np.zeros((1, 1)))
-    right: Array = field(default_factory=lambda: np.zeros((1, 1)))
-    far: bool = False
+    others: int = 0
 
     @staticmethod
     def of(hop: Hop, parallel: Parallel | None, others: int) -> _Step:
         if parallel is None or not others:
             return _Step(hop, hop.least)
-        least = np.where(parallel.most >= others, hop.least, np.inf)
-        if others >= NEAR:
-            return _Step(hop, least - parallel.spans, far=True)
-        shared = (others - 1) / others  # all but the one with most
-        left, right = parallel.ahead / others, parallel.behind / others
-        return _Step(hop, least - shared * parallel.spans, left, right)
+        return _Step(hop, np.where(parallel.most >= others, hop.around, np.inf), others)
 
-    def onward(self, ways: Ways, mask: Mask) -> Ways:
-        """What the next stage has, from what this one has on the intervals of a mask."""
-        return ways.mapped(
-            lambda one: (
-                self.hop.before(np.where(mask, one - self.left, np.inf))
-                + (self.least[:, None] - self.right)
-            )
-        )
+    @property
+    def far(self) -> bool:
+        return self.others >= NEAR
 
-    def back(self, ways: Ways, mask: Mask) -> Ways:
-        """The same of this stage, from what the next one has."""
-        return ways.mapped(
-            lambda one: (
-                self.hop.after(np.where(mask, one - self.right, np.inf))
-                + (self.least[None, :] - self.left)
-            )
-        )
+    def direct(self, ways: Ways, old: Mask | None, after: Callable[[Array], Array]) -> Ways:
+        """What the stage `after` it has; where there is an `old` mask, stages may be left out."""
+        every = after(ways.all)
+        if old is None or ways.over is None:
+            return Ways(every, None if ways.some is None else after(ways.some))
+        some = np.where(old, np.inf, ways.over)
+        some = some if ways.some is None else np.minimum(some, ways.some)
+        return Ways(every, after(some), after(np.where(old, ways.over, np.inf)))
+
+    def over(self, handed: _Handed, parallel: Parallel, sides: Sides) -> Array:
+        """What the stage behind the others has, by its intervals."""
+        if self.far:
+            found = np.minimum(handed.least - parallel.spans, handed.again) + self.least
+            return np.broadcast_to(found[:, None], handed.ways.shape)
+        spans, n = (self.others - 1) / self.others * parallel.spans, self.others
+        ahead = (handed.ways - sides.ahead / n).min(0)[:, None]
+        found = ahead - sides.behind / n
+        nested = np.minimum(ahead, handed.least[:, None] - sides.behind / n)
+        found = np.where(parallel.nested[:, None], nested, found) - spans[:, None]
+        result: Array = np.minimum(found, handed.again[:, None]) + self.least[:, None]
+        return result
 
 
 @dataclass(eq=False)
@@ -116,6 +150,7 @@ class Case:
     last: int  # and at most behind it
     _paths: list[list[tuple[Array, int, int, int]]] = field(init=False)
     _steps: dict[tuple[int, int], _Step] = field(init=False)
+    _left: tuple[float, list[Mask]] | None = field(init=False, default=None)  # by what makespan
 
     def __post_init__(self) -> None:
         """`_paths`: of each stage; how often the ways before it and after it are in each, and, at
@@ -148,7 +183,9 @@ class Case:
         """The ends of intervals of which nothing shows that they take longer; None if there is
         no such chain.  Empty, if there is one, where stages may hold nothing of the path."""
         count = len(self.own)
-        states = [mask.copy() for mask in self.allowed]
+        if self._left is None or makespan > self._left[0]:
+            self._left = makespan, self.allowed
+        states = [mask.copy() for mask in self._left[1]]
         size = -1
         while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
             ahead, behind = self.ahead(states), self.behind(states)
@@ -165,6 +202,7 @@ class Case:
                 self._between([ways.least(wide) for ways in ahead], states, makespan)
             if not self._any(states):
                 return None
+        self._left = makespan, states
         if self.parallel is not None:
             return []
         ends = [0]
@@ -213,11 +251,11 @@ class Case:
             yield ahead.all, behind.all, ahead.all + behind.all
         assert self.parallel is not None
         wide, before, beyond = self.parallel.apart()
-        if behind.some is not None:
-            yield ahead.all, behind.some - beyond, ahead.all + behind.some - wide
-        if ahead.some is not None:
-            whole = ahead.some + behind.least() - wide
-            yield ahead.some - before, behind.least(beyond), whole
+        here, there = ahead.skipped, behind.skipped
+        if there is not None:
+            yield ahead.all, there - beyond, ahead.all + there - wide
+        if here is not None:
+            yield here - before, behind.least(beyond), here + behind.least() - wide
 
     def _all_work(self, states: list[Mask], most: list[Array]) -> None:
         """Drop intervals without which, or with which, the stages may not compute all work."""
@@ -273,37 +311,55 @@ class Case:
         """The least transfers on the way to each stage, by its interval, less what is out of the
         way."""
         found: list[Ways] = []
-        nearest: list[Array] = []
+        handed: list[_Handed] = []
+        old = None if self.parallel is None else self.parallel.onward.old
         for t, mask in enumerate(states):
             start = np.full(self.most.shape, np.inf)
             start[0] = 0.0 if self.first[0] <= t <= self.first[1] else np.inf
-            ways = Ways(start, None)
+            ways = Ways(start)
             for s in range(t):
                 step = self._steps.get((s, t))
-                if step is not None and step.far:
-                    ways = ways.skipping((nearest[s] + step.least)[:, None])
-                elif step is not None:
-                    ways = ways.joined(step.onward(found[s], states[s]), skipped=t > s + 1)
+                if step is None:
+                    continue
+                if step.others and self.parallel is not None:
+                    over = step.over(handed[s], self.parallel, self.parallel.onward)
+                    ways = ways.leaving(over)
+                    continue
+
+                def after(one: Array, s: int = s, step: _Step = step) -> Array:
+                    return step.hop.before(np.where(states[s], one, np.inf)) + step.least[:, None]
+
+                ways = ways.joined(step.direct(found[s], old, after))
             found.append(ways)
-            nearest.append(np.where(mask, ways.least(), np.inf).min(0))
+            if old is not None:
+                handed.append(_Handed.of(ways, mask, old))
         return found
 
     def behind(self, states: list[Mask]) -> list[Ways]:
         """The least transfers after each stage, by its interval, less what is out of the way."""
         count = len(states)
         found: dict[int, Ways] = {}
-        nearest: dict[int, Array] = {}
+        handed: dict[int, _Handed] = {}
+        old = None if self.parallel is None else self.parallel.back.old.T
         for s in reversed(range(count)):
             none, end = (np.full(self.most.shape, np.inf) for _ in range(2))
             end[:, -1] = 0.0 if count - 1 - s <= self.last else np.inf
             early = s < count - 1  # the stages after it are without the path
-            ways = Ways(none, end if self.parallel else None) if early else Ways(end, None)
+            ways = Ways(none, end if self.parallel else None) if early else Ways(end)
             for t in range(s + 1, count):
                 step = self._steps.get((s, t))
-                if step is not None and step.far:
-                    ways = ways.skipping((nearest[t] + step.least)[None, :])
-                elif step is not None:
-                    ways = ways.joined(step.back(found[t], states[t]), skipped=t > s + 1)
+                if step is None:
+                    continue
+                if step.others and self.parallel is not None:
+                    over = step.over(handed[t], self.parallel, self.parallel.back)
+                    ways = ways.leaving(over.T)
+                    continue
+
+                def after(one: Array, t: int = t, step: _Step = step) -> Array:
+                    return step.hop.after(np.where(states[t], one, np.inf)) + step.least[None, :]
+
+                ways = ways.joined(step.direct(found[t], old, after))
             found[s] = ways
-            nearest[s] = np.where(states[s], ways.least(), np.inf).min(1)
+            if old is not None:
+                handed[s] = _Handed.of(ways.turned, states[s].T, old.T)
         return [found[s] for s in range(count)]

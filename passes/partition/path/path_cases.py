@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from pdcompile.passes.partition.model import Flow, Model
 from pdcompile.passes.partition.path.beside import Array, Beside
 from pdcompile.passes.partition.path.branches import Parallel, parallels
-from pdcompile.passes.partition.path.crossings import Hop, branches_of, hop_over
+from pdcompile.passes.partition.path.crossings import (
+    Crossing,
+    Hop,
+    branches_of,
+    hop_around,
+    hop_over,
+)
 from pdcompile.passes.partition.path.path_case import Case, Mask
 from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem import StageLimits
@@ -24,13 +31,13 @@ def cases_of(beside: Beside, parts: Iterable[float]) -> Iterator[list[Case]]:
     list is impossible.
     """
     model = beside.model
-    alone = model.num_stages == 1
+    alone, hop = model.num_stages == 1, _hops(beside)
     if alone or in_order(model):
-        yield [_case(beside, None, (0, 0))]
+        yield [_case(beside, hop, None, (0, 0))]
     if not alone:
-        choices = parallels(beside, _work(model), parts, filled=in_order(model))
+        choices = parallels(beside, *_seconds(model), parts, filled=in_order(model))
         for first in _firsts(beside):
-            yield [_case(beside, parallel, first) for parallel in choices]
+            yield [_case(beside, hop, parallel, first) for parallel in choices]
 
 
 def _firsts(beside: Beside) -> Iterator[tuple[int, int]]:
@@ -57,19 +64,25 @@ def in_order(model: Model) -> bool:
     return model.most_used == model.num_stages and not model.problem.allow_empty
 
 
-def _work(model: Model) -> Array:
-    """Seconds of each group at the highest speed, until gradients of its inputs are there."""
+def _seconds(model: Model) -> tuple[Array, Array]:
+    """Of each group at the highest speed: forward, and backward until gradients of its inputs are
+    there."""
     part = kind_of(model.problem.memory.schedule).halves(1.0)[0]  # of a backward
     fastest = max(stage.speed for stage in model.problem.stages)
-    return (np.array(model.forward) + part * np.array(model.backward)) / fastest
+    return np.array(model.forward) / fastest, part * np.array(model.backward) / fastest
 
 
-def _case(beside: Beside, parallel: Parallel | None, first: tuple[int, int]) -> Case:
+def _case(
+    beside: Beside,
+    hop: Callable[[int, int], Hop],
+    parallel: Parallel | None,
+    first: tuple[int, int],
+) -> Case:
     """`parallel`: where some stages hold nothing of the path."""
     model, size, every = beside.model, beside.length, parallel is None
     stages, m = model.problem.stages, model.problem.num_microbatches
     part = kind_of(model.problem.memory.schedule).halves(1.0)[0]  # of a backward
-    fastest, work = max(stage.speed for stage in stages), _work(model)
+    fastest, work = max(stage.speed for stage in stages), np.add(*_seconds(model))
     f, w = (
         beside.inside(one, every=every)
         for one in (np.array(model.forward), part * np.array(model.backward))
@@ -88,7 +101,7 @@ def _case(beside: Beside, parallel: Parallel | None, first: tuple[int, int]) -> 
         speeds=[stage.speed / fastest for stage in stages],
         warmup=warmup_of(model.problem.memory.in_flight, len(stages), m),
         allowed=[_allowed(beside, s, every=every) for s in range(len(stages))],
-        hop=_hops(beside, work),
+        hop=hop,
         before=before - beside.before(outside),
         rest=rest - beside.behind(outside),
         most=most,
@@ -107,21 +120,29 @@ def _case(beside: Beside, parallel: Parallel | None, first: tuple[int, int]) -> 
     )
 
 
-def _hops(beside: Beside, work: Array) -> Callable[[int, int], Hop]:
+def _hops(beside: Beside) -> Callable[[int, int], Hop]:
     """From a stage to another: over the slowest link between them, or, where stages may hold
     nothing, over any."""
     stages = beside.model.problem.stages
     if not in_order(beside.model):
-        any_link = hop_over(beside, stages)
+        any_link, ways = hop_over(beside, stages), Crossing.over(beside, stages)
+        any_link = replace(any_link, around=hop_around(any_link.least, [ways]))
         return lambda s, t: any_link
-    short = branches_of(beside, work, len(stages))
-    hops = [hop_over(beside, [stage], short) for stage in stages]
+    short = branches_of(beside, np.add(*_seconds(beside.model)), len(stages))
+    unlike = {(stage.bytes_per_second, stage.latency_seconds): stage for stage in stages}
+    over = {
+        link: (hop_over(beside, [stage], short), Crossing.over(beside, [stage]))
+        for link, stage in unlike.items()
+    }
+    by_stage = [over[stage.bytes_per_second, stage.latency_seconds] for stage in stages]
 
+    @cache
     def hop(s: int, t: int) -> Hop:
         if t == s + 1:
-            return hops[s]
-        least = np.max([one.least for one in hops[s:t]], axis=0)
-        return replace(hops[s], least=least, branches=False)
+            return by_stage[s][0]
+        least = np.max([one.least for one, _ in by_stage[s:t]], axis=0)
+        around = hop_around(least, [ways for _, ways in by_stage[s:t]])
+        return replace(by_stage[s][0], least=least, around=around, branches=False)
 
     return hop
 
