@@ -13,7 +13,7 @@ from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
 from tests.helpers.problems import brute_force, chain_problem
-from tests.test_partition_path_bounds import branched, two_branches
+from tests.test_partition_path_bounds import branched, residual_blocks, two_branches
 
 
 def objectives(problem: PartitionProblem) -> list[float]:
@@ -56,6 +56,13 @@ def decoder_beside_encoder(stages: int) -> PartitionProblem:
     return PartitionProblem(
         tuple(items), tuple(traffic), (StageLimits(),) * stages, objective="flush"
     )
+
+
+def test_a_branch_runs_backward_at_the_same_time_where_its_value_is_not_read() -> None:
+    """Three blocks are cut behind the item that reads what the branch reads, not before it."""
+    problem = residual_blocks(4, 12)
+    total = sum(item.forward_seconds + item.backward_seconds for item in problem.items)
+    assert min(objectives(problem)) == pytest.approx(total - 3 * 6.0)
 
 
 def test_what_many_layers_read_is_made_beside_the_first_of_them() -> None:

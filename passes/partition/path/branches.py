@@ -2,11 +2,11 @@
 
 Every way through the pipeline that follows the path visits all stages with some of it.  A stage
 without the path, between two that have some, is on such a way too where it has a group that is
-joined to the one of them and a group that is joined to the other; of several stages between the same two, the one with most
-work may be.  It is on no way where all of its groups are joined only to what lies before the stage
-before it, or all only to what lies behind the stage behind it: then it works at the same time as
-what its groups span.  Gradients join more groups than values do: those of a value with several
-readers go from reader to reader.  So ways down and up differ.
+joined to the one of them and a group that is joined to the other; of several stages between the
+same two, the one with most work may be.  It is on no way where all of its groups are joined only to
+what lies before the stage before it, or all only to what lies behind the stage behind it: then it
+works at the same time as what its groups span.  Gradients join more groups than values do: those of
+a value with several readers go from reader to reader.  So ways down and up differ.
 
 A branch is on one stage.  Along a way, what is out of the way at one boundary is not again at a
 later one where all that may be there may have been at the earlier one.
@@ -91,7 +91,7 @@ def parallels(
     for part in sorted(parts):
         narrow = joined & (beside_it <= (part * average if part < math.inf else math.inf))
         chosen[tuple(loose[narrow].tolist())] = part
-    ends = {v: _Ends.of(beside, v, others) for v, others in _read_with(beside).items()}
+    ends = {v: _Ends.of(beside, v, others) for v, others in read_with(beside).items()}
     return [
         _parallel(beside, forward, backward, [ends[v] for v in one], part, filled=filled)
         for one, part in chosen.items()
@@ -135,7 +135,7 @@ class _Ends:
         return np.arange(self.first, self.after)
 
 
-def _read_with(beside: Beside) -> dict[int, list[int]]:
+def read_with(beside: Beside) -> dict[int, list[int]]:
     """Who else reads, with gradients, what a group that is not on the path reads."""
     found: dict[int, list[int]] = {int(v): [] for v in np.flatnonzero(beside.low < beside.high)}
     for flow in with_gradients(beside.model):

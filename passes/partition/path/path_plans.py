@@ -1,10 +1,10 @@
 """Plans that cut the heaviest path into intervals, some with a stage for what runs beside them.
 
 A stage beside the path takes what spans the interval of the stage before it: both work at the same
-time.  Stages before the path take what nothing of it is before.  Among the plans whose stages
-compute at most so much, a dynamic program takes the one through which a microbatch goes fastest,
-for several such limits; what else a plan costs (links of skips, tied parameters, memory) is left to
-its evaluation.
+time, backward only where that one does not read what it reads (`branches`).  Stages before the path
+take what nothing of it is before.  Among the plans whose stages compute at most so much, a dynamic
+program takes the one through which a microbatch goes fastest, for several such limits; what else a
+plan costs (links of skips, tied parameters, memory) is left to its evaluation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.path.beside import Array, Beside, heaviest_path
+from pdcompile.passes.partition.path.branches import read_with
 from pdcompile.plan.makespan import warmup_of
 
 LIMITS = 16  # on what a stage computes, from the average to three times as much
@@ -59,6 +60,7 @@ class _Program:
     beside: Beside
     work: Array = field(init=False)  # seconds of each group
     until: Array = field(init=False)  # of what is on stages up to a boundary
+    until_forward: Array = field(init=False)
     beside_it: list[NDArray[np.bool_]] = field(init=False)  # groups that may have a stage
     hops: list[Array] = field(init=False)  # by sending stage
     allowed: list[NDArray[np.bool_]] = field(init=False)
@@ -69,6 +71,8 @@ class _Program:
         work = np.array(model.forward) + np.array(model.backward)
         self.work, self.until = work, beside.before(work)
         self.until[-1] = work.sum()
+        self.until_forward = beside.before(np.array(model.forward))
+        self.until_forward[-1] = sum(model.forward)
         spanned = self.until[np.minimum(beside.high - 1, beside.length)] - self.until[beside.low]
         loose, short = beside.low < beside.high, spanned * model.most_used <= work.sum()
         self.beside_it = [loose & False, loose & short, loose]
@@ -98,6 +102,7 @@ class _Program:
         own = np.subtract.outer(-self.until, -self.until)
         own[np.tri(size + 1, dtype=bool)] = np.inf
         apart = self._apart(np.where(beside_it, self.work, 0.0))
+        saved = self._saved(own, apart, beside_it)
         apart[apart < WORTH * self.until[-1] / len(stages)] = np.inf
         best = np.full((len(stages) + 1, size + 1), np.inf)
         best[first, 0] = 0.0
@@ -110,7 +115,7 @@ class _Program:
                 if wide == 2:
                     there = apart / stages[s + 1].speed
                     fits &= (there <= limit) & (there < np.inf)
-                    seconds = np.maximum(seconds, there) - np.where(fits, there, 0.0)
+                    seconds = seconds - saved / stages[s + 1].speed
                 ways = best[s][:, None] + np.where(fits, seconds, np.inf)
                 start = ways.argmin(0)
                 total = ways[start, np.arange(size + 1)] + self.hops[s + wide - 1]
@@ -124,6 +129,22 @@ class _Program:
             cuts.append(came[at])
             at = cuts[-1].stage, cuts[-1].start
         return cuts[::-1]
+
+    def _saved(self, own: Array, apart: Array, beside_it: NDArray[np.bool_]) -> Array:
+        """Seconds at which an interval's stage and the one beside it both work."""
+        model, reads = self.beside.model, read_with(self.beside)
+        forward = np.subtract.outer(-self.until_forward, -self.until_forward)
+        ahead = self._apart(np.where(beside_it, model.forward, 0.0))
+        back = apart - ahead
+        for v in np.flatnonzero(beside_it).tolist():
+            low, high = self.beside.low[v], self.beside.high[v]
+            within = np.zeros((high - low, high - low), dtype=bool)
+            for u in reads[v]:
+                first, last = max(self.beside.low[u], low), self.beside.high[u]
+                within[: max(first - low, 0), max(last - low, 0) :] = True
+            back[low:high, low:high] -= np.where(within, model.backward[v], 0.0)
+        found: Array = np.minimum(forward, ahead) + np.minimum(own - forward, np.maximum(back, 0.0))
+        return np.where(own < np.inf, found, 0.0)
 
     def _waits(self, s: int, limit: float) -> Array:
         """Half of what a round trip over the link before or behind the stage takes beyond what the
