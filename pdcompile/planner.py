@@ -7,6 +7,7 @@ are some 10 % below what stages take, and not by the same share everywhere.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -23,7 +24,7 @@ from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
-from pdcompile.passes.planning.preferred_cuts import TOLERANCE
+from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
 from pdcompile.passes.planning.preferred_plan import preferred_plan
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile import machine_for
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from pdcompile.steps import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
-PREFERRING = 0.05  # of the time limit at least, to choose among plans that are almost as fast
+PREFERRING = (0.05, 0.2)  # of the time limit, to choose among plans that are almost as fast
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -162,15 +163,18 @@ class Planner:
     ) -> Plan:
         limit, tolerance = self.options.time_limit, self.options.cut_tolerance
         whole = DEFAULT_SECONDS if limit is None else limit
+        began = time.monotonic()
+        least, most = (share * whole for share in PREFERRING)
+        kept = min(most, max(least, searching(problem_at(self.space.microbatches[0]))))
         plan = best_plan(
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=None if limit is None else (1 - PREFERRING) * limit,
+            time_limit=None if limit is None else limit - kept,
             seed=self.options.seed, listener=self.listener,
         )  # fmt: skip
         graph = graphs[plan.training.num_microbatches]
         plan = preferred_plan(
             plan, graph, self.cluster, TOLERANCE if tolerance is None else tolerance,
-            seconds=max(PREFERRING * whole, whole - plan.certificate.seconds),
+            seconds=max(kept, whole - (time.monotonic() - began)),
         )  # fmt: skip
         check_plan(plan, graph, self.cluster)
         return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))

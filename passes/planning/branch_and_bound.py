@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Protocol
 
 from pdcompile.cluster import Cluster
@@ -28,7 +28,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
-from pdcompile.passes.partition.space.candidates import violations
+from pdcompile.passes.partition.space.candidates import describe, violations
 from pdcompile.passes.partition.space.line_plans import shifted
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, neighbours
 from pdcompile.passes.partition.space.search_branches import (
@@ -40,7 +40,7 @@ from pdcompile.passes.partition.space.search_branches import (
 )
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan
-from pdcompile.passes.planning.candidate_plan import candidate_plan
+from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.passes.planning.search.line_search import LineSearch
 from pdcompile.passes.planning.search.trials import EXACT, Trials
@@ -48,6 +48,7 @@ from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.schedule.registry import kind_of
 
 DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
@@ -95,7 +96,6 @@ class PlanSearch:
     cluster: Cluster
     space: SearchSpace
     training: Training
-    time_limit: float | None
     seed: int
     listener: Listening
     budget: Budget
@@ -251,11 +251,16 @@ class PlanSearch:
     def _within_ledgers(self, branch: Branch, problem: PartitionProblem) -> Plan:
         """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
 
+        graph = self.graph_at(branch.setting.num_microbatches)
+
         def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
+            making, left = making_seconds(graph, even_cut(limited)), self.budget.left
+            # It is made once more where other cuts are preferred.
+            free = max(making, min(2 * making, left / 2))
             found, certificate = partition(
-                limited, time_limit=self.time_limit, seed=self.seed, progress=self.listener.found
-            )
-            graph = self.graph_at(branch.setting.num_microbatches)
+                limited, time_limit=max(0.0, left - free), seed=self.seed,
+                progress=self.listener.found,
+            )  # fmt: skip
             candidate = branch.straight(found.stage_of)
             plan = candidate_plan(graph, problem, candidate, self.training, self.cluster)
             return replace(plan, certificate=certificate), found
@@ -289,7 +294,7 @@ class PlanSearch:
                 self.prepared, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
             )  # fmt: skip
-        seconds, candidate = self.trials.chosen
+        (seconds, candidate), (fastest, other) = self.trials.chosen, self.trials.found[-1]
         setting = candidate.setting
         problem = self.prepared[setting.num_microbatches].problem
         plan = self.trials.plan(candidate)
@@ -300,15 +305,18 @@ class PlanSearch:
             raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
         certificate = Certificate(
             objective_seconds=seconds / setting.scale,
-            bound_seconds=min(self.floor, seconds) / setting.scale,
+            bound_seconds=min(self.floor, fastest) / setting.scale,
             status="feasible",
             prover=self._prover(setting),
             seconds=self.budget.spent,
+            fastest_seconds=fastest / setting.scale if fastest < seconds else None,
             scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
         )
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
+        if fastest < seconds:
+            notes = (*notes, passed_over(seconds, candidate, fastest, other))
         if len(self.space.schedules) + len(self.space.sharing) > 1:
             notes = (*notes, *self.trials.why(candidate))
         plan = replace(plan, certificate=certificate, notes=notes)
@@ -319,6 +327,13 @@ class PlanSearch:
             return RELAXATION
         complete = self.prepared[setting.num_microbatches].complete
         return PROVER if complete else ALONG
+
+
+def even_cut(problem: PartitionProblem) -> list[int]:
+    """The stage of each item where all stages take as long, to the item."""
+    seconds = [item.forward_seconds + item.backward_seconds for item in problem.items]
+    count, whole = len(problem.stages), sum(seconds) or 1.0
+    return [min(int(count * before / whole), count - 1) for before in accumulate(seconds)]
 
 
 def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
@@ -355,6 +370,19 @@ def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
     counts = space.counts(ranks)
     if space.replicas == "any" and len(counts) < ranks:
         yield f"of replica counts {counts[0]} to {counts[-1]} only {len(counts)}"
+
+
+def passed_over(seconds: float, chosen: Candidate, fastest: float, other: Candidate) -> str:
+    """A note on why a plan was chosen though another one that was found is faster."""
+    gains = [kind_of(one.setting.schedule).gain for one in (chosen, other)]
+    splitting = seconds * (1 + gains[0]) <= fastest * (1 + gains[1])
+    why = (
+        f"splitting backwards, which no forecast counts, may cost {100 * gains[1]:.0f} %"
+        if splitting
+        else "no time was left to make its plan; a larger time_limit (--time-limit) would"
+    )
+    slower = 100 * (seconds / fastest - 1)
+    return f"{slower:.2g} % slower than the fastest found ({describe(other)}): {why}"
 
 
 def idle_ranks(cluster: Cluster, candidate: Candidate, certificate: Certificate) -> Iterator[str]:
@@ -400,7 +428,7 @@ def best_plan(
         space = replace(space, sharing=())  # there a stage of that number is another one
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         search = PlanSearch(
-            graph_at, problem_at, cluster, space, training, time_limit, seed,
+            graph_at, problem_at, cluster, space, training, seed,
             listener or Silent(), budget,
         )  # fmt: skip
         search.run()

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.planning.graph_free import NOT_CERTIFIED
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
+
+REHEARSING = 3e-3  # seconds an op, before any was rehearsed
+OTHERS = 4e-4  # seconds an op of the graph, for all else
+
+
+def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0) -> float:
+    """What `candidate_plan` takes, by what rehearsing has taken in this process: stages of one
+    size mostly are equal, and are rehearsed once.
+
+    Args:
+        stage_of: of every item.
+        others: seconds that all but rehearsing has taken before.
+    """
+    unlike = sum(set(Counter(stage_of).values())) / max(len(stage_of), 1)
+    each = rehearsals.seconds / rehearsals.ops if rehearsals.ops else REHEARSING
+    return max(others, OTHERS * len(graph.ops)) + each * unlike * len(graph.ops)
 
 
 def candidate_plan(

@@ -35,12 +35,15 @@ from pdcompile.passes.planning.module_borders import (
 )
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.makespan import with_updates
+from pdcompile.problem import PartitionProblem
 
 TOLERANCE = 0.01  # where the user says nothing
 STEPS = 100  # of bytes sent, in which savings count
 LOADS = 10  # that are tried
 WORK = 2_000_000  # items, values and instructions that are evaluated, in all
 SEARCHES = 6  # with modules kept whole
+SEARCHING = 2.5e-3  # seconds an item, of such a search at least
+LONGEST = 4.0  # seconds
 EQUAL = 1e-9  # relative, of seconds
 ROUNDING = 1e-6  # of a step with updates
 
@@ -232,7 +235,7 @@ class Search:
     def _with_whole(self, whole: Sequence[Unit]) -> Choice | None:
         """The best that a quick search finds which divides none of these modules."""
         groups = tuple(unit.items for unit in outermost(whole))
-        late = len(self.searched) >= SEARCHES or self.budget.late
+        late = len(self.searched) >= SEARCHES or self.budget.left < searching(self.plan.problem)
         if self.plan.placed or groups in self.searched or late:
             return None
         self.searched.add(groups)
@@ -243,6 +246,11 @@ class Search:
         except InfeasibleError:
             return None
         return None if best is None else self.choice(best.stage_of)
+
+
+def searching(problem: PartitionProblem) -> float:
+    """Seconds that a quick search takes, about: it looks at the time seldom."""
+    return min(LONGEST, SEARCHING * len(problem.items))
 
 
 def worth(fastest: Choice, other: Choice) -> float:

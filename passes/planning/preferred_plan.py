@@ -11,13 +11,20 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
-from pdcompile.passes.planning.candidate_plan import assembled_plan, candidate_plan
+from pdcompile.passes.planning.candidate_plan import (
+    assembled_plan,
+    candidate_plan,
+    making_seconds,
+)
 from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preference
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
 from pdcompile.plan.embedded import plain
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
+
+LITTLE = 1.0  # seconds, in which a plan may always be made
+WORTH = 0.03  # of a step: then one is made even if time is over
 
 
 def preferred_plan(
@@ -65,15 +72,21 @@ def preferred_plan(
         update=partial(training.update_seconds, versions=kind_of(training.schedule).stream),
         fits=fits, seconds=seconds,
     )  # fmt: skip
-    chosen = best.chosen
+    chosen, left = best.chosen, seconds - (time.monotonic() - begin)
+    gain = max(best.shorter, 1 - chosen.seconds / claimed)
+    if gain < WORTH and making_seconds(graph, chosen.stage_of) > max(left, LITTLE):
+        return plan  # which is made already
     new = made(chosen.stage_of)
     if new is plan:
         return plan
     notes = [*new.notes, *_of_search(plan, new, graph, cluster)]
     certificate = replace(plan.certificate, objective_seconds=chosen.seconds)
+    if (certificate.fastest_seconds or 0.0) >= chosen.seconds:
+        certificate = replace(certificate, fastest_seconds=None)
     certificate = replace(certificate, seconds=certificate.seconds + time.monotonic() - begin)
     if chosen.seconds > best.fastest.seconds * (1 + EQUAL):
-        certificate = replace(certificate, fastest_seconds=best.fastest.seconds)
+        known = certificate.fastest_seconds or math.inf
+        certificate = replace(certificate, fastest_seconds=min(known, best.fastest.seconds))
         notes.append(saving(best))
     certificate = _judged(certificate, optimal=plain(plan) or plan.certificate.status == "optimal")
     return replace(new, certificate=certificate, notes=tuple(notes), problem=plan.problem)

@@ -27,6 +27,7 @@ from pdcompile.plan import Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Constraint, Pin
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.schedule import registry
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.graphs import chain
 from tests.helpers.problems import chain_problem
@@ -99,6 +100,24 @@ def test_auto_takes_the_best_schedule(
     assert found.bound_seconds <= min(every.values()) * (1 + 1e-9)
     assert all(name in found.scope for name in every)
     assert plan.notes[-1].startswith(f"{chosen} chosen among schedules: ")
+
+
+def test_a_plan_that_is_not_the_fastest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What splitting a backward may cost is in no forecast: a schedule that does it has to save
+    more than that, and is named where it does not."""
+    monkeypatch.setattr(registry, "SPLITTING", 0.5)
+    graph, cluster = at(chain(5)), cluster_of(2)
+    space = SearchSpace(schedules=("1f1b", "zb-h1"), microbatches=(4,), stages=2)
+    problem = coarsen(graph(4), (StageLimits(),) * 2, num_microbatches=4)
+    training = Training(batch_size=BATCH)
+    plan = best_plan(graph, lambda _: problem, cluster, space, training, time_limit=200)
+    check(plan, graph(4), cluster)
+    found = plan.certificate
+    assert plan.training.schedule == "1f1b"
+    assert found.fastest_seconds == pytest.approx(min(every_cut(problem, cluster, "zb-h1", 4, 1)))
+    assert found.bound_seconds <= found.fastest_seconds < found.objective_seconds
+    assert any("slower than the fastest found (zb-h1" in note for note in plan.notes)
+    assert any("splitting backwards" in note for note in plan.notes)
 
 
 def passed(prepared: PreparedProblem) -> set[int]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
@@ -21,7 +19,7 @@ from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
-from pdcompile.passes.planning.candidate_plan import candidate_plan
+from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import Candidate
 from pdcompile.schedule.registry import kind_of, name_of
@@ -62,8 +60,17 @@ class Trials:
 
     @property
     def chosen(self) -> tuple[float, Candidate]:
-        """The best, after what schedules cost that no forecast knows."""
-        return min(self.found, key=lambda one: one[0] * (1 + kind_of(one[1].setting.schedule).gain))
+        """The best, after what schedules cost that no forecast knows, of those for whose plan
+        there is time."""
+
+        def making(one: tuple[float, Candidate]) -> float:
+            return 0.0 if self._made and self._made[0] == one[1] else self._making(one[1])
+
+        left = self.budget.left
+        timely = [one for one in self.found if making(one) <= left]
+        if not timely:
+            return min(self.found, key=making)
+        return min(timely, key=lambda one: one[0] * (1 + kind_of(one[1].setting.schedule).gain))
 
     def why(self, candidate: Candidate) -> Iterator[str]:
         """A note on the schedules that were tried besides the candidate's."""
@@ -79,27 +86,19 @@ class Trials:
     @property
     def quick(self) -> bool:
         """Does it take next to nothing of the time to make a plan?"""
-        return self._making < QUICK * (self.budget.spent + self.budget.left)
+        return self._making(self.best) < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
         """Whether that share of the time is over, without what making the best plan takes."""
         made = not self.found or (self._made is not None and self._made[0] == self.best)
         whole = max(self.budget.spent + self.budget.left, 1e-9)
-        left = max(whole - (0.0 if made else self._making), 0.0)
+        left = max(whole - (0.0 if made else self._making(self.best)), 0.0)
         return self.budget.late or self.budget.spent > share * left
 
-    @property
-    def _making(self) -> float:
-        """Seconds that the plan of the best candidate takes: stages of one size mostly are equal,
-        and are rehearsed once."""
-        unlike = sum(set(Counter(self.best.stage_of).values()))
-        ops = unlike * self._ops_per_item
-        return self.others + rehearsals.seconds / max(rehearsals.ops, 1) * ops
-
-    @cached_property
-    def _ops_per_item(self) -> float:
-        m = self.best.setting.num_microbatches
-        return len(self.graph_at(m).ops) / len(self.prepared_at(m).problem.items)
+    def _making(self, candidate: Candidate) -> float:
+        """Seconds that its plan takes."""
+        graph = self.graph_at(candidate.setting.num_microbatches)
+        return making_seconds(graph, candidate.stage_of, self.others)
 
     def offer(self, candidate: Candidate | None, *, now: bool = False, gain: float = EXACT) -> bool:
         """Try a candidate; False where a better one lacks memory, or may lack it.
@@ -156,8 +155,6 @@ class Trials:
             f"{self.budget.spent:.1f} s: {format_seconds(seconds)} a step, gap {gap:.1f} %: "
             f"{describe(candidate)}"
         )
-        if not self.others:
-            self.plan(candidate)  # how long that takes has to be kept free in the end
         return True
 
     def plan(self, candidate: Candidate) -> Plan:
