@@ -27,16 +27,17 @@ WORTH = 0.01  # of the average stage's work: less gets no stage
 
 
 def path_plans(model: Model) -> Iterator[tuple[int, ...]]:
-    """Stages of groups, plans that look good first tried."""
+    """Stages of groups; of every kind of plan some come early."""
     beside = Beside.of(model, heaviest_path(model))
     if beside is None:
         return
     program = _Program(beside)
     work = program.until[-1] / model.most_used
     limits = [np.inf] if model.problem.num_microbatches == 1 else []
-    limits += list(work * np.geomspace(1.0, 3.0, LIMITS))
-    for first, beside_it, limit, slow in product(
-        program.first_stages(), program.beside_it, limits, (False, True)
+    even = work * np.geomspace(1.0, 3.0, LIMITS)
+    limits += [*even[::4], *even[2::4], *even[1::2]]  # each kind of plan roughly, then in between
+    for limit, slow, first, beside_it in product(
+        limits, (False, True), program.first_stages(), program.beside_it
     ):
         found = program.solve(limit, first, beside_it, slow=slow and limit < np.inf)
         if found is not None:
