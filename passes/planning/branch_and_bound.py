@@ -39,7 +39,7 @@ from pdcompile.passes.partition.space.search_branches import (
     sharpened,
 )
 from pdcompile.passes.partition.space.seats import arrangements
-from pdcompile.passes.partition.space.shortage import no_plan
+from pdcompile.passes.partition.space.shortage import no_plan, too_large
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.passes.planning.search.line_search import LineSearch
@@ -114,7 +114,16 @@ class PlanSearch:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Search until nothing is left or the budget is spent."""
+        """Search until nothing is left or the budget is spent.
+
+        Raises InfeasibleError where all devices together are too small.
+        """
+        first = self._prepared(self.space.microbatches[0])
+        several = bool(self.space.sharing or self.space.placement)
+        # Of few cuts with a rank a stage what lacks is said in more detail once none is found.
+        rough = several or not (self.space.cut_alone or first.complete)
+        if rough and (error := too_large(first.problem, self.cluster, self.training)):
+            raise error
         sharing = [branch for space in self.space.sharing for branch in self._branches(space)]
         if not (self.space.cut_alone or self.space.placement):
             every = list(settings(self.space, self.training, len(self.cluster.devices)))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.records import SizeRange
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure, search_space
@@ -118,6 +119,21 @@ def test_a_plan_that_is_not_the_fastest_says_so(monkeypatch: pytest.MonkeyPatch)
     assert found.bound_seconds <= found.fastest_seconds < found.objective_seconds
     assert any("slower than the fastest found (zb-h1" in note for note in plan.notes)
     assert any("splitting backwards" in note for note in plan.notes)
+
+
+def test_what_no_schedule_can_hold_is_proved() -> None:
+    """Also where ranks may hold several stages: less than the parameters, gradients and optimizer
+    take is enough for nobody.  That no single stage a rank fits proves nothing there."""
+    graph, training = at(chain(5)), Training(batch_size=BATCH, optimizer_factor=2.0)
+    problem = coarsen(graph(4), (StageLimits(),) * 2, num_microbatches=4)
+    least = 4 * sum(item.trainable_bytes for item in problem.items)
+    for less in (6, 0):
+        device = Device("cpu", least // 2 - less // 2)
+        cluster = replace(cluster_of(2), devices=(device, device))
+        with pytest.raises(InfeasibleError) as caught:
+            best_plan(graph, lambda _: problem, cluster, every_schedule(2, 4), training)
+        assert ("whatever the schedule" in str(caught.value)) == (less > 0)
+        assert isinstance(caught.value, NotFoundError) == (less == 0)
 
 
 def passed(prepared: PreparedProblem) -> set[int]:

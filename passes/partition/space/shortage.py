@@ -20,6 +20,7 @@ from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
+from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import SearchSpace, Setting, StageOption
 from pdcompile.units import format_bytes
 
@@ -35,6 +36,29 @@ class Shares(Matrices):
 
     def bound(self, seats: Seats, p: int, option: StageOption, rows: slice, load: Matrix) -> Matrix:
         return load
+
+
+def too_large(
+    problem: PartitionProblem, cluster: Cluster, training: Training
+) -> InfeasibleError | None:
+    """The error where all devices together cannot hold the parameters with one gradient each and
+    what the optimizer keeps: whatever the schedule, and whoever holds them."""
+    limits = [device.memory_bytes for device in cluster.devices]
+    known = [limit for limit in limits if limit is not None]
+    own = [(item.trainable_bytes, item.parameter_bytes) for item in problem.items]
+    own += [(one.bytes * one.trainable, one.bytes) for one in problem.shared]
+    trained, held = (sum(each) for each in zip(*own, strict=True))
+    needed = held + trained * (1 + training.optimizer_factor)
+    if len(known) < len(limits) or needed <= sum(known):
+        return None
+    return InfeasibleError(
+        f"no plan fits, whatever the schedule: parameters, gradients and the optimizer's state "
+        f"take {format_bytes(math.ceil(needed))}, and the {len(limits)} devices have "
+        f"{format_bytes(sum(known))} of memory in all",
+        where="memory",
+        remedy=f"raise memory to {format_bytes(math.ceil(needed / len(limits)))} a device, and "
+        "what activations take, add devices, or train fewer parameters",
+    )
 
 
 def no_plan(
@@ -67,7 +91,8 @@ def no_plan(
             where="cluster",
             remedy="ask for fewer stages, or drop constraints",
         )
-    if least.proved and most is not None and share > 1:
+    # Two stages of a rank may suit its memory where no single one does.
+    if least.proved and most is not None and share > 1 and not space.sharing:
         which = "devices have" if _alike(cluster) else "the largest devices have"
         return InfeasibleError(
             f"no plan of the space fits: {which} {format_bytes(most)} of memory, and the least "
