@@ -94,6 +94,13 @@ def test_how_many_stages_and_replicas_there_are(options: Any, ranks: Any) -> Non
     pipe.step(x, target=y)
 
 
+def test_a_bound_by_the_order_of_tasks_can_prove_a_plan_optimal() -> None:
+    """Of three microbatches one replica has two, whatever the cut: more than half of the work."""
+    pipe = compiled(mlp, schedule="gpipe", stages=2, cluster=Cluster.local(2), microbatches=3)
+    certificate = pipe.plan.certificate
+    assert (certificate.status, certificate.gap) == ("optimal", 0.0)
+
+
 @pytest.mark.parametrize("replicas", ["any", (2, 1), (2, 2, 1, 1)])
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_unlike_counts_are_refused(schedule: str, replicas: Any) -> None:

@@ -87,6 +87,15 @@ def test_stages_on_other_ranks_than_their_number() -> None:
     train_alike(pipe, mlp, schedule=pipe.plan.training.schedule)
 
 
+def test_a_later_stage_may_hold_more_microbatches() -> None:
+    """Its weights' gradients come late, when the stage before has long let go of all."""
+    late = "late: 0F0 0B0 0F1 0B1 | 1F0 1I0 1F1 1I1 1W0 1W1"
+    pipe = compiled(mlp, schedule=late)
+    assert pipe.plan.problem is not None
+    assert pipe.plan.problem.memory.in_flight == (1, 2)
+    train_alike(pipe, mlp, schedule=late)
+
+
 MINE = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
 
 

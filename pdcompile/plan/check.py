@@ -338,24 +338,6 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
     if not low <= claimed <= high:
         message = f"objective_seconds is {claimed!r}, the stages take {found[0]!r}"
         yield "certificate.objective_seconds", message, own if shared else f"{AGAIN}, or {own}"
-    elif (
-        shared
-        and plan.certificate.status == "optimal"
-        and claimed > _least(plan, cluster) * (1 + TOLERANCE)
-    ):
-        message = "of ranks that hold several stages not all cuts are searched: no plan of them is "
-        yield "certificate.status", message + "known to be optimal", own
-
-
-def _least(plan: Plan, cluster: Cluster) -> float:
-    """Seconds of a minibatch if all devices were busy all the time."""
-    every = ranks_of(plan.stages)
-    speeds = {rank: cluster.devices[rank].speed for ranks in every for rank in ranks}
-    work = math.fsum(
-        (stage.forward_seconds + stage.backward_seconds) * min(speeds[rank] for rank in ranks)
-        for stage, ranks in zip(plan.stages, every, strict=True)
-    )
-    return work * plan.training.num_microbatches / math.fsum(speeds.values())
 
 
 def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
