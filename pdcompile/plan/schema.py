@@ -237,6 +237,12 @@ class Plan:
                 place in the file, like ``plan.json: stages[1].ops[3]``.
         """
         data = loads(text, where=where)
+        if isinstance(data, dict) and "ranks" in data and "stages" not in data:
+            raise PlanError(
+                "this is the file of a schedule, and not a plan",
+                where=where,
+                remedy="give it as schedule= (--schedule on the command line)",
+            )
         schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
         if schema in EARLIER:
             data = {**data, "schema": SCHEMA, "notes": _noted(data.get("notes", []), schema)}
