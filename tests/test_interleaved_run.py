@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, LaunchError, NotFoundError, PlanError
+from pdcompile.errors import ConfigError, InfeasibleError, LaunchError, NotFoundError, PlanError
 from pdcompile.options import Options
 from pdcompile.options.configuration import chosen_schedule, machines
 from pdcompile.plan import Plan
@@ -106,13 +106,15 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     free = compiled(partial(gpt, tied=True), **options).plan
     assert free.forecast is not None
     most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
-    for share, recompute in ((0.96, False), (0.85, "auto")):
+    for share, recompute in ((0.98, False), (0.85, "auto")):
         limit = int(share * most)
         plan = compiled(partial(gpt, tied=True), memory=limit, recompute=recompute, **options).plan
         assert plan.forecast is not None
         assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
         assert any(stage.recompute for stage in plan.stages) == (recompute == "auto")
     with pytest.raises(NotFoundError, match="no plan of 4 stages on 2 ranks was found"):
+        compiled(partial(gpt, tied=True), memory=most // 2, **options)
+    with pytest.raises(InfeasibleError, match="whatever the schedule"):
         compiled(partial(gpt, tied=True), memory=most // 3, **options)
 
 
