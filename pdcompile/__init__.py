@@ -33,7 +33,7 @@ _HOMES = {
     "pdcompile.schedule": "Schedule",
     "pdcompile.errors": "PdcompileError ConfigError InputError TraceError VerifyError CostError "
     "ClusterError PlanError InfeasibleError NotFoundError ScheduleError DeadlockError SourceError "
-    "NotPrepared ClosedError LaunchError ContractError RankError",
+    "CheckpointError NotPrepared ClosedError LaunchError ContractError RankError",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
     from pdcompile.cluster import Device as Device
     from pdcompile.cluster import Level as Level
     from pdcompile.driver import compile as compile
+    from pdcompile.errors import CheckpointError as CheckpointError
     from pdcompile.errors import ClosedError as ClosedError
     from pdcompile.errors import ClusterError as ClusterError
     from pdcompile.errors import ConfigError as ConfigError

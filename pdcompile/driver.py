@@ -185,6 +185,7 @@ def compile(
     sources: Any = None,
     allow_edited: bool = False,
     weights: Any = None,
+    resume: str | PathLike[str] | None = None,
     group: Any = None,
     progress: bool | Literal["auto"] = "auto",
 ) -> Pipeline:
@@ -268,6 +269,9 @@ def compile(
             a folder (Hugging Face layout) or a list of files; a function (name, tensor) that
             fills one tensor in place; or a list of files and one function for what they do not
             have.  Each process reads what its own stage holds, one tensor at a time.
+        resume: a folder that `pipe.save` wrote: training goes on from its last checkpoint, and
+            begins where it has none.  The plan is the checkpoint's where that fits, and any other
+            one where not; `pipe.position` says how many minibatches are over.
         group: a torch.distributed group to run on instead of all ranks.
         progress: "auto": a bar on stderr while a model is compiled, where that is a terminal;
             True: elsewhere a line for each pass; False: nothing.

@@ -108,6 +108,11 @@ class SourceError(PdcompileError):
     """Generated or edited stage source cannot be used."""
 
 
+class CheckpointError(PdcompileError):
+    """A checkpoint cannot be written, or is damaged, missing or of another model; names the file,
+    and the tensor."""
+
+
 class NotPrepared(PdcompileError):
     """Asked for the plan before there is one: call `step` or `prepare` first."""
 

@@ -107,6 +107,17 @@ class Updater:
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
         self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
 
+    def values_of(self, stage: int) -> list[dict[str, Any]]:
+        """The values of the param_groups that the next update of a stage begins with, but for the
+        scale of its learning rates."""
+        self._notice()
+        found = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        for (n, key), first in self._before.items():
+            value = self._made.get(stage, {}).get((n, key), first)
+            if 0 < n <= len(found) and value is not _NOTHING:
+                found[n - 1][key] = value
+        return found
+
     def _scaled(self, groups: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
         """The values of an update of a stage, with its learning rates."""
         if not self._scales:

@@ -25,7 +25,7 @@ from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
-from pdcompile.runtime.pipeline_state import PipelineState
+from pdcompile.runtime.saving import Saving
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.shards import Shard
 from pdcompile.runtime.stage.compute import Feed
@@ -40,7 +40,7 @@ _REFUSED = "this model is split over several ranks and has only this rank's para
 Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
 
 
-class Pipeline(PipelineState):
+class Pipeline(Saving):
     """A model in pipeline-parallel training; nothing is captured before the first call.
 
     `build` is the compiler: from the model, one global minibatch (the first call's, or
@@ -100,6 +100,7 @@ class Pipeline(PipelineState):
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)
             world.ending.belongs_to(self)
+        self._resume()
 
     def _compiled(self, flat: FlatCall | None, ranks: int | None) -> Compiled:
         flat = flat or example_call(self._model, *self._example)

@@ -42,7 +42,6 @@ _HINTS = {
     "children": _INSIDE,
     "buffers": _INSIDE,
     "named_buffers": _INSIDE,
-    "save": "torch.save(pipe.full_state_dict(), file), called on every rank, saved on rank 0",
     "train_step": "step",
     "fit": "step, once for each minibatch",
 }

@@ -54,6 +54,7 @@ class Options:
     sources: Any = None
     allow_edited: bool = False
     weights: Any = None
+    resume: Any = None
     group: Any = None
     progress: bool | Literal["auto"] = "auto"
     replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1

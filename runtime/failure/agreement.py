@@ -15,7 +15,8 @@ from pdcompile.runtime.transport.point_to_point import Transport
 from pdcompile.schedule import Kind
 
 _CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
-          "state_dict", "full_state_dict", "close")  # fmt: skip
+          "state_dict", "full_state_dict", "full_optimizer_state_dict", "save", "load",
+          "close")  # fmt: skip
 _UNKNOWN = -1
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
+from pdcompile.ir.records import TensorInfo
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.given_state import check_state
@@ -53,6 +54,20 @@ class State:
             **_own(model, compiled.capture.train.tensor_values),
         }
         self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of the model by its first name, in the order of the model."""
+        return self._infos
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The keys of state dicts under which each of their tensors is, by its first name."""
+        found: dict[str, tuple[str, ...]] = {}
+        for key in self._keys:
+            fqn = self._canonical[key]
+            found[fqn] = (*found.get(fqn, ()), key)
+        return found
 
     def rebind(self, name: str, buffer: Tensor) -> str:
         """Another tensor is in the place of a buffer; returns its FQN."""
@@ -140,10 +155,13 @@ class State:
         """
         check_state(state, {key: self._infos[self._canonical[key]].shape for key in self._keys})
         for name, value in state.items():
-            fqn = self._canonical[name]
-            held = [stage.load(fqn, value) for stage in stages]
-            if not any(held) and not self.tensors[fqn].is_meta:
-                self.tensors[fqn].data.copy_(value)
+            self.put(self._canonical[name], value, stages)
+
+    def put(self, fqn: str, value: Tensor, stages: list[StageWeights]) -> None:
+        """Copy a value into what this process holds of a tensor, every version of it."""
+        held = [stage.load(fqn, value) for stage in stages]
+        if not any(held) and not self.tensors[fqn].is_meta:
+            self.tensors[fqn].data.copy_(value)
 
     def whole_model(self, state: Mapping[str, Tensor]) -> nn.Module:
         """A copy of the model with all of its tensors, ties included."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompile.checkpoint.named_optimizer import refuse_other_part
 from pdcompile.warn import warn
 
 
@@ -51,6 +52,7 @@ def flush_before_state(
         first = FlushFirst(pipe)
         handles.append(optimizer.register_state_dict_pre_hook(first))
         handles.append(optimizer.register_load_state_dict_pre_hook(first))
+        handles.append(optimizer.register_load_state_dict_pre_hook(refuse_other_part))
     first = FlushFirst(pipe, alone=alone)
     modules: list[Any] = list(model.modules())  # torch does not say what these calls return
     for module in modules:

@@ -1,0 +1,223 @@
+"""Contents: a checkpoint on disk, every part of it by the model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pdcompile.checkpoint.folder import newest
+from pdcompile.checkpoint.manifest import (
+    Manifest,
+    StoredFile,
+    StoredStage,
+    StoredTensor,
+    read_manifest,
+)
+from pdcompile.checkpoint.named_optimizer import NamedGroup
+from pdcompile.checkpoint.plain_values import decode
+from pdcompile.checkpoint.tensor_file import TensorFile
+from pdcompile.errors import CheckpointError, some
+from pdcompile.position import Accumulated, Position
+
+
+class Contents:
+    """A checkpoint that is read tensor by tensor, each compared with its checksum.
+
+    Raises:
+        CheckpointError: here and everywhere, for what is damaged, missing or of another model.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.manifest: Manifest = read_manifest(place)
+        self._files: dict[str, TensorFile] = {}
+        self._weights: dict[str, tuple[StoredFile, StoredTensor]] = {}
+        self._trained: dict[str, StoredStage] = {}
+        self._kept: dict[str, StoredFile] = {}  # what is in no state dict, by name
+        for stage in self.manifest.stages:
+            self._weights |= {one.name: (stage.weights, one) for one in stage.weights.tensors}
+            self._trained |= dict.fromkeys(stage.trained, stage)
+            if stage.rest is not None:
+                self._kept |= dict.fromkeys([t.name for t in stage.rest.tensors], stage.rest)
+        self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
+
+    @property
+    def position(self) -> Position:
+        return Position(self.manifest.minibatches, self.manifest.evaluations)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters and buffers, tied ones under their first name alone."""
+        return [*self._weights]
+
+    def check_model(self, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """Compare with a model: every name in its state dict, with shape and dtype.
+
+        Raises:
+            CheckpointError: a name is missing on one side, or a shape or dtype is another.
+        """
+        missing = [name for name in tensors if name not in self._first]
+        unknown = [name for name in self._weights if not self._of_model(name, tensors)]
+        if missing or unknown:
+            parts = [f"the model has {some(missing)}, the checkpoint does not"] if missing else []
+            parts += [f"the checkpoint has {some(unknown)}, the model does not"] if unknown else []
+            near = get_close_matches((missing or unknown)[0], list(unknown or self._first), n=1)
+            hint = f"; the nearest name is {near[0]}" if near and missing else ""
+            raise CheckpointError(
+                "; ".join(parts),
+                where=str(self.place),
+                remedy=f"load a checkpoint of this model{hint}",
+            )
+        for name, (shape, dtype) in tensors.items():
+            stored = self._weights[self._first[name]][1]
+            if (stored.shape, stored.dtype) != (shape, dtype):
+                raise CheckpointError(
+                    f"{name} is {stored.dtype} {stored.shape} in the checkpoint, in the model "
+                    f"{dtype} {shape}",
+                    where=str(self.place),
+                    remedy="build the model with the sizes and dtypes that it was saved with",
+                )
+
+    def _of_model(self, name: str, tensors: Mapping[str, Any]) -> bool:
+        names = [name, *(alias for alias, first in self.manifest.aliases if first == name)]
+        return any(one in tensors for one in names)
+
+    def first_name(self, names: Sequence[str]) -> str:
+        """The name under which a tensor of these names is stored."""
+        found = {self._first[name] for name in names if name in self._first}
+        if len(found) != 1:
+            what = "is none" if not found else f"are {len(found)}"
+            raise CheckpointError(
+                f"{some(names)} {'are' if len(names) > 1 else 'is'} one tensor in the model, and "
+                f"there {what} in the checkpoint",
+                where=str(self.place),
+                remedy="load a checkpoint of this model, with the same tied parameters",
+            )
+        return found.pop()
+
+    def weight(self, name: str) -> Tensor:
+        """The newest value of a parameter or buffer, by its first name."""
+        return self._file(self._weights[name][0]).tensor(name)
+
+    # -- what state dicts leave out ------------------------------------------------------------
+
+    def versions(self, name: str) -> list[int]:
+        """The numbers of the weights that are stored of a parameter: the newest is the last."""
+        stage = self._trained.get(name)
+        return [] if stage is None else [*stage.older, stage.updates]
+
+    def older(self, name: str, version: int) -> Tensor:
+        """Weights W_version of a parameter."""
+        return self._rest(f"older/{version}/{name}")
+
+    def buffer(self, name: str) -> Tensor | None:
+        """A buffer that state dicts leave out, None where it was not saved."""
+        key = f"buffer/{name}"
+        return self._rest(key) if key in self._kept else None
+
+    def accumulated(self, name: str) -> Accumulated | None:
+        """The gradient of a parameter that waits for the rest of its group; None: none does."""
+        stage, key = self._trained.get(name), f"gradient/{name}"
+        if stage is None or not stage.waiting:
+            return None
+        return Accumulated(stage.waiting, self._rest(key) if key in self._kept else None)
+
+    def _rest(self, key: str) -> Tensor:
+        if key not in self._kept:
+            raise CheckpointError(f"{key} is in no file", where=str(self.place))
+        return self._file(self._kept[key]).tensor(key)
+
+    # -- the optimizer -------------------------------------------------------------------------
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter; {}: nothing."""
+        for stage in self.manifest.stages:
+            if name in stage.state:
+                where = f"{self.place}: optimizer state of {name}"
+                found = decode(stage.state[name], self._tensor_of(stage), where)
+                if not isinstance(found, dict):
+                    raise CheckpointError("the optimizer's state is malformed", where=where)
+                return found
+        return {}
+
+    def groups(self) -> list[NamedGroup]:
+        """The optimizer's param_groups, stage after stage."""
+        found = []
+        for stage in self.manifest.stages:
+            for n, group in enumerate(stage.groups):
+                where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
+                values = decode(group.values, self._tensor_of(stage), where)
+                if not isinstance(values, dict):
+                    raise CheckpointError("the optimizer's settings are malformed", where=where)
+                found.append(NamedGroup(n, group.names, values))
+        return found
+
+    def _tensor_of(self, stage: StoredStage) -> Any:
+        def read(name: str) -> Tensor:
+            if stage.optimizer is None:
+                raise CheckpointError(f"{name} is in no file", where=str(self.place))
+            return self._file(stage.optimizer).tensor(name)
+
+        return read
+
+    def schedulers(self) -> dict[str, Any]:
+        """States of the learning-rate schedulers that were handed over, by name."""
+        data = self.manifest.schedulers or {}
+        where = f"{self.place}: schedulers"
+
+        def none(name: str) -> Tensor:
+            raise CheckpointError(f"{name} is in no file", where=where)
+
+        if not isinstance(data, dict):
+            raise CheckpointError("the states of the schedulers are malformed", where=where)
+        return {name: decode(one, none, where) for name, one in data.items()}
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def _file(self, stored: StoredFile) -> TensorFile:
+        if stored.name not in self._files:
+            self._files[stored.name] = TensorFile(self.place, stored, self.manifest.identity)
+        return self._files[stored.name]
+
+    def verify(self) -> list[CheckpointError]:
+        """Read everything: what is damaged, [] where all is as it was written."""
+        found = []
+        for stored in self.manifest.files():
+            try:
+                file = self._file(stored)
+            except CheckpointError as error:
+                found.append(error)
+                continue
+            for tensor in stored.tensors:
+                try:
+                    file.tensor(tensor.name)
+                except CheckpointError as error:
+                    found.append(error)
+            file.close()
+        return found
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def open_checkpoint(folder: Path) -> Contents:
+    """The checkpoint that a folder stands for: itself, or the last one in it.
+
+    Raises:
+        CheckpointError: there is none, or its manifest or the pointer to it is damaged.
+    """
+    place = newest(folder)
+    if place is None:
+        raise CheckpointError(
+            "there is no complete checkpoint" if folder.is_dir() else "there is no such folder",
+            where=str(folder),
+            remedy="give a folder that pipe.save wrote, or one checkpoint in it; paths are "
+            f"relative to {Path.cwd()}",
+        )
+    return Contents(place)

@@ -1,0 +1,202 @@
+"""Manifest: what a checkpoint holds, with a checksum of every tensor and of itself.
+
+Strict JSON.  Nothing in it is executed or unpickled, and no path in it leads out of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pdcompile.errors import CheckpointError
+from pdcompile.jsonio import MAX_BYTES, decode, dumps, loads
+
+VERSION = 1
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: `dtype` as torch calls it; `crc32` of its bytes in row-major order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A safetensors file: its size, and the CRC-32 of what comes before the tensors."""
+
+    name: str
+    num_bytes: int
+    header_crc32: int
+    tensors: tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A param_group of an optimizer: names of parameters, and the values as JSON."""
+
+    names: tuple[str, ...]
+    values: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStage:
+    """What one stage has written.
+
+    Args:
+        weights: its parameters and buffers that state dicts have, under the model's names.
+        optimizer: tensors of the optimizer's state; None: there are none.
+        rest: ``older/v/NAME`` (weights W_v), ``gradient/NAME`` (accumulated), ``buffer/NAME`` (one
+            that state dicts leave out); None: nothing of the kind.
+        trained: the parameters that it updates.
+        updates: the newest weights are W_updates.
+        older: the numbers of earlier weights in `rest`.
+        waiting: minibatches whose gradients wait for the rest of their group.
+        groups: of the optimizer, values as JSON.
+        state: of the optimizer, by parameter, as JSON.
+    """
+
+    stage: int
+    weights: StoredFile
+    optimizer: StoredFile | None
+    rest: StoredFile | None
+    trained: tuple[str, ...]
+    updates: int
+    older: tuple[int, ...]
+    waiting: int
+    groups: tuple[StoredGroup, ...]
+    state: Any
+
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        return tuple(one for one in (self.weights, self.optimizer, self.rest) if one is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint.
+
+    Args:
+        version: of this form.
+        identity: a random number, in the header of every file too.
+        minibatches: trained on, `evaluations`: done.
+        schedule: its name, `microbatches`: of a minibatch, `ranks`: of the plan.
+        plan: the hash of the plan in ``plan.json``, `plan_crc32`: of that file.
+        optimizer: the name of its class; "" without one.
+        aliases: further names of tied tensors: (name, first name).
+        schedulers: their states, as JSON.
+        random_state: of the generators of rank 0's process, as JSON.
+        checksum: CRC-32 of this text with 0 in its place.
+    """
+
+    version: int
+    identity: str
+    minibatches: int
+    evaluations: int
+    schedule: str
+    microbatches: int
+    ranks: int
+    plan: str
+    plan_crc32: int
+    optimizer: str
+    aliases: tuple[tuple[str, str], ...]
+    stages: tuple[StoredStage, ...]
+    schedulers: Any = None
+    random_state: Any = None
+    checksum: int = 0
+
+    def to_text(self) -> str:
+        """The file's text, with its checksum."""
+        bare = replace(self, checksum=0)
+        return dumps(replace(bare, checksum=zlib.crc32(dumps(bare).encode())))
+
+    def files(self) -> Iterator[StoredFile]:
+        """All safetensors files."""
+        for stage in self.stages:
+            yield from stage.files
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all safetensors files."""
+        return sum(file.num_bytes for file in self.files())
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint, checked by itself; its files are not looked at.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another version, or contradicts itself.
+    """
+    path = checkpoint / MANIFEST
+    where = str(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"the manifest has more than {MAX_BYTES} bytes", where=where)
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"there is no readable manifest: {error.strerror}",
+            where=where,
+            remedy="give a folder that pipe.save wrote, or one checkpoint in it",
+        ) from error
+    found = loads(data, where=where, error=CheckpointError)
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise CheckpointError(
+            f"the manifest has version {str(version)[:20]}, and this pdcompile reads {VERSION}",
+            where=f"{where}: version",
+            remedy="load it with the pdcompile that wrote it",
+        )
+    manifest = decode(Manifest, found, where=where, error=CheckpointError)
+    if manifest.to_text().encode() != data:
+        raise CheckpointError(
+            "the manifest was changed after it was written: its checksum does not fit",
+            where=where,
+            remedy="load another checkpoint of the folder; a manifest cannot be edited",
+        )
+    _check(manifest, where)
+    return manifest
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    def wrong(message: str, place: str) -> CheckpointError:
+        return CheckpointError(message, where=f"{where}: {place}")
+
+    if min(manifest.minibatches, manifest.evaluations, manifest.ranks - 1) < 0:
+        raise wrong("counts are negative", "minibatches")
+    files: set[str] = set()
+    weights: dict[str, str] = {}
+    for n, stage in enumerate(manifest.stages):
+        place = f"stages[{n}]"
+        if stage.stage != n:
+            raise wrong(f"stage {stage.stage} is in the place of stage {n}", place)
+        for file in stage.files:
+            if not _FILE.fullmatch(file.name) or not file.name.endswith(".safetensors"):
+                raise wrong(f"{file.name!r} is not the name of a safetensors file in it", place)
+            if file.name in files:
+                raise wrong(f"{file.name} is there twice", place)
+            files.add(file.name)
+            names = [tensor.name for tensor in file.tensors]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise wrong(f"{twice} is twice in {file.name}", place)
+        for tensor in stage.weights.tensors:
+            if tensor.name in weights:
+                both = f"{weights[tensor.name]} and {stage.weights.name}"
+                raise wrong(f"{tensor.name} is in two files: {both}", place)
+            weights[tensor.name] = stage.weights.name
+        if not isinstance(stage.state, dict):
+            raise wrong("the optimizer's state is no object", place)
+    for alias, first in manifest.aliases:
+        if alias in weights or first not in weights:
+            raise wrong(f"{alias} is no further name of {first}", "aliases")

@@ -1,0 +1,252 @@
+"""An optimizer's state by the names of parameters, whatever parameters an optimizer has.
+
+torch numbers parameters through, so that a state fits only where the same parameters are in the
+same order.  By name it fits any cut.  The form is that of torch.distributed.checkpoint: ``state``
+by name, and names as the ``params`` of each group; torch's own optimizers load it as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import InputError, some
+
+#: of states that have the shape of their parameter, in torch's optimizers
+_OF_PARAMETER = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
+    "grad_avg", "sum", "acc_delta", "ax", "prev", "step_size",
+)  # fmt: skip
+_OWN = ("params", "param_names")
+
+
+class NamedGroup(NamedTuple):
+    """A param_group: its place in its optimizer, the names of parameters, and the values."""
+
+    place: int
+    names: tuple[str, ...]
+    values: dict[str, Any]
+
+
+def names_of(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    """The name of each parameter, by its id."""
+    return {id(tensor): name for name, tensor in tensors.items()}
+
+
+def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[NamedGroup]:
+    """The groups of an optimizer; parameters without a name are left out."""
+    return [
+        NamedGroup(
+            n,
+            tuple(names[id(p)] for p in group["params"] if id(p) in names),
+            {key: value for key, value in group.items() if key not in _OWN},
+        )
+        for n, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def named_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, dict[str, Any]]:
+    """What an optimizer's ``state_dict()`` holds of each parameter, by name; tensors are its own.
+
+    Raises:
+        InputError: it holds something that belongs to no parameter.
+    """
+    state = optimizer.state_dict()
+    numbered = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {}
+    for number, values in state["state"].items():
+        if type(number) is not int or number >= len(numbered) or not isinstance(values, dict):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps {str(number)[:60]!r} in its state, which "
+                "belongs to no parameter",
+                where="optimizer",
+                remedy="an optimizer whose state is by parameter; torch.save(pipe.optimizer."
+                "state_dict(), …) on every rank saves this one for the same plan",
+            )
+        if values and id(numbered[number]) in names:
+            found[names[id(numbered[number])]] = values
+    return found
+
+
+def whole_state(
+    groups: Iterable[NamedGroup], state: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The state of a whole model as torch.distributed.checkpoint has it."""
+    return {
+        "state": {name: dict(values) for name, values in state.items()},
+        "param_groups": [{**group.values, "params": list(group.names)} for group in groups],
+    }
+
+
+def read_whole(given: Any, numbered: Sequence[Sequence[str]]) -> tuple[list[NamedGroup], Any]:
+    """Groups and state by name, of what an optimizer of the whole model has as state.
+
+    Args:
+        given: by names, or numbered as torch does.
+        numbered: the names of an optimizer of the whole model, group by group, in its order.
+
+    Raises:
+        InputError: it is none, or one of a part of the model.
+    """
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        raise InputError(
+            f"an optimizer's state is a dict with 'state' and 'param_groups', and this is "
+            f"{type(given).__name__}",
+            where="load_optimizer_state_dict",
+            remedy="give what full_optimizer_state_dict() returned on rank 0, or the state_dict() "
+            "of an optimizer of the whole model",
+        )
+    groups = given["param_groups"]
+    if all(isinstance(name, str) for group in groups for name in group["params"]):
+        parts = [(group["params"], group) for group in groups]
+        state = given["state"]
+    else:
+        own = [len(names) for names in numbered]
+        theirs = [len(group["params"]) for group in groups]
+        if own != theirs:
+            raise InputError(
+                f"the state has {_parameters(theirs)}, an optimizer of the whole model has "
+                f"{_parameters(own)}: it is of one rank's stages, cut in another way, or of "
+                "another model",
+                where="load_optimizer_state_dict",
+                remedy="save pipe.full_optimizer_state_dict(), which is of the whole model and "
+                "fits every plan; a part fits the same plan: pipe.optimizer.load_state_dict(part)",
+            )
+        parts = list(zip(numbered, groups, strict=True))
+        of = {
+            n: name
+            for names, group in parts
+            for n, name in zip(group["params"], names, strict=True)
+        }
+        state = {of[n]: values for n, values in given["state"].items() if n in of}
+    found = [
+        NamedGroup(n, tuple(names), {k: v for k, v in group.items() if k not in _OWN})
+        for n, (names, group) in enumerate(parts)
+    ]
+    return found, state
+
+
+def _parameters(counts: Sequence[int]) -> str:
+    groups = f" in {len(counts)} groups" if len(counts) > 1 else ""
+    return f"{sum(counts)} parameters{groups}"
+
+
+def check_named(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    groups: Sequence[NamedGroup],
+    state: Mapping[str, Any],
+) -> list[Mapping[str, Any]]:
+    """Whether groups and state by name fit an optimizer; the values of each of its groups.
+
+    Raises:
+        InputError: a parameter is in no group of the state, two that are in one group now had
+            unlike settings, or a tensor has another shape than its parameter.
+    """
+    of = {name: group for group in groups for name in group.names}
+    found: list[Mapping[str, Any]] = []
+    for own in named_groups(optimizer, names):
+        unknown = [name for name in own.names if name not in of]
+        if unknown:
+            raise InputError(
+                f"the state has no settings of {some(unknown)}, which this optimizer updates",
+                where="param_groups",
+                remedy="load the optimizer's state of a model with the same parameters",
+            )
+        sources = list({id(of[name]): of[name] for name in own.names}.values())
+        if not sources:  # a rank without parameters of this group: schedulers still see it
+            sources = [group for group in groups if group.place == own.place][:1]
+        for other in sources[1:]:
+            differing = _differing(sources[0].values, other.values)
+            if differing:
+                one, two = (next(n for n in s.names if n in own.names) for s in (sources[0], other))
+                raise InputError(
+                    f"{one} and {two} are in one group of this optimizer, and were saved with "
+                    f"{differing}={sources[0].values.get(differing)!r} and "
+                    f"{other.values.get(differing)!r}",
+                    where="param_groups",
+                    remedy="make the optimizer with the groups that it was saved with",
+                )
+        found.append(sources[0].values if sources else own.values)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = state.get(names.get(id(parameter), ""), {})
+            _check_shapes(names.get(id(parameter), ""), parameter, values)
+    return found
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """A setting of which two groups have unlike values, "" where there is none."""
+    for key in {**one, **other}:
+        a, b = one.get(key), other.get(key)
+        tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+        if not (torch.equal(a, b) if tensors else type(a) is type(b) and bool(a == b)):  # type: ignore[arg-type]
+            return key
+    return ""
+
+
+def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key in _OF_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise InputError(
+                f"{key} of {name} is {tuple(value.shape)}, and the parameter is "
+                f"{tuple(parameter.shape)}",
+                where="optimizer",
+                remedy="load the optimizer's state of a model with the same sizes",
+            )
+
+
+def load_named(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    groups: Sequence[NamedGroup],
+    state: Mapping[str, dict[str, Any]],
+) -> None:
+    """Give an optimizer groups and state by name, as far as it has their parameters.
+
+    It takes the tensors of the state for its own.  They keep the dtype that they were saved with,
+    which torch's own loading does not promise.
+
+    Raises:
+        InputError: see `check_named`; nothing was changed.
+    """
+    chosen = check_named(optimizer, names, groups, state)
+    numbered: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(parameter): n for n, parameter in enumerate(numbered)}
+    own = {
+        n: state[names[id(parameter)]]
+        for n, parameter in enumerate(numbered)
+        if names.get(id(parameter)) in state
+    }
+    present = [
+        {**{k: v for k, v in group.items() if k not in _OWN}, **copy.deepcopy(dict(values))}
+        for group, values in zip(optimizer.param_groups, chosen, strict=True)
+    ]
+    for values, group in zip(present, optimizer.param_groups, strict=True):
+        values["params"] = [numbers[id(parameter)] for parameter in group["params"]]
+    optimizer.load_state_dict({"state": own, "param_groups": present})
+    for n, values in own.items():
+        if numbered[n] in optimizer.state:
+            optimizer.state[numbered[n]] = values
+
+
+def refuse_other_part(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise InputError for a numbered state of other parameters than this optimizer's: a hook
+    before its ``load_state_dict``."""
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    if own != theirs:
+        raise InputError(
+            f"the state has {_parameters(theirs)}, and this process updates {_parameters(own)}: it "
+            "is of other stages, of a plan with another cut or of another rank",
+            where="pipe.optimizer.load_state_dict",
+            remedy="pipe.load_optimizer_state_dict(state) takes what "
+            "pipe.full_optimizer_state_dict() gave, which fits every plan; the state of a part "
+            "fits the plan that it was saved with (compile(..., plan='plan.json'))",
+        )

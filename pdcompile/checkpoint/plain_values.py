@@ -1,0 +1,179 @@
+"""Values of optimizers and schedulers as strict JSON; their tensors go to a safetensors file.
+
+Plain text, whole and finite numbers, truth values, None and lists are themselves.  Everything else
+is an object with one key that says what it is: ``{"tuple": [0.9, 0.999]}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import CheckpointError
+
+_DEPTH = 16  # JSON is read to 64 levels, and a level of values makes two or three
+_LARGEST = 2**63
+
+
+class Encoder:
+    """Makes JSON of values; `tensors` collects those that were met, by the names that they got.
+
+    `inline`: tensors are small, and go into the JSON.
+    """
+
+    def __init__(self, *, inline: bool = False) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._inline = inline
+
+    def encode(self, value: Any, name: str, depth: int = 0) -> Any:
+        """JSON of a value, called `name` in errors; tensors in it are named after that.
+
+        Raises:
+            CheckpointError: a value is of a type that no file without code can hold.
+        """
+        if depth > _DEPTH:
+            raise _cannot(value, name, f"is nested deeper than {_DEPTH} levels")
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if abs(value) < _LARGEST else {"int": str(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if kind is complex:
+            parts = [self.encode(part, name, depth + 1) for part in (value.real, value.imag)]
+            return {"complex": parts}
+        if kind is torch.dtype:
+            return {"dtype": str(value).removeprefix("torch.")}
+        for tag, known in _LISTS.items():
+            if kind is known:
+                made = [self.encode(v, f"{name}/{i}", depth + 1) for i, v in enumerate(value)]
+                return made if tag == "list" else {tag: made}
+        for tag, known in _MAPPINGS.items():
+            if kind is known:
+                return {tag: self._pairs(value, name, depth)}
+        raise _cannot(value, name, f"is of type {kind.__module__}.{kind.__qualname__}")
+
+    def _pairs(self, value: Mapping[Any, Any], name: str, depth: int) -> list[Any]:
+        return [
+            [self.encode(k, name, depth + 1), self.encode(v, f"{name}/{k}", depth + 1)]
+            for k, v in value.items()
+        ]
+
+    def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
+        if value.layout != torch.strided:
+            raise _cannot(value, name, "is a sparse tensor")
+        if self._inline:
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            text = base64.b64encode(flat.numpy().tobytes()).decode()
+            return {"values": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
+        taken, number = name, 1
+        while taken in self.tensors:
+            number += 1
+            taken = f"{name}#{number}"
+        self.tensors[taken] = value.detach()
+        return {"tensor": taken}
+
+
+def decode(data: Any, tensor: Callable[[str], Tensor], where: str) -> Any:
+    """The value that `Encoder.encode` made JSON of; `tensor` reads one by its name.
+
+    Raises:
+        CheckpointError: it is none of a value.
+    """
+    if data is None or isinstance(data, bool | str | int | float):
+        return data
+    if isinstance(data, list):
+        return [decode(part, tensor, where) for part in data]
+    if isinstance(data, dict) and len(data) == 1:
+        ((tag, part),) = data.items()
+        if tag in _LISTS and isinstance(part, list):
+            return _LISTS[tag](decode(one, tensor, where) for one in part)
+        pairs = isinstance(part, list) and all(isinstance(p, list) and len(p) == 2 for p in part)
+        if tag in _MAPPINGS and pairs:
+            found = [(decode(k, tensor, where), decode(v, tensor, where)) for k, v in part]
+            if all(_hashable(key) for key, _ in found):
+                return _mapping(tag, found)
+        if tag == "tensor" and isinstance(part, str):
+            return tensor(part)
+        try:
+            return _NUMBERS[tag](part)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+            pass
+    raise CheckpointError(f"{str(data)[:60]!r} is no value of a checkpoint", where=where)
+
+
+def tensor_names(data: Any) -> list[str]:
+    """The names of all tensors in JSON of values."""
+    if isinstance(data, list):
+        return [name for part in data for name in tensor_names(part)]
+    if isinstance(data, dict):
+        own = data.get("tensor")
+        if isinstance(own, str):
+            return [own]
+        return [name for part in data.values() for name in tensor_names(part)]
+    return []
+
+
+def _mapping(tag: str, pairs: list[tuple[Any, Any]]) -> Any:
+    if tag == "defaultdict":
+        return defaultdict(dict, pairs)
+    return _MAPPINGS[tag](dict(pairs)) if tag == "counter" else _MAPPINGS[tag](pairs)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(name)
+    return found
+
+
+def _values(parts: Any) -> Tensor:
+    dtype, shape, text = parts
+    flat = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+    return flat.view(_dtype(dtype)).reshape(shape).clone()
+
+
+def _complex(parts: Any) -> complex:
+    real, imag = (float(p["float"]) if isinstance(p, dict) else float(p) for p in parts)
+    return complex(real, imag)
+
+
+def _float(text: Any) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ValueError(text)
+    return float(text)
+
+
+def _hashable(key: Any) -> bool:
+    return key is None or isinstance(key, bool | int | float | str | tuple)
+
+
+_LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
+_MAPPINGS: dict[str, Any] = {
+    "dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict,
+}  # fmt: skip
+_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text) if len(text) < 400 else None,
+    "float": _float,
+    "complex": _complex,
+    "dtype": _dtype,
+    "values": _values,
+}
+
+
+def _cannot(value: Any, name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"a value {why}, and a checkpoint holds tensors, numbers, text, lists and dicts: "
+        f"{str(value)[:60]!r}",
+        where=name,
+        remedy="keep another form of it in the state, or save that part yourself",
+    )

@@ -1,0 +1,267 @@
+"""Loading: every rank reads what its own stages need, and changes nothing before all ranks can.
+
+A checkpoint fits any plan of the same model.  What is not the same on every plan are the earlier
+weights of schedules that compute on them: they are taken where the checkpoint has all that the plan
+names, under the same numbers; else the newest weights take the place of all earlier ones, as at the
+beginning of a training, and a note says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.generators import restore, states_of
+from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
+from pdcompile.errors import CheckpointError, InputError, PdcompileError, some
+from pdcompile.position import Accumulated, Position
+from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.session import Session
+from pdcompile.runtime.state.accumulated import resume
+from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.parts import all_parameters, hidden, older_versions, owners
+from pdcompile.runtime.state.save import error_of, told_of
+from pdcompile.warn import warn
+
+
+class Wanted(NamedTuple):
+    """What is to be loaded: the optimizer's state, generators, and schedulers by name."""
+
+    optimizer: bool
+    random_state: bool
+    schedulers: Mapping[str, Any]
+
+
+class Loaded(NamedTuple):
+    """What became of a load, on every rank: place and position, or why there is none."""
+
+    place: Path | None
+    position: Position
+    error: PdcompileError | None
+
+
+@dataclass
+class Prepared:
+    """Everything that was read and checked before anything is changed.
+
+    `source`: the stored name of each tensor that this process holds; `history`: whether earlier
+    weights are taken.
+    """
+
+    contents: Contents
+    source: dict[str, str] = field(default_factory=dict)
+    history: bool = False
+    accumulated: dict[str, Accumulated] = field(default_factory=dict)
+    groups: list[NamedGroup] | None = None  # of the optimizer; None: it is left as it is
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> Loaded:
+    """Load a checkpoint; nothing is in flight, and all ranks are in this call."""
+    opened = json.loads(exchange.announce(_opened(folder) if 0 in session.ranks else ""))
+    if "error" in opened:
+        return Loaded(None, Position(), error_of(opened))
+    prepared: Prepared | None = None
+    own: PdcompileError | None = None
+    told: dict[str, Any] = {}
+    try:
+        contents = Contents(folder / opened["name"])
+        if contents.manifest.identity != opened["identity"]:
+            raise CheckpointError(
+                "this rank sees another checkpoint than rank 0",
+                where=str(contents.place),
+                remedy="give every rank the path of one folder that all hosts share",
+            )
+        prepared = prepare(session, contents, wanted)
+    except PdcompileError as error:
+        own, told = error, told_of(error)
+    texts = exchange.gather(json.dumps(told))
+    closed = json.loads(exchange.announce(_verdict(session, texts)))
+    if "error" in closed or prepared is None:
+        return Loaded(None, Position(), own or error_of(closed))
+    apply(session, prepared, wanted)
+    for note in prepared.notes if 0 in session.ranks else ():
+        warn(note)
+    return Loaded(prepared.contents.place, prepared.contents.position, None)
+
+
+def _opened(folder: Path) -> str:
+    try:
+        found = open_checkpoint(folder)
+    except (PdcompileError, OSError) as error:
+        ours = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
+        return json.dumps(told_of(ours))
+    name = "" if found.place == folder else found.place.name
+    return json.dumps({"name": name, "identity": found.manifest.identity})
+
+
+def _verdict(session: Session, texts: Sequence[str]) -> str:
+    for rank, text in enumerate(texts):
+        part = json.loads(text)
+        if "error" in part:
+            if session.world is not None:
+                part["error"][0] = f"rank {rank} cannot load its part: {part['error'][0]}"
+            return json.dumps(part)
+    return "{}"
+
+
+def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
+    """Read and check all that this process needs.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit; nothing was changed.
+    """
+    state, infos = session.state, session.state.infos
+    contents.check_model(
+        {key: (infos[f].shape, infos[f].dtype) for f, keys in state.names.items() for key in keys}
+    )
+    stored = {fqn: contents.first_name(keys) for fqn, keys in state.names.items()}
+    found = Prepared(contents)
+    found.source = {f: one for f, one in stored.items() if not state.tensors[f].is_meta}
+    for name in found.source.values():
+        contents.weight(name)
+    _prepare_history(session, found, stored)
+    for worker in session.workers:
+        for fqn in worker.weights.owned:
+            waiting = contents.accumulated(stored[fqn])
+            if waiting is not None:
+                found.accumulated[fqn] = waiting
+        for fqn in hidden(session, worker.stage):
+            contents.buffer(fqn)
+    if wanted.optimizer:
+        _prepare_optimizer(session, found, stored)
+    _prepare_schedulers(found, wanted)
+    if wanted.random_state:
+        where = f"{contents.place}: random_state"
+        found.generators = states_of(contents.manifest.random_state, where)
+    return found
+
+
+def _prepare_history(session: Session, found: Prepared, stored: Mapping[str, str]) -> None:
+    contents, position = found.contents, found.contents.position
+    owner, missing, surplus = owners(session), [], []
+    for fqn in session.state.trainable():
+        there = set(contents.versions(stored[fqn]))
+        older = older_versions(session, owner[fqn], position.minibatches)
+        if older and not {*older, older.stop} <= there:
+            missing.append(fqn)
+        if there and min(there) < older.start:
+            surplus.append(fqn)
+    schedule, new = contents.manifest.schedule, session.spec.name
+    found.history = not missing
+    if missing:
+        found.notes.append(
+            f"the checkpoint (schedule {schedule}) does not have all earlier weights that "
+            f"schedule {new} of this plan computes on, as of {some(missing, 2)}: the newest "
+            "weights take their place, as at the beginning of a training"
+        )
+    elif surplus:
+        found.notes.append(
+            f"the checkpoint was saved under schedule {schedule}, with earlier weights that "
+            f"schedule {new} of this plan does not compute on: training goes on from the newest"
+        )
+    for worker, fqn, version in _older(session, found) if found.history else ():
+        contents.older(stored[fqn], version)
+        del worker
+
+
+def _older(session: Session, found: Prepared) -> Iterator[tuple[Worker, str, int]]:
+    """Earlier weights that this process computes on: on which stage, of what, and which."""
+    trained = session.state.trainable()
+    for worker in session.workers:
+        held = session.compiled.interfaces[worker.stage].parameters
+        minibatches = found.contents.position.minibatches
+        for version in older_versions(session, worker.stage, minibatches):
+            for fqn in held:
+                if fqn in trained:
+                    yield worker, fqn, version
+
+
+def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, str]) -> None:
+    contents, optimizer = found.contents, session.optimizer
+    saved = contents.manifest.optimizer
+    if optimizer is None:
+        return
+    if not saved:
+        found.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
+        return
+    if saved != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint has the state of {saved}, and this pipeline updates with "
+            f"{type(optimizer).__name__}",
+            where=str(contents.place),
+            remedy="compile with the optimizer that it was saved with, or load weights and "
+            "position alone: pipe.load(folder, optimizer=False)",
+        )
+    names = names_of(all_parameters(session))
+    known: dict[str, list[str]] = {}
+    for fqn, one in stored.items():
+        known.setdefault(one, []).append(fqn)
+    groups = [
+        one._replace(names=tuple(name for old in one.names for name in known.get(old, ())))
+        for one in contents.groups()
+    ]
+    own = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+    read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
+    found.state = {name: values for name, values in read.items() if values}
+    try:
+        check_named(optimizer, names, groups, found.state)
+    except InputError as error:
+        where = f"{contents.place}: {error.where}"
+        raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
+    found.groups = groups
+
+
+def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
+    saved = found.contents.schedulers()
+    missing = [name for name in wanted.schedulers if name not in saved]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no state of scheduler {some(missing)}: it has "
+            f"{some([*saved]) or 'none'}",
+            where=f"{found.contents.place}: schedulers",
+            remedy="hand over the schedulers that were handed to save, in that order or by name",
+        )
+    left = [name for name in saved if name not in wanted.schedulers]
+    if left:
+        found.notes.append(
+            f"the checkpoint has the state of scheduler {some(left)}, which was not handed to load"
+        )
+    found.schedulers = {name: saved[name] for name in wanted.schedulers}
+
+
+def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
+    """Copy what was read into the pipeline."""
+    contents, minibatches = prepared.contents, prepared.contents.position.minibatches
+    held = [worker.weights for worker in session.workers]
+    for fqn, name in prepared.source.items():
+        session.state.put(fqn, contents.weight(name), held)
+    for stage in session.stages:
+        for fqn in hidden(session, stage):
+            value = contents.buffer(fqn)
+            if value is not None:
+                session.state.put(fqn, value, held)
+    session.load({}, minibatches)
+    if prepared.history:
+        stored = {f: contents.first_name(keys) for f, keys in session.state.names.items()}
+        for worker, fqn, version in _older(session, prepared):
+            slot = worker.weights.parameter(version, fqn)
+            slot.data.copy_(contents.older(stored[fqn], version))
+            worker.weights.starts_anew = False
+    resume(session, minibatches, prepared.accumulated)
+    if prepared.groups is not None:
+        assert session.optimizer is not None
+        names = names_of(all_parameters(session))
+        load_named(session.optimizer, names, prepared.groups, prepared.state)
+    for name, one in prepared.schedulers.items():
+        wanted.schedulers[name].load_state_dict(one)
+    if prepared.generators is not None:
+        restore(prepared.generators)
+    contents.close()

@@ -1,0 +1,132 @@
+"""What this process writes into a checkpoint: the parts of the stages whose first replica it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pdcompile.checkpoint.manifest import StoredGroup, StoredStage
+from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of
+from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.checkpoint.tensor_file import write_tensors
+from pdcompile.position import Accumulated
+from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.session import Session
+
+
+def owners(session: Session) -> dict[str, int]:
+    """The first stage that holds each tensor of the model."""
+    found: dict[str, int] = {}
+    for stage, one in enumerate(session.compiled.interfaces):
+        for fqn in (*one.parameters, *one.buffers, *one.constants):
+            found.setdefault(fqn, stage)
+    return found
+
+
+def writers(session: Session) -> Iterator[Worker]:
+    """The first replicas of stages that are in this process."""
+    for worker in session.workers:
+        if worker.transport.rank == session.spec.ranks[worker.stage][0]:
+            yield worker
+
+
+def hidden(session: Session, stage: int) -> list[str]:
+    """Tensors of a stage that training writes, and that state dicts leave out."""
+    kept = session.state.names
+    return sorted(fqn for fqn in session.compiled.written_buffers(stage) if fqn not in kept)
+
+
+def older_versions(session: Session, stage: int, minibatches: int) -> range:
+    """The numbers of the weights, but for the newest, that later minibatches run on."""
+    newest = minibatches // session.spec.group(stage)
+    return range(max(newest - session.spec.lag(stage), 0), newest)
+
+
+def write_stages(
+    session: Session,
+    folder: Path,
+    identity: str,
+    minibatches: int,
+    waiting: Mapping[str, Accumulated],
+) -> list[StoredStage]:
+    """Write the files of all stages of which this process is the first replica.
+
+    Args:
+        waiting: gradients that wait for the rest of their group.
+
+    Raises:
+        CheckpointError: a file cannot be written, or a value has no place in one.
+        InputError: the optimizer keeps something that belongs to no parameter.
+    """
+    owner, optimizer = owners(session), session.optimizer
+    names = names_of(all_parameters(session))
+    state = {} if optimizer is None else named_state(optimizer, names)
+    found = []
+    for worker in writers(session):
+        stage, label = worker.stage, f"stage-{worker.stage:03d}"
+        own = [fqn for fqn in session.state.infos if owner.get(fqn, 0) == stage]
+        tensors = session.state.tensors
+        weights = {fqn: tensors[fqn] for fqn in own if fqn in session.state.names}
+        rest = _rest(session, worker, minibatches, waiting)
+        encoder, groups = Encoder(), tuple[StoredGroup, ...]()
+        if optimizer is not None:
+            values = session.updater.values_of(stage)
+            groups = tuple(
+                StoredGroup(
+                    tuple(name for name in one.names if owner.get(name) == stage),
+                    {"dict": encoder.encode(_without(values[n]), f"groups/{n}")["dict"]},
+                )
+                for n, one in enumerate(named_groups(optimizer, names))
+            )
+        kept = {f: encoder.encode(dict(one), f) for f, one in state.items() if owner[f] == stage}
+
+        def written(kind: str, those: Mapping[str, Tensor], label: str = label) -> Any:
+            path = folder / f"{label}{kind}.safetensors"
+            return write_tensors(path, those, identity) if those or not kind else None
+
+        found.append(
+            StoredStage(
+                stage=stage,
+                weights=written("", weights),
+                optimizer=written("-optimizer", encoder.tensors),
+                rest=written("-rest", rest),
+                trained=worker.weights.owned,
+                updates=minibatches // session.spec.group(stage),
+                older=tuple(older_versions(session, stage, minibatches)),
+                waiting=max((waiting[f].minibatches for f in own if f in waiting), default=0),
+                groups=groups,
+                state=kept,
+            )
+        )
+    return found
+
+
+def _rest(
+    session: Session, worker: Worker, minibatches: int, waiting: Mapping[str, Accumulated]
+) -> dict[str, Tensor]:
+    owned = worker.weights.owned
+    older = {
+        f"older/{version}/{fqn}": worker.weights.parameter(version, fqn)
+        for version in older_versions(session, worker.stage, minibatches)
+        for fqn in owned
+    }
+    gradients = {
+        f"gradient/{fqn}": waiting[fqn].gradient
+        for fqn in owned
+        if fqn in waiting and waiting[fqn].gradient is not None
+    }
+    buffers = {f"buffer/{f}": session.state.tensors[f] for f in hidden(session, worker.stage)}
+    return {**older, **gradients, **buffers}  # type: ignore[dict-item]
+
+
+def all_parameters(session: Session) -> dict[str, Tensor]:
+    """All of the model's parameters, frozen ones too."""
+    infos = session.state.infos
+    return {fqn: session.state.tensors[fqn] for fqn in infos if infos[fqn].kind == "parameter"}
+
+
+def _without(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "param_names"}

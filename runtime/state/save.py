@@ -1,0 +1,168 @@
+"""Saving: every rank writes its own stages, rank 0 makes a checkpoint of them when all are done."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pdcompile.checkpoint import folder as checkpoints
+from pdcompile.checkpoint.generators import generator_states
+from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredStage
+from pdcompile.checkpoint.tensor_file import TensorFile, unwritten
+from pdcompile.errors import CheckpointError, PdcompileError
+from pdcompile.jsonio import decode, encode
+from pdcompile.position import Position
+from pdcompile.runtime.session import Session
+from pdcompile.runtime.state.accumulated import held
+from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.parts import write_stages
+from pdcompile.schedule.registry import name_of
+from pdcompile.warn import warn
+
+
+class Saved(NamedTuple):
+    """What became of a save, on every rank: its place, or why there is none."""
+
+    place: Path | None
+    error: PdcompileError | None
+
+
+def save(
+    session: Session,
+    exchange: Exchange,
+    folder: Path,
+    position: Position,
+    *,
+    keep: int | None,
+    verify: bool,
+    schedulers: Mapping[str, Any],
+) -> Saved:
+    """Write a checkpoint; nothing is in flight, and all ranks are in this call.
+
+    `schedulers`: JSON of their states, by name.
+    """
+    first = 0 in session.ranks
+    opened = json.loads(exchange.announce(_opened(folder) if first else ""))
+    if "error" in opened:
+        return Saved(None, error_of(opened))
+    written, identity = folder / opened["name"], opened["identity"]
+    own: PdcompileError | None = None
+    told: dict[str, Any] = {}
+    try:
+        if not written.is_dir():
+            raise CheckpointError(
+                "this rank does not see the folder that rank 0 has made",
+                where=str(written),
+                remedy="give every rank the path of one folder that all hosts share",
+            )
+        waiting = held(session, position.minibatches)
+        stages = write_stages(session, written, identity, position.minibatches, waiting)
+        if verify:
+            _read_back(written, stages, identity)
+        told["stages"] = [encode(stage) for stage in stages]
+    except (PdcompileError, OSError) as error:
+        own = error if isinstance(error, PdcompileError) else unwritten(written, error)
+        told = told_of(own)
+    texts = exchange.gather(json.dumps(told))
+    verdict = ""
+    if first:
+        parts = [json.loads(text) for text in texts]
+        verdict = _closed(session, written, identity, position, parts, schedulers)
+    closed = json.loads(exchange.announce(verdict))
+    if "error" in closed:
+        return Saved(None, own or error_of(closed))
+    if first and keep is not None:
+        try:
+            checkpoints.keep_last(folder, keep)
+        except OSError as error:
+            warn(f"an old checkpoint cannot be removed: {error}")
+    return Saved(folder / closed["name"], None)
+
+
+def _opened(folder: Path) -> str:
+    try:
+        made = checkpoints.begin(folder)
+    except OSError as error:
+        return json.dumps(told_of(unwritten(folder, error)))
+    return json.dumps({"name": made.name, "identity": secrets.token_hex(16)})
+
+
+def _closed(
+    session: Session,
+    written: Path,
+    identity: str,
+    position: Position,
+    parts: list[dict[str, Any]],
+    schedulers: Mapping[str, Any],
+) -> str:
+    """Rank 0: make a checkpoint of what all have written; the verdict for all."""
+    failed = [(rank, part) for rank, part in enumerate(parts) if "error" in part]
+    try:
+        if failed:
+            rank, part = failed[0]
+            error = error_of(part)
+            if session.world is not None:
+                error.message = f"rank {rank} could not write its part: {error.message}"
+            raise error
+        where = str(written)
+        stages = [
+            decode(StoredStage, one, where=where, error=CheckpointError)
+            for part in parts
+            for one in part["stages"]
+        ]
+        manifest = _manifest(session, identity, position, stages, schedulers)
+        place = checkpoints.finish(written, manifest, session.plan.to_json())
+    except (PdcompileError, OSError) as error:
+        checkpoints.discard(written)
+        ours = error if isinstance(error, PdcompileError) else unwritten(written, error)
+        return json.dumps(told_of(ours))
+    return json.dumps({"name": place.name})
+
+
+def _manifest(
+    session: Session,
+    identity: str,
+    position: Position,
+    stages: list[StoredStage],
+    schedulers: Mapping[str, Any],
+) -> Manifest:
+    plan, names = session.plan, session.state.names
+    return Manifest(
+        version=VERSION,
+        identity=identity,
+        minibatches=position.minibatches,
+        evaluations=position.evaluations,
+        schedule=name_of(plan.training.schedule),
+        microbatches=plan.training.num_microbatches,
+        ranks=plan.num_ranks,
+        plan=plan.hash(),
+        plan_crc32=zlib.crc32(plan.to_json().encode()),
+        optimizer="" if session.optimizer is None else type(session.optimizer).__name__,
+        aliases=tuple((one, fqn) for fqn, keys in names.items() for one in keys if one != fqn),
+        stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
+        schedulers=dict(schedulers),
+        random_state=generator_states(),
+    )
+
+
+def _read_back(folder: Path, stages: list[StoredStage], identity: str) -> None:
+    """Raise CheckpointError where a file is not what was written."""
+    for stage in stages:
+        for stored in stage.files:
+            file = TensorFile(folder, stored, identity)
+            for tensor in stored.tensors:
+                file.tensor(tensor.name)
+            file.close()
+
+
+def told_of(error: PdcompileError) -> dict[str, Any]:
+    return {"error": [error.message, error.where, error.remedy]}
+
+
+def error_of(told: Mapping[str, Any]) -> CheckpointError:
+    message, where, remedy = told["error"]
+    return CheckpointError(message, where=where, remedy=remedy)
