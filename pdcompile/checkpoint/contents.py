@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import (
+    PLAN,
     Manifest,
     StoredFile,
     StoredStage,
@@ -183,9 +185,30 @@ class Contents:
             self._files[stored.name] = TensorFile(self.place, stored, self.manifest.identity)
         return self._files[stored.name]
 
+    def plan_text(self) -> str:
+        """The plan that it was saved with, as JSON."""
+        path = self.place / PLAN
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"a file of the checkpoint is missing: {error.strerror}", where=str(path)
+            ) from error
+        if zlib.crc32(data) != self.manifest.plan_crc32:
+            raise CheckpointError(
+                "the plan is damaged: its checksum does not fit",
+                where=str(path),
+                remedy="load with a plan of your own (plan=), or let it be planned anew",
+            )
+        return data.decode()
+
     def verify(self) -> list[CheckpointError]:
         """Read everything: what is damaged, [] where all is as it was written."""
         found = []
+        try:
+            self.plan_text()
+        except CheckpointError as error:
+            found.append(error)
         for stored in self.manifest.files():
             try:
                 file = self._file(stored)

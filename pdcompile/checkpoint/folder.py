@@ -13,7 +13,7 @@ import shutil
 import zlib
 from pathlib import Path
 
-from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest
+from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, read_manifest
 from pdcompile.checkpoint.tensor_file import synced
 from pdcompile.errors import CheckpointError
 from pdcompile.files import write_whole
@@ -59,7 +59,10 @@ def newest(folder: Path) -> Path | None:
     if match is None:
         raise damaged
     found = folder / match[1]
-    if found not in there or zlib.crc32((found / MANIFEST).read_bytes()) != int(match[4], 16):
+    if found not in there:
+        raise damaged
+    if zlib.crc32((found / MANIFEST).read_bytes()) != int(match[4], 16):
+        read_manifest(found)  # says so where it is the damaged one
         raise damaged
     return found
 
