@@ -21,6 +21,7 @@ _HOMES = {
     "pdcompile.driver": "compile",
     "pdcompile.runtime.pipeline": "Pipeline",
     "pdcompile.reference": "reference",
+    "pdcompile.checkpoint.into_eager": "load_checkpoint",
     "pdcompile.passes.trace": "trace",
     "pdcompile.batch.not_kept": "NotKept",
     "pdcompile.workload": "Workload load_target",
@@ -39,6 +40,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if _TYPE_CHECKING:
     from pdcompile.batch.not_kept import NotKept as NotKept
+    from pdcompile.checkpoint.into_eager import load_checkpoint as load_checkpoint
     from pdcompile.cluster import Cluster as Cluster
     from pdcompile.cluster import Device as Device
     from pdcompile.cluster import Level as Level

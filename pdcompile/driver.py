@@ -15,6 +15,7 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
+from pdcompile.errors import PdcompileError
 from pdcompile.given import (
     check_given,
     check_memory,
@@ -22,6 +23,7 @@ from pdcompile.given import (
     given_plan,
     given_sources,
     with_given_plan,
+    with_saved_plan,
 )
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.training_check import check_loss
@@ -43,7 +45,7 @@ from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
 from pdcompile.steps import Steps
-from pdcompile.warn import each_once
+from pdcompile.warn import each_once, warn
 
 
 def build(
@@ -59,6 +61,14 @@ def build(
     """
     shown = options.progress
     with each_once(), compiling(lines=shown is True, quiet=shown is False) as listener:
+        try:
+            return run_passes(
+                model, flat, with_saved_plan(options, num_ranks), num_ranks, Steps(listener)
+            )
+        except PdcompileError as error:
+            if options.resume is None or options.plan is not None:
+                raise
+            warn(f"the plan in the checkpoint is not used: {error.message}")
         return run_passes(model, flat, options, num_ranks, Steps(listener))
 
 

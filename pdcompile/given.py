@@ -12,6 +12,9 @@ from torch import nn
 
 from pdcompile import weights
 from pdcompile.batch import BatchLayout
+from pdcompile.checkpoint.contents import Contents
+from pdcompile.checkpoint.folder import newest
+from pdcompile.checkpoint.manifest import PLAN
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PlanError, SourceError
 from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
@@ -63,6 +66,26 @@ def with_given_plan(options: Options) -> Options:
             )
     refuse_others(options, plan)
     return replace(completed(options, plan), plan=plan)
+
+
+def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
+    """The options with the plan of the checkpoint to resume, where no other is given.
+
+    Raises:
+        PdcompileError: it is damaged, or of another number of ranks.
+    """
+    if options.resume is None or options.plan is not None or options.sources is not None:
+        return options
+    place = newest(Path(options.resume))
+    if place is None:
+        return options
+    plan = Plan.from_json(Contents(place).plan_text(), where=str(place / PLAN))
+    if num_ranks not in (None, plan.num_ranks):
+        raise PlanError(
+            f"it has {plan.num_ranks} ranks, and {num_ranks} processes are running",
+            where=str(place),
+        )
+    return replace(options, plan=plan)
 
 
 def check_minibatch(options: Options, layout: BatchLayout) -> None:

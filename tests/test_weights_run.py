@@ -112,12 +112,12 @@ RANKS = """
     common = dict(optimizer=None, microbatches=2)
     model = on_meta(tie=tie)
     read = []
-    import pdcompile.weights.checkpoint as checkpoint
-    plain = checkpoint.Checkpoint.tensor
+    import pdcompile.weights.tensor_files as tensor_files
+    plain = tensor_files.TensorFiles.tensor
     def noted(self, name, like):
         read.append(name)
         return plain(self, name, like)
-    checkpoint.Checkpoint.tensor = noted
+    tensor_files.TensorFiles.tensor = noted
     pipe = pdcompile.compile(
         model, costs="estimated", time_limit=2.0, weights=folder,
         constraints=[CutBefore("model.layers.1")], **common,

@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_flags
 from pdcompile.errors import ConfigError
+
+saving = partial(typer.Option, rich_help_panel="Checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """When to save a checkpoint, where, and whether to begin with one."""
+
+    save: Annotated[
+        Path | None,
+        saving(metavar="FOLDER", help="Save a checkpoint into FOLDER after the last step."),
+    ] = None
+    save_every: Annotated[
+        int | None, saving(min=1, metavar="N", help="Save after every n-th step too.")
+    ] = None
+    keep: Annotated[
+        int, saving(min=1, metavar="K", help="Checkpoints that stay in FOLDER, the last ones.")
+    ] = 2
+    resume: Annotated[
+        bool,
+        saving(
+            "--resume",
+            help="Go on from the last checkpoint in FOLDER, and begin where there is none. "
+            "Minibatches that are over are drawn and left out.",
+        ),
+    ] = False
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints are; None: nobody asks for any."""
+        asked = self.save_every is not None or self.resume
+        return self.save or (Path("checkpoints") if asked else None)
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether to save after a step."""
+        every = self.save_every
+        return self.folder is not None and (step == last or bool(every and not (step + 1) % every))
 
 
 @app.command()
@@ -21,7 +61,11 @@ def run(
     target: Target,
     flags: Flags,
     given: GivenSources,
-    steps: Annotated[int, typer.Option(min=1, help="Minibatches to train on.")] = 20,
+    saves: Saves,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
+    ] = 20,
     every: Annotated[
         int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
     ] = 10,
@@ -46,6 +90,10 @@ def run(
       torchrun --nproc-per-node=2 -m pdcompile run examples/gpt.py:build --schedule 2bw
 
       torchrun --nproc-per-node=8 -m pdcompile run llama.py:build --weights folder/
+
+      torchrun --nproc-per-node=2 -m pdcompile run gpt.py:build --save-every 100 --resume
+
+    Checkpoints are in ./checkpoints unless --save names another folder.
     """
     from pdcompile import driver
     from pdcompile.cli.output import is_first_rank, stdout
@@ -54,36 +102,20 @@ def run(
     flags.check()
     workload = load_target(target)
     files = given.to_options()
-    options = flags.to_options(workload, weights=weights or workload.weights, **files)
+    more = {"resume": saves.folder} if saves.resume else {}
+    options = flags.to_options(workload, weights=weights or workload.weights, **files, **more)
     inputs, expected = workload.example()
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)
     if is_first_rank() and not as_json:
         stdout().print(pipe.explain(), markup=False)
-
-    losses: dict[int, float] = {}
-    ended: list[float] = []  # calls, by when
-    items, what = 0, "samples"
-    began = time.perf_counter()
-    with pipe, training_progress(steps) as advance:
-        for step, (inputs, expected) in zip(range(steps), workload.stream(), strict=False):
-            args, kwargs = call_of(inputs)
-            result = pipe.step_call(args, kwargs, expected)
-            count, what = items_of(args, kwargs, pipe.plan.training.batch_size)
-            items += count
-            if result.loss is None:
-                raise ConfigError(
-                    "the workload has no loss to train on",
-                    where=target,
-                    remedy="give Workload(..., loss_fn=...), or return the loss from forward",
-                )
-            if step % every == 0 or step == steps - 1:
-                losses[step] = float(result.loss)
-            ended.append(time.perf_counter())
-            advance(f"loss {losses[max(losses)]:.4f}")
+    first = pipe.position.minibatches
+    minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
+    with pipe, training_progress(max(steps - first, 0)) as advance:
+        done = trained(pipe, minibatches, Looks(every, steps, advance), saves, target)
         pipe.flush()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - done.began
     if not is_first_rank():
         return
     forecast = pipe.plan.forecast
@@ -91,15 +123,70 @@ def run(
         {
             "status": "done",
             "steps": steps,
-            "losses": losses,
+            **({"resumed_at": first} if saves.resume else {}),
+            "losses": done.losses,
             "seconds": seconds,
-            f"{what}_per_second": items / seconds,
-            "step_seconds": step_seconds(ended),
+            f"{done.what}_per_second": done.items / seconds,
+            "step_seconds": step_seconds(done.ended),
             "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
+            **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
         },
-        f"{items / seconds:,.0f} {what}/s",
+        f"{done.items / seconds:,.0f} {done.what}/s",
         as_json=as_json,
     )
+
+
+class Looks(NamedTuple):
+    """When to look at a loss, and what to tell it to."""
+
+    every: int
+    steps: int
+    advance: Callable[[str], None]
+
+
+@dataclass
+class Trained:
+    """What a run has come to: losses by step, when each call ended, and items of some kind."""
+
+    began: float
+    losses: dict[int, float] = field(default_factory=dict)
+    ended: list[float] = field(default_factory=list)
+    items: int = 0
+    what: str = "samples"
+    checkpoint: str | None = None
+
+
+def trained(
+    pipe: Any,
+    minibatches: Iterable[tuple[int, tuple[Any, Any]]],
+    looks: Looks,
+    saves: Saves,
+    target: str,
+) -> Trained:
+    """Train on minibatches, each with the number of its step.
+
+    Raises:
+        ConfigError: there is no loss.
+    """
+    found = Trained(time.perf_counter())
+    for step, (inputs, expected) in minibatches:
+        args, kwargs = call_of(inputs)
+        result = pipe.step_call(args, kwargs, expected)
+        count, found.what = items_of(args, kwargs, pipe.plan.training.batch_size)
+        found.items += count
+        if result.loss is None:
+            raise ConfigError(
+                "the workload has no loss to train on",
+                where=target,
+                remedy="give Workload(..., loss_fn=...), or return the loss from forward",
+            )
+        if step % looks.every == 0 or step == looks.steps - 1 or not found.losses:
+            found.losses[step] = float(result.loss)
+        if saves.due(step, looks.steps - 1):
+            found.checkpoint = str(pipe.save(saves.folder, keep=saves.keep))
+        found.ended.append(time.perf_counter())
+        looks.advance(f"loss {found.losses[max(found.losses)]:.4f}")
+    return found
 
 
 def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> None:
@@ -113,6 +200,8 @@ def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> No
     for step, loss in document["losses"].items():
         stdout().print(f"step {step:>6}  loss {loss:.6f}")
     stdout().print(f"{document['steps']} steps in {document['seconds']:.1f} s: {throughput}")
+    if document.get("checkpoint"):
+        stdout().print(f"saved as {document['checkpoint']}")
     measured, forecast = document["step_seconds"], document["forecast_step_seconds"]
     if measured and forecast and under_torchrun():
         stdout().print(

@@ -86,7 +86,11 @@ def check_options(options: Options) -> None:
         parse_bytes(options.memory, what="memory")
     chosen_schedule(options)
     _machines(options)
-    for name, made in (("plan", "a plan.json, or a Plan"), ("sources", "a folder that dump wrote")):
+    for name, made in (
+        ("plan", "a plan.json, or a Plan"),
+        ("sources", "a folder that dump wrote"),
+        ("resume", "a folder that pipe.save wrote"),
+    ):
         given = getattr(options, name)
         plan = name == "plan" and isinstance(given, Plan)
         if not (given is None or plan or isinstance(given, str | PathLike)):

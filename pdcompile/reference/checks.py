@@ -55,6 +55,12 @@ def check_options(options: Options) -> int:
     """Refuses options that the reference cannot use; returns the number of microbatches."""
     kind = find(options.schedule)  # where there is none, `weight_ages` refuses it
     option_checks.check_options(options if kind else replace(options, schedule=DEFAULT))
+    if options.resume is not None:
+        raise ConfigError(
+            "a reference does not resume from checkpoints",
+            where="resume",
+            remedy="pdcompile.load_checkpoint(folder, model) loads one into plain PyTorch",
+        )
     microbatches: int | Literal["auto"] = options.microbatches
     if kind is not None and kind.updates_each:
         return 1

@@ -4,14 +4,14 @@ A source is safetensors files, a function that fills one tensor at a time, or bo
 the values of any subset of a model's tensors, `materialise` puts them into the model.
 """
 
-from pdcompile.weights.checkpoint import Checkpoint
 from pdcompile.weights.slots import Slot, set_tensor, slots
 from pdcompile.weights.source import Source, check, materialise, open_source, read
+from pdcompile.weights.tensor_files import TensorFiles
 
 __all__ = [
-    "Checkpoint",
     "Slot",
     "Source",
+    "TensorFiles",
     "check",
     "materialise",
     "open_source",

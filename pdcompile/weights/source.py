@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 from pdcompile.errors import ConfigError, some
-from pdcompile.weights.checkpoint import Checkpoint
 from pdcompile.weights.recompute import recomputed
 from pdcompile.weights.slots import Slot, put, slots
+from pdcompile.weights.tensor_files import TensorFiles
 
 Fill: TypeAlias = Callable[[str, Tensor], Any]
 
@@ -29,20 +29,20 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of values: a checkpoint first, then `fill` for names that it does not have.
+    """The source of values: files first, then `fill` for names that it does not have.
 
     `fill(name, tensor)` writes one tensor of the model in place.  torch's default generator is
     seeded by `seed` and the name before each call, so that every plan gets the same values.
     """
 
-    checkpoint: Checkpoint | None = None
+    stored_in: TensorFiles | None = None
     fill: Fill | None = None
     seed: int = 0
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The file of every name in the checkpoint."""
-        return {} if self.checkpoint is None else self.checkpoint.files
+        """The file of every name in them."""
+        return {} if self.stored_in is None else self.stored_in.files
 
     def stored(self, slot: Slot) -> list[str]:
         """Names under which the checkpoint has a tensor of the model's state_dict."""
@@ -72,7 +72,7 @@ def open_source(given: Any, *, seed: int = 0) -> Source:
                 f"the function given as weights cannot be called with (name, tensor): {error}",
                 remedy="def fill(name, tensor): torch.nn.init.normal_(tensor, std=0.02)",
             ) from error
-    return Source(Checkpoint(places) if places else None, next(iter(functions), None), seed)
+    return Source(TensorFiles(places) if places else None, next(iter(functions), None), seed)
 
 
 def read(
@@ -99,8 +99,8 @@ def read(
     stored.sort(key=lambda slot: str(source.files[source.stored(slot)[0]]))
     for slot in stored:
         yield slot.fqn, _from_checkpoint(slot, source)
-    if source.checkpoint is not None:
-        source.checkpoint.close()
+    if source.stored_in is not None:
+        source.stored_in.close()
     bare = [slot for slot in wanted if slot.tensor.is_meta and not source.stored(slot)]
     computed = _computed([slot for slot in bare if not slot.persistent], model, source.seed)
     for slot in bare:
@@ -149,7 +149,7 @@ def check(model: nn.Module, source: Source) -> None:
     """
     found = list(slots(model).values())
     _refuse_missing(found, source)
-    if source.checkpoint is None and not any(slot.tensor.is_meta for slot in found):
+    if source.stored_in is None and not any(slot.tensor.is_meta for slot in found):
         raise ConfigError(
             "weights= is a function, and every tensor of the model has its values",
             remedy="leave it out, or build the model on the meta device: "
@@ -158,12 +158,12 @@ def check(model: nn.Module, source: Source) -> None:
     if unexpected := _unexpected(found, source):
         _warn(f"not in the model, and left unread: {some(unexpected, 5)}")
     left = [s.fqn for s in found if s.persistent and s.tensor.is_meta and not source.stored(s)]
-    if source.checkpoint is not None and left:
+    if source.stored_in is not None and left:
         _warn(f"not in the checkpoint, and left to the function: {some(left, 5)}")
 
 
 def _refuse_missing(found: list[Slot], source: Source) -> None:
-    if source.checkpoint is None or source.fill is not None:
+    if source.stored_in is None or source.fill is not None:
         return
     saved = [slot for slot in found if slot.persistent]
     missing = [slot.fqn for slot in saved if not source.stored(slot)]
@@ -186,14 +186,14 @@ def _unexpected(found: list[Slot], source: Source) -> list[str]:
 
 
 def _from_checkpoint(slot: Slot, source: Source) -> Tensor:
-    assert source.checkpoint is not None
+    assert source.stored_in is not None
     first, *others = source.stored(slot)
-    value = source.checkpoint.tensor(first, slot.tensor)
+    value = source.stored_in.tensor(first, slot.tensor)
     for name in others:
-        if not torch.equal(value, source.checkpoint.tensor(name, slot.tensor)):
+        if not torch.equal(value, source.stored_in.tensor(name, slot.tensor)):
             raise ConfigError(
                 f"{first} and {name} are one tensor in the model, and differ in the checkpoint",
-                where=str(source.checkpoint.files[name]),
+                where=str(source.stored_in.files[name]),
                 remedy="untie them in the model, or leave one out of the checkpoint",
             )
     return value

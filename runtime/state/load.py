@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.generators import restore, states_of
-from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
-from pdcompile.errors import CheckpointError, InputError, PdcompileError, some
+from pdcompile.checkpoint.into_eager import optimizer_parts
+from pdcompile.checkpoint.named_optimizer import NamedGroup, load_named, names_of
+from pdcompile.errors import CheckpointError, PdcompileError, some
 from pdcompile.position import Accumulated, Position
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
@@ -192,31 +193,8 @@ def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, s
     if not saved:
         found.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
         return
-    if saved != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the checkpoint has the state of {saved}, and this pipeline updates with "
-            f"{type(optimizer).__name__}",
-            where=str(contents.place),
-            remedy="compile with the optimizer that it was saved with, or load weights and "
-            "position alone: pipe.load(folder, optimizer=False)",
-        )
-    names = names_of(all_parameters(session))
-    known: dict[str, list[str]] = {}
-    for fqn, one in stored.items():
-        known.setdefault(one, []).append(fqn)
-    groups = [
-        one._replace(names=tuple(name for old in one.names for name in known.get(old, ())))
-        for one in contents.groups()
-    ]
-    own = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-    read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
-    found.state = {name: values for name, values in read.items() if values}
-    try:
-        check_named(optimizer, names, groups, found.state)
-    except InputError as error:
-        where = f"{contents.place}: {error.where}"
-        raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
-    found.groups = groups
+    parts = optimizer_parts(contents, optimizer, all_parameters(session), stored)
+    _, found.groups, found.state = parts
 
 
 def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:

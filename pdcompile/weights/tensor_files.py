@@ -1,4 +1,4 @@
-"""Checkpoints in the safetensors format: the file of each name, and one tensor at a time."""
+"""Safetensors files of a model: the file of each name, and one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE = "model.safetensors"
 _MAX_INDEX_BYTES = 256 * 2**20
 
 
-class Checkpoint:
+class TensorFiles:
     """Tensors in safetensors files, by name.  Values are read only when `tensor` is called.
 
     Args:

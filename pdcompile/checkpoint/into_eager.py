@@ -1,0 +1,102 @@
+"""Checkpoints in plain PyTorch: a model, its optimizer and its schedulers, without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
+from pdcompile.checkpoint.tensor_file import dtype_name
+from pdcompile.errors import CheckpointError, InputError
+from pdcompile.position import Position
+from pdcompile.weights.slots import slots
+
+
+def load_checkpoint(
+    folder: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Position:
+    """Load a checkpoint of any plan into a model, and the optimizer's state into an optimizer.
+
+    The newest weights are taken, also where a schedule computes on older ones.
+
+    Args:
+        folder: what `pipe.save` was given, or one checkpoint in it.
+        optimizer: of the model's parameters, in any order and any groups of like settings.
+
+    Returns:
+        The minibatches that it was trained on.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model or optimizer; nothing was changed.
+    """
+    contents = open_checkpoint(Path(folder))
+    kept = {fqn: slot for fqn, slot in slots(model).items() if slot.persistent}
+    tensors = {
+        name: (tuple(slot.tensor.shape), dtype_name(slot.tensor))
+        for slot in kept.values()
+        for name in slot.names
+    }
+    contents.check_model(tensors)
+    stored = {fqn: contents.first_name(slot.names) for fqn, slot in kept.items()}
+    values = {fqn: contents.weight(name) for fqn, name in stored.items()}
+    parts = None
+    if optimizer is not None:
+        parts = optimizer_parts(
+            contents, optimizer, {fqn: slot.tensor for fqn, slot in kept.items()}, stored
+        )
+    with torch.no_grad():
+        for fqn, value in values.items():
+            kept[fqn].tensor.copy_(value)
+    if optimizer is not None and parts is not None:
+        names, groups, state = parts
+        load_named(optimizer, names, groups, state)
+    contents.close()
+    return contents.position
+
+
+def optimizer_parts(
+    contents: Contents,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+) -> tuple[dict[int, str], list[NamedGroup], dict[str, dict[str, Any]]]:
+    """What `load_named` takes, of a checkpoint: names, groups and state.
+
+    Args:
+        tensors: of the model, by name; `stored`: the name of each in the checkpoint.
+
+    Raises:
+        CheckpointError: it does not fit the optimizer.
+    """
+    saved = contents.manifest.optimizer
+    if saved != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint has the state of {saved or 'no optimizer'}, and this one is "
+            f"{type(optimizer).__name__}",
+            where=str(contents.place),
+            remedy="make the optimizer that it was saved with, or load weights and position "
+            "alone: pipe.load(folder, optimizer=False)",
+        )
+    names = names_of(tensors)
+    known: dict[str, list[str]] = {}
+    for fqn, one in stored.items():
+        known.setdefault(one, []).append(fqn)
+    groups = [
+        one._replace(names=tuple(name for old in one.names for name in known.get(old, ())))
+        for one in contents.groups()
+    ]
+    own = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+    read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
+    state = {name: values for name, values in read.items() if values}
+    try:
+        check_named(optimizer, names, groups, state)
+    except InputError as error:
+        where = f"{contents.place}: {error.where}"
+        raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
+    return names, groups, state

@@ -1,0 +1,172 @@
+"""Resuming: `compile(resume=)`, `pdcompile run --resume`, and plain PyTorch from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pdcompile
+from pdcompile.cli import main
+from pdcompile.cluster import Cluster
+from pdcompile.errors import CheckpointError, ConfigError
+from pdcompile.position import Position
+from tests.helpers.changes import Rich, batch
+from tests.helpers.launch import ROOT, processes
+from tests.helpers.pipelines import states_equal
+from tests.helpers.resuming import ADAMW, pipeline, same, train
+
+MLP = str(ROOT / "examples" / "mlp.py") + ":build"
+
+
+def compiled(folder: Path | None, stages: int = 2, **options: Any) -> Any:
+    given = {
+        "loss_fn": F.mse_loss, "optimizer": ADAMW, "microbatches": 4, "costs": "estimated",
+        "cluster": Cluster.local(stages), "verify": "off", "progress": False, "resume": folder,
+        **options,
+    }  # fmt: skip
+    return pdcompile.compile(Rich(tied=False), **given)
+
+
+def test_the_position_is_known_before_the_first_minibatch(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no checkpoint in .*: training starts at its"):
+        first = compiled(tmp_path, schedule="vsync", microbatches=1)
+    assert first.position == Position(0)
+    losses = train(first, 0, 3)
+    first.save(tmp_path)
+    losses += train(first, 3, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = compiled(tmp_path, schedule="vsync", microbatches=1)
+        assert second.position == Position(3)
+        assert train(second, 3, 6) == losses[3:]
+    assert second.plan.stages == first.plan.stages
+    assert not states_equal(second.full_state_dict(), first.full_state_dict())
+
+
+def test_a_plan_that_does_not_fit_is_made_anew(tmp_path: Path) -> None:
+    first = compiled(None)
+    train(first, 0, 2)
+    first.save(tmp_path)
+    expected = train(first, 2, 4)
+    second = compiled(tmp_path, 3, schedule="zb-h1")
+    with pytest.warns(UserWarning, match="the plan in the checkpoint is not used: .*schedule"):
+        second.prepare(batch(0)[0], target=batch(0)[1])
+    assert len(second.plan.stages) == 3
+    assert train(second, 2, 4) == expected
+    (second.save(tmp_path) / "plan.json").write_text("{}")
+    with pytest.warns(UserWarning, match="the plan is damaged"):
+        third = compiled(tmp_path).prepare(batch(0)[0], target=batch(0)[1])
+    assert third.position == Position(4)
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="resume=3 is not a path"):
+        compiled(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="does not resume"):
+        pdcompile.reference(Rich(tied=False), resume=tmp_path, microbatches=2)
+    (tmp_path / "LATEST").write_text("?")
+    with pytest.raises(CheckpointError, match="pointer"):
+        compiled(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plain_pytorch_goes_on(tied: bool, tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", 3, tied=tied)
+    train(pipe, 0, 3)
+    pipe.save(tmp_path)
+    model = Rich(tied, seed=7)
+    optimizer = torch.optim.AdamW([{"params": [*model.parameters()][:3]}, {"params": []}], lr=9.0)
+    optimizer.add_param_group({"params": [*model.parameters()][3:]})
+    assert pdcompile.load_checkpoint(tmp_path, model, optimizer) == Position(3)
+    assert not states_equal(dict(model.state_dict()), pipe.full_state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 9.0, 0.02]
+    expected = pipe.full_optimizer_state_dict()["state"]
+    for name, parameter in model.named_parameters():
+        assert same(optimizer.state.get(parameter, {}), expected.get(name, {}))
+    wrong = Rich(tied, seed=7)
+    with pytest.raises(CheckpointError, match="state of AdamW, and this one is SGD"):
+        pdcompile.load_checkpoint(tmp_path, wrong, torch.optim.SGD(wrong.parameters(), lr=1.0))
+    assert not states_equal(dict(wrong.state_dict()), dict(Rich(tied, seed=7).state_dict()))
+    with pytest.raises(CheckpointError, match=r"the model has 0.weight, .* does not"):
+        pdcompile.load_checkpoint(tmp_path, torch.nn.Sequential(torch.nn.Linear(8, 8)))
+
+
+def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    given = ["run", MLP, "--cluster", "local:2", "--schedule", "2bw", "--every", "1", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main([*given, "--costs", "estimated", *arguments])
+    assert not ended.value.code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_line_saves_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = ran(capsys, "--steps", "7")
+    assert "checkpoint" not in whole
+    first = ran(capsys, "--steps", "4", "--save-every", "2", "--resume")
+    assert first["resumed_at"] == 0
+    assert first["checkpoint"] == "checkpoints/save-0002-minibatch-4"
+    second = ran(capsys, "--steps", "7", "--resume", "--keep", "1")
+    assert second["resumed_at"] == 4
+    assert first["losses"] | second["losses"] == whole["losses"]
+    assert [p.name for p in Path("checkpoints").glob("save-*")] == ["save-0003-minibatch-7"]
+    over = ran(capsys, "--steps", "7", "--resume")
+    assert over["losses"] == {}
+    assert over["checkpoint"] is None
+    last = ran(capsys, "--steps", "2", "--save", "elsewhere")
+    assert last["checkpoint"] == "elsewhere/save-0001-minibatch-2"
+
+
+RESUME = """
+    import sys, warnings
+    from pathlib import Path
+    import torch
+    from tests.test_resuming import compiled
+    from tests.helpers.resuming import train
+
+    folder, last = Path(sys.argv[1]), int(sys.argv[2])
+    pipe = compiled(folder, cluster="auto", schedule="2bw")
+    first = pipe.position.minibatches
+    losses = train(pipe, first, last)
+    pipe.save(folder)
+    print("from", first, losses, flush=True)
+    pipe.close()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_resume_with_the_saved_plan_or_another(ranks: int, tmp_path: Path) -> None:
+    whole = compiled(None, 1, schedule="2bw")
+    expected = train(whole, 0, 5)
+    folder = tmp_path / "checkpoints"
+    run = processes(RESUME, 2, tmp_path, str(folder), "3")
+    assert run.code == 0, str(run)
+    assert run.output.count(f"from 0 {expected[:3]}") == 2, str(run)
+    run = processes(RESUME, ranks, tmp_path, str(folder), "5")
+    assert run.code == 0, str(run)
+    assert run.output.count(f"from 3 {expected[3:]}") == ranks, str(run)
+    assert ("is not used: it has 2 ranks, and 3" in run.output) == (ranks == 3), str(run)
+
+
+def test_stash_replicas_keep_what_waits(tmp_path: Path) -> None:
+    """A group that is not complete goes on with the gradients of its beginning."""
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    made = partial(compiled, schedule="stash", microbatches=1, replicas=(3, 1), optimizer=sgd)
+    whole, first = made(None, 4), made(None, 4)
+    expected = train(whole, 0, 10)
+    assert train(first, 0, 5) == expected[:5]
+    first.save(tmp_path)
+    second = made(tmp_path, 4)
+    assert train(second, 5, 10) == pytest.approx(expected[5:], abs=2e-5)
+    theirs = whole.full_state_dict()
+    for name, value in second.full_state_dict().items():
+        torch.testing.assert_close(value, theirs[name], rtol=0.0, atol=2e-5)
