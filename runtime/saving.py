@@ -18,6 +18,7 @@ from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.load import Wanted, load
+from pdcompile.runtime.state.parts import part_again, replicas_apart
 from pdcompile.runtime.state.save import save
 from pdcompile.runtime.state.whole_optimizer import Numbers, gather_optimizer, load_optimizer
 from pdcompile.warn import warn
@@ -74,12 +75,15 @@ class Saving(PipelineState):
         if any(parameter.grad is not None for parameter in self.parameters()):
             warn("gradients in .grad are in no checkpoint: save after optimizer.step()")
         with self._call("save") as session:
+            session.drain(self._num_minibatches, together=False)
+            apart = replicas_apart(session)
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
             saved = save(
                 session, self._told(session), Path(folder), self.position,
-                keep=keep, verify=verify, schedulers=states,
+                keep=keep, verify=verify, schedulers=states, apart=apart,
             )  # fmt: skip
+            part_again(session, apart)
         if saved.error is not None:
             raise saved.error
         assert saved.place is not None

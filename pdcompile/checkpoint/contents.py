@@ -45,6 +45,11 @@ class Contents:
             self._trained |= dict.fromkeys(stage.trained, stage)
             if stage.rest is not None:
                 self._kept |= dict.fromkeys([t.name for t in stage.rest.tensors], stage.rest)
+        self._replicas = {
+            tensor.name: stage.replicas
+            for stage in self.manifest.stages
+            for tensor in (stage.replicas[0].tensors if stage.replicas else ())
+        }
         self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
 
     @property
@@ -120,6 +125,17 @@ class Contents:
         """A buffer that state dicts leave out, None where it was not saved."""
         key = f"buffer/{name}"
         return self._rest(key) if key in self._kept else None
+
+    def has_replicas(self, name: str, count: int) -> bool:
+        """Whether each of so many replicas has a buffer of its own of this name."""
+        files = self._replicas.get(name, ())
+        return len(files) == count and all(
+            name in [tensor.name for tensor in file.tensors] for file in files
+        )
+
+    def replica(self, name: str, index: int) -> Tensor:
+        """A replica's own buffer."""
+        return self._file(self._replicas[name][index]).tensor(name)
 
     def accumulated(self, name: str) -> Accumulated | None:
         """The gradient of a parameter that waits for the rest of its group; None: none does."""

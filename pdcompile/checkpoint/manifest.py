@@ -64,6 +64,8 @@ class StoredStage:
         waiting: minibatches whose gradients wait for the rest of their group.
         groups: of the optimizer, values as JSON.
         state: of the optimizer, by parameter, as JSON.
+        replicas: buffers that training writes, of each replica; () where there is one, or where
+            they are equal: `weights` has their means.
     """
 
     stage: int
@@ -76,10 +78,12 @@ class StoredStage:
     waiting: int
     groups: tuple[StoredGroup, ...]
     state: Any
+    replicas: tuple[StoredFile, ...] = ()
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        return tuple(one for one in (self.weights, self.optimizer, self.rest) if one is not None)
+        found = (self.weights, self.optimizer, self.rest, *self.replicas)
+        return tuple(one for one in found if one is not None)
 
 
 @dataclass(frozen=True, slots=True)

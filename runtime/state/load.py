@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.generators import restore, states_of
 from pdcompile.checkpoint.into_eager import optimizer_parts
@@ -24,7 +26,13 @@ from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.accumulated import resume
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.parts import all_parameters, hidden, older_versions, owners
+from pdcompile.runtime.state.parts import (
+    all_parameters,
+    hidden,
+    older_versions,
+    owners,
+    written_buffers,
+)
 from pdcompile.runtime.state.save import error_of, told_of
 from pdcompile.warn import warn
 
@@ -61,6 +69,7 @@ class Prepared:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     schedulers: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
+    apart: bool = False  # replicas have buffers of their own
     notes: list[str] = field(default_factory=list)
 
 
@@ -138,6 +147,7 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
             contents.buffer(fqn)
     if wanted.optimizer:
         _prepare_optimizer(session, found, stored)
+    found.apart = _prepare_replicas(session, contents)
     _prepare_schedulers(found, wanted)
     if wanted.random_state:
         where = f"{contents.place}: random_state"
@@ -197,6 +207,29 @@ def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, s
     _, found.groups, found.state = parts
 
 
+def _prepare_replicas(session: Session, contents: Contents) -> bool:
+    """Read the own buffers of replicas here; whether any replicas of the plan take theirs."""
+    counts = [len(ranks) for ranks in session.spec.ranks]
+    several = [
+        (stage, fqn)
+        for stage, count in enumerate(counts)
+        for fqn in session.compiled.written_buffers(stage)
+        if count > 1 and contents.has_replicas(fqn, count)
+    ]
+    for _, fqn, index, _ in _own_buffers(session, contents):
+        contents.replica(fqn, index)
+    return bool(several)
+
+
+def _own_buffers(session: Session, contents: Contents) -> Iterator[tuple[int, str, int, Tensor]]:
+    """Stage, name, replica and tensor of buffers here whose replicas take their own."""
+    for worker in session.workers:
+        ranks = session.spec.ranks[worker.stage]
+        for fqn, tensor in written_buffers(session, worker).items() if len(ranks) > 1 else ():
+            if contents.has_replicas(fqn, len(ranks)):
+                yield worker.stage, fqn, ranks.index(worker.transport.rank), tensor
+
+
 def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
     saved = found.contents.schedulers()
     missing = [name for name in wanted.schedulers if name not in saved]
@@ -240,6 +273,9 @@ def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
         load_named(session.optimizer, names, prepared.groups, prepared.state)
     for name, one in prepared.schedulers.items():
         wanted.schedulers[name].load_state_dict(one)
+    for _, fqn, index, tensor in _own_buffers(session, contents):
+        tensor.copy_(contents.replica(fqn, index))
+    session.replicas_apart = prepared.apart  # from here on: an optimizer that loads would flush
     if prepared.generators is not None:
         restore(prepared.generators)
     contents.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pdcompile.checkpoint.manifest import StoredGroup, StoredStage
+from pdcompile.checkpoint.manifest import StoredFile, StoredGroup, StoredStage
 from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of
 from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.checkpoint.tensor_file import write_tensors
@@ -43,6 +43,47 @@ def older_versions(session: Session, stage: int, minibatches: int) -> range:
     """The numbers of the weights, but for the newest, that later minibatches run on."""
     newest = minibatches // session.spec.group(stage)
     return range(max(newest - session.spec.lag(stage), 0), newest)
+
+
+Apart = list[tuple[Worker, dict[str, Tensor]]]
+
+
+def replicas_apart(session: Session) -> Apart:
+    """Copies of the buffers that replicas in this process write, each its own, where they part."""
+    return [
+        (worker, {f: t.clone() for f, t in written_buffers(session, worker).items()})
+        for worker in (session.workers if session.replicas_apart else ())
+        if worker.replicas is not None
+    ]
+
+
+def part_again(session: Session, apart: Apart) -> None:
+    """Give replicas their own buffers again, after somebody has read what they have together."""
+    for worker, own in apart:
+        for fqn, tensor in written_buffers(session, worker).items():
+            tensor.copy_(own[fqn])
+    session.replicas_apart = bool(apart) or session.replicas_apart
+
+
+def written_buffers(session: Session, worker: Worker) -> dict[str, Tensor]:
+    """The buffers that training writes on a stage, as this replica has them."""
+    return worker.weights.buffers(session.compiled.written_buffers(worker.stage))
+
+
+def write_replicas(
+    session: Session, folder: Path, identity: str, apart: Apart
+) -> list[tuple[int, int, StoredFile]]:
+    """Write the own buffers of replicas in this process: stage, replica and file of each.
+
+    Raises CheckpointError.
+    """
+    found = []
+    for worker, own in apart:
+        index = session.spec.ranks[worker.stage].index(worker.transport.rank)
+        path = folder / f"stage-{worker.stage:03d}-replica-{index:03d}.safetensors"
+        if own:
+            found.append((worker.stage, index, write_tensors(path, own, identity)))
+    return found
 
 
 def write_stages(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pdcompile.checkpoint import folder as checkpoints
 from pdcompile.checkpoint.generators import generator_states
-from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredStage
+from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredFile, StoredStage
 from pdcompile.checkpoint.tensor_file import TensorFile, unwritten
 from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.jsonio import decode, encode
@@ -19,7 +19,7 @@ from pdcompile.position import Position
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.accumulated import held
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.parts import write_stages
+from pdcompile.runtime.state.parts import Apart, write_replicas, write_stages
 from pdcompile.schedule.registry import name_of
 from pdcompile.warn import warn
 
@@ -40,10 +40,11 @@ def save(
     keep: int | None,
     verify: bool,
     schedulers: Mapping[str, Any],
+    apart: Apart,
 ) -> Saved:
     """Write a checkpoint; nothing is in flight, and all ranks are in this call.
 
-    `schedulers`: JSON of their states, by name.
+    `schedulers`: JSON of their states, by name; `apart`: what replicas here have of their own.
     """
     first = 0 in session.ranks
     opened = json.loads(exchange.announce(_opened(folder) if first else ""))
@@ -61,9 +62,12 @@ def save(
             )
         waiting = held(session, position.minibatches)
         stages = write_stages(session, written, identity, position.minibatches, waiting)
+        replicas = write_replicas(session, written, identity, apart)
         if verify:
-            _read_back(written, stages, identity)
+            files = [file for stage in stages for file in stage.files]
+            _read_back(written, [*files, *(file for _, _, file in replicas)], identity)
         told["stages"] = [encode(stage) for stage in stages]
+        told["replicas"] = encode(replicas)
     except (PdcompileError, OSError) as error:
         own = error if isinstance(error, PdcompileError) else unwritten(written, error)
         told = told_of(own)
@@ -109,8 +113,15 @@ def _closed(
                 error.message = f"rank {rank} could not write its part: {error.message}"
             raise error
         where = str(written)
+        told = [tuple(one) for part in parts for one in part["replicas"]]
+        replicas = sorted(told, key=lambda one: one[:2])
         stages = [
-            decode(StoredStage, one, where=where, error=CheckpointError)
+            decode(
+                StoredStage,
+                one | {"replicas": [file for stage, _, file in replicas if stage == one["stage"]]},
+                where=where,
+                error=CheckpointError,
+            )
             for part in parts
             for one in part["stages"]
         ]
@@ -149,14 +160,13 @@ def _manifest(
     )
 
 
-def _read_back(folder: Path, stages: list[StoredStage], identity: str) -> None:
+def _read_back(folder: Path, files: list[StoredFile], identity: str) -> None:
     """Raise CheckpointError where a file is not what was written."""
-    for stage in stages:
-        for stored in stage.files:
-            file = TensorFile(folder, stored, identity)
-            for tensor in stored.tensors:
-                file.tensor(tensor.name)
-            file.close()
+    for stored in files:
+        file = TensorFile(folder, stored, identity)
+        for tensor in stored.tensors:
+            file.tensor(tensor.name)
+        file.close()
 
 
 def told_of(error: PdcompileError) -> dict[str, Any]:
