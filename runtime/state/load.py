@@ -260,6 +260,7 @@ def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
             if value is not None:
                 session.state.put(fqn, value, held)
     session.load({}, minibatches)
+    session.end_call()  # all versions are new: what was known of them says nothing
     if prepared.history:
         stored = {f: contents.first_name(keys) for f, keys in session.state.names.items()}
         for worker, fqn, version in _older(session, prepared):
