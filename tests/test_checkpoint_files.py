@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import zlib
 from collections.abc import Callable
@@ -15,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pdcompile.checkpoint.contents import open_checkpoint
 from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.manifest import MANIFEST
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.jsonio import dumps
 from pdcompile.position import Position
-from tests.helpers.crashes import killed_saves
+from tests.helpers.crashes import flipped_bits, killed_ranks, killed_saves, killed_trainings
 from tests.helpers.pipelines import states_equal
 from tests.helpers.resuming import pipeline, same, train
 
@@ -78,31 +76,11 @@ def last(folder: Path) -> Path:
     return folder / "save-0002-minibatch-3"
 
 
-def test_every_flipped_bit_is_found(saved: Path, copy: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """In any file of a checkpoint, and in the pointer; of a tensor the name is said."""
-    place, draw = last(copy), random.Random(0)
-    files = [*sorted(path for path in place.iterdir()), copy / LATEST]
-    assert len(files) == 9
-    for trial in range(180):
-        path = files[trial % len(files)]
-        data = bytearray(path.read_bytes())
-        bit = draw.randrange(8 * len(data))
-        data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bytes(data))
-        try:
-            found = open_checkpoint(copy).verify()
-        except CheckpointError as error:
-            found = [error]
-        assert found, (path, bit)
-        assert all(path.name in str(error.where) for error in found), (path, bit, found)
-        if path.suffix == ".safetensors":
-            shutil.copy(saved / place.name / path.name, path)
-            names = load_file(path)
-            in_header = bit // 8 < 8 + int.from_bytes(path.read_bytes()[:8], "little")
-            assert in_header or any(name in found[0].message for name in names), (path, bit)
-        origin = saved / LATEST if path.name == LATEST else saved / place.name / path.name
-        shutil.copy(origin, path)
-    assert open_checkpoint(copy).verify() == []
+    outcome = flipped_bits(tmp_path, 180, seed=0)
+    assert outcome.wrong == []
+    assert outcome.found == 180
 
 
 def test_a_damaged_tensor_is_named_and_nothing_is_loaded(copy: Path, target: Any) -> None:
@@ -354,3 +332,16 @@ def test_kills_at_random_moments_of_a_save(tmp_path: Path) -> None:
     outcome = killed_saves(tmp_path, kills=12, seed=0)
     assert outcome.wrong == []
     assert outcome.found > 0
+
+
+def test_killed_trainings_end_as_one_that_never_stopped(tmp_path: Path) -> None:
+    outcome = killed_trainings(tmp_path, [("2bw", (1, 3)), ("stash", (3,))], trials=2, seed=0)
+    assert outcome.wrong == []
+    assert outcome.found == 2
+
+
+@pytest.mark.slow
+def test_killed_ranks_end_as_ones_that_never_stopped(tmp_path: Path) -> None:
+    outcome = killed_ranks(tmp_path, trials=2, seed=0)
+    assert outcome.wrong == []
+    assert outcome.found == 2

@@ -17,7 +17,8 @@ from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
 
 VERBS = (
-    "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run", "costs",
+    "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
+    "checkpoint", "costs",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import warnings
 
 # Each verb adds itself to the application.
 from pdcompile.cli import (  # noqa: F401
+    checkpoint,
     costs,
     diff,
     dump,

@@ -10,7 +10,8 @@ from typer.core import TyperGroup
 
 # The order in which a person meets them.
 ORDER = (
-    "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run", "costs",
+    "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
+    "checkpoint", "costs",
 )  # fmt: skip
 
 
@@ -70,8 +71,9 @@ def reflow_help() -> None:
     """Give every verb that was imported so far, and the front page, help of whole paragraphs."""
     if app.registered_callback is not None:
         app.registered_callback.help = _unwrapped(front.__doc__ or "")
-    for command in app.registered_commands:
-        command.help = _unwrapped(getattr(command.callback, "__doc__", None) or "")
+    for one in (app, *(group.typer_instance for group in app.registered_groups)):
+        for command in one.registered_commands if one is not None else ():
+            command.help = _unwrapped(getattr(command.callback, "__doc__", None) or "")
 
 
 def _unwrapped(text: str) -> str:

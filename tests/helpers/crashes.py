@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,9 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdcompile.checkpoint.contents import Contents
-from pdcompile.checkpoint.folder import newest
-from pdcompile.errors import PdcompileError
+import torch
+
+from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.folder import LATEST, newest
+from pdcompile.errors import CheckpointError, PdcompileError
+from tests.helpers.launch import processes
 from tests.helpers.pipelines import states_equal
 from tests.helpers.resuming import pipeline, same, train
 
@@ -24,10 +28,12 @@ STEPS = 12
 
 @dataclass
 class Outcome:
-    """Of trials: what went wrong, in words; how many ended as each of two ways."""
+    """Of trials: what went wrong, in words; how many were judged, how often processes were killed,
+    in a save too, and how often there was nothing yet."""
 
     wrong: list[str] = field(default_factory=list)
     found: int = 0
+    kills: int = 0
     nothing: int = 0
     during_save: int = 0
 
@@ -75,7 +81,8 @@ def killed_saves(folder: Path, kills: int, seed: int) -> Outcome:
     for trial in range(kills):
         place = folder / str(trial)
         place.mkdir()
-        forked(lambda place=place: run(place), draw.uniform(0, 0.9 * longest))  # type: ignore[misc]
+        ended = forked(lambda place=place: run(place), draw.uniform(0, 0.9 * longest))  # type: ignore[misc]
+        outcome.kills += not ended
         names = [one.name for one in place.iterdir()]
         outcome.during_save += any(name.startswith(".") for name in names)
         try:
@@ -131,7 +138,8 @@ def killed_trainings(
         while not ended:
             pipe = made[schedule, draw.choice(stages)]
             ended = forked(lambda pipe=pipe: run(pipe), draw.uniform(0.02, 0.5))  # type: ignore[misc]
-            outcome.during_save += not ended
+            outcome.kills += not ended
+            outcome.during_save += bool([*place.glob(".*")]) and not ended
         final = made[schedule, stages[0]]
         child = final.load(place)
         found = final.full_state_dict(), final.full_optimizer_state_dict()
@@ -149,3 +157,118 @@ def _start(schedule: str) -> Any:
     state = fresh.full_state_dict()
     fresh.close()
     return state
+
+
+def flipped_bits(folder: Path, count: int, seed: int) -> Outcome:
+    """Flip single bits of a checkpoint's files: each has to be found, in its file and tensor."""
+    draw, outcome = random.Random(seed), Outcome()
+    pipe = pipeline("2bw", 2, tied=True)
+    train(pipe, 0, 2)
+    place = pipe.save(folder)
+    pipe.close()
+    files = [*sorted(place.iterdir()), folder / LATEST]
+    for trial in range(count):
+        path = files[trial % len(files)]
+        whole = path.read_bytes()
+        bit = draw.randrange(8 * len(whole))
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(damaged))
+        try:
+            found = open_checkpoint(folder).verify()
+        except CheckpointError as error:
+            found = [error]
+        path.write_bytes(whole)
+        said = len(found) == 1 and path.name in str(found[0].where)
+        if said and path.suffix == ".safetensors":
+            header = 8 + int.from_bytes(whole[:8], "little")
+            said = bit // 8 < header or _tensor_at(whole, bit // 8 - header) in found[0].message
+        if not said:
+            outcome.wrong.append(f"bit {bit} of {path.name}: {found}")
+        outcome.found += said
+    outcome.wrong += [str(error) for error in open_checkpoint(folder).verify()]
+    return outcome
+
+
+def _tensor_at(data: bytes, offset: int) -> str:
+    """The name of the tensor that a byte of a safetensors file belongs to."""
+    listed = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    spans = ((name, one["data_offsets"]) for name, one in listed.items() if name != "__metadata__")
+    return next(name for name, (first, end) in spans if first <= offset < end)
+
+
+RANKS = """
+    import os, random, signal, sys, threading
+    from functools import partial
+    from pathlib import Path
+    import torch
+    from tests.helpers.changes import batch
+    from tests.test_resuming import compiled
+
+    folder, schedule, replicas, seed, last = sys.argv[1:]
+    folder, rank, draw = Path(folder), int(os.environ["RANK"]), random.Random(seed)
+    victim = draw.randrange(int(os.environ["WORLD_SIZE"]))
+    counts = tuple(map(int, replicas.split(",")))
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    pipe = compiled(folder, cluster="auto", schedule=schedule, optimizer=sgd, replicas=counts,
+                    microbatches=1 if schedule in ("stash", "vsync") else 4, stages=len(counts))
+    pipe.prepare(batch(0)[0], target=batch(0)[1])
+    if seed != "none" and rank == victim:
+        wait = threading.Timer(draw.uniform(0.0, 2.0), os.kill, (os.getpid(), signal.SIGKILL))
+        wait.daemon = True
+        wait.start()
+    for t in range(pipe.position.minibatches, int(last)):
+        pipe.step(batch(t)[0], target=batch(t)[1])
+        pipe.save(folder, keep=2)
+    state = pipe.full_state_dict()
+    if state:
+        torch.save(state, folder / "whole.pt")
+    pipe.close()
+"""
+_ON_RANKS = [("2bw", "1,1"), ("1f1b", "1,1,1"), ("stash", "1,1"), ("2bw", "2,1"), ("vsync", "1,1")]
+
+
+def killed_ranks(folder: Path, trials: int, seed: int) -> Outcome:
+    """Kill one of the ranks of a training and start all anew, until it ends."""
+    outcome, expected = Outcome(), {}
+    for trial in range(trials):
+        schedule, replicas = _ON_RANKS[trial % len(_ON_RANKS)]
+        size = sum(map(int, replicas.split(",")))
+        if (schedule, replicas) not in expected:
+            expected[schedule, replicas] = _ended(
+                folder / "whole", schedule, replicas, size, outcome
+            )
+        draw = random.Random(f"{seed}/{trial}")
+        place = folder / str(trial)
+        for attempt in range(20):
+            number = "none" if attempt == 19 else str(draw.randrange(10**6))
+            found = _ended(place, schedule, replicas, size, outcome, number)
+            if found is not None:
+                break
+            outcome.kills += 1
+            outcome.during_save += any(p.name.startswith(".") for p in place.glob(".writing-*"))
+        theirs = expected[schedule, replicas]
+        if found is None or theirs is None:
+            outcome.wrong.append(f"{schedule} {replicas}: never ended")
+            continue
+        most = 0.0 if size == replicas.count(",") + 1 else 2e-5
+        for name, value in theirs.items():
+            if not torch.allclose(found[name], value, rtol=0.0, atol=most):
+                outcome.wrong.append(f"{schedule} {replicas}: {name} differs")
+        outcome.found += 1
+    return outcome
+
+
+def _ended(
+    place: Path, schedule: str, replicas: str, size: int, outcome: Outcome, seed: str = "none"
+) -> Any:
+    """The state that a training has come to, None where it was killed."""
+    place.mkdir(exist_ok=True)
+    run = processes(RANKS, size, place, str(place), schedule, replicas, seed, "6")
+    if "CheckpointError" in run.output:
+        outcome.wrong.append(run.output[-2000:])
+    if run.code:
+        return None
+    found = torch.load(place / "whole.pt", weights_only=True)
+    shutil.rmtree(place)
+    return found
