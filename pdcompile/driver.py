@@ -197,6 +197,8 @@ def compile(
     weights: Any = None,
     resume: str | PathLike[str] | None = None,
     group: Any = None,
+    stall_timeout: float | None = 30.0,
+    progress_timeout: float | None = 300.0,
     progress: bool | Literal["auto"] = "auto",
 ) -> Pipeline:
     """Compile a model into a pipeline of stages; `pipe.step(inputs, target=…)` trains it.
@@ -283,6 +285,10 @@ def compile(
             begins where it has none.  The plan is the checkpoint's where that fits, and any other
             one where not; `pipe.position` says how many minibatches are over.
         group: a torch.distributed group to run on instead of all ranks.
+        stall_timeout: seconds without a sign of life from a rank's process (stopped, host or
+            network gone, Python's lock held) after which all ranks end; None: never.
+        progress_timeout: seconds in which all ranks wait for each other and none goes on (a lost
+            message), after which they end; None: never.  A rank that computes is only slow.
         progress: "auto": a bar on stderr while a model is compiled, where that is a terminal;
             True: elsewhere a line for each pass; False: nothing.
 

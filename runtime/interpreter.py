@@ -16,6 +16,7 @@ from pdcompile.batch.step_result import total_loss
 from pdcompile.eager.gradients import clip, memory_of
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
+from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Compute, Feed
 from pdcompile.runtime.stage.replicas import OF_REPLICAS, Replicas
@@ -363,7 +364,11 @@ def _apart(value: Tensor, written: Collection[int]) -> Tensor:
     return value.clone() if memory_of(value) in written else value
 
 
-def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:
+def run_together(
+    workers: list[Worker],
+    columns: list[tuple[Instruction, ...]],
+    log: InstructionLog | None = None,
+) -> None:
     """Run each rank until it would have to wait, then the next (one rank: just run it).
 
     `workers[n]` is one of the stages of rank n.  Raises DeadlockError when no rank can go on.
@@ -378,6 +383,8 @@ def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) 
                 ins = column[position[n]]
                 if not (stage := held.get(ins.stage, worker)).ready(ins):
                     break
+                if log is not None:
+                    log.begin(ins, stage.base)
                 stage.execute(ins)
                 position[n] += 1
                 moved = True

@@ -24,6 +24,7 @@ from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.failure.first_cause import Failures, describe
+from pdcompile.runtime.failure.verdict import verdict_of
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.saving import Saving
 from pdcompile.runtime.session import Session
@@ -91,7 +92,9 @@ class Pipeline(Saving):
         except BaseException as error:
             if world is not None:
                 cause = describe(world.rank, error, None, 0)
-                Failures(world.store, world.rank, world.size).report(cause)
+                failures = Failures(world.store, world.rank, world.size, world.peers)
+                failures.report(cause, verdict_of(error))
+                failures.conclude()
                 world.close()
             raise
         self._handles = flush_before_state(

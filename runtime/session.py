@@ -190,7 +190,7 @@ class Session(Guarded):
                 worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
-            run_together([self._of_rank[rank] for rank in self.ranks], columns)
+            run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
 
     @contextmanager
     def call(self) -> Iterator[None]:

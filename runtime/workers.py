@@ -67,7 +67,8 @@ class Workers:
         if self._world is None:
             return LocalTransport(rank, self._wires)
         plan = int(self._compiled.plan.hash()[:15], 16)
-        return GroupTransport(self._world.group, rank, plan, self._spec.reach)
+        reach, sealed = self._spec.reach, self._world.sealed
+        return GroupTransport(self._world.group, rank, plan, reach, sealed=sealed)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
         plan, train = self._compiled.plan, self._compiled.capture.train

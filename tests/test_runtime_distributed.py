@@ -197,9 +197,10 @@ except RankError as error:
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     run = processes(KILLED, 2, tmp_path)
     assert run.code != 0, run
-    assert "[0] RankError another rank failed first: rank 0" in run.output, run
+    first = "another rank failed first: rank 1 ended without an error of its own"
+    assert f"[0] RankError {first} (it was ended by SIGKILL" in run.output, run
+    assert "; noticed by rank 0" in run.output, run
     assert "lost the connection to rank 1" in run.output, run
-    assert "rank 1 ended without an error of its own (it was ended by SIGKILL" in run.output, run
 
 
 EARLY = (

@@ -213,8 +213,10 @@ def test_what_is_said_of_a_rank_that_is_gone() -> None:
         "first: rank 1: ValueError: x"
     )
     assert told(refused="rank 1 refused", left="left").endswith("first: rank 1 refused")
-    assert told(left="rank 1 left").endswith("Connection closed by peer; rank 1 left")
-    assert told().endswith("(killed, out of memory, crashed, or it left early)")
+    noticed = "noticed by rank 0, stage 0: lost the connection to rank 1: Connection closed by peer"
+    assert told(left="rank 1 left").endswith(f"first: rank 1 left; {noticed}")
+    how = "(killed, out of memory, crashed, or it left early)"
+    assert told().endswith(f"first: rank 1 ended without an error of its own {how}; {noticed}")
 
 
 PROGRAM = """

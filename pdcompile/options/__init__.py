@@ -56,6 +56,8 @@ class Options:
     weights: Any = None
     resume: Any = None
     group: Any = None
+    stall_timeout: float | None = 30.0  # seconds, as the next
+    progress_timeout: float | None = 300.0
     progress: bool | Literal["auto"] = "auto"
     replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual

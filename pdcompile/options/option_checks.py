@@ -43,6 +43,8 @@ def check_options(options: Options) -> None:
     _optimizer(options.optimizer)
     _number("seed", options.seed, integer=True, least=0)
     _number("time_limit", options.time_limit, least=0)
+    for name in ("stall_timeout", "progress_timeout"):
+        _number(name, getattr(options, name), least=1)  # beats come twice a second
     _number("max_grad_norm", options.max_grad_norm)
     _number("cut_tolerance", options.cut_tolerance, least=0)
     _one_of("refine", options.refine, ("auto", True, False))

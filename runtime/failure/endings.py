@@ -18,6 +18,7 @@ from typing import Any
 
 from pdcompile.runtime.failure.fate import identity
 from pdcompile.runtime.failure.first_cause import describe
+from pdcompile.runtime.failure.watchdog import Watchdog
 
 _open: list[Ending] = []
 
@@ -31,6 +32,7 @@ class Ending:
     def __init__(self, store: Any, rank: int) -> None:
         self.rank = rank
         self.leave: weakref.WeakMethod[Any] | None = None
+        self.watchdog: Watchdog | None = None
         self._store = store
         self._owner: weakref.ref[Any] | None = None
         self._process = os.getpid()
@@ -57,6 +59,8 @@ class Ending:
         """The pipeline is closed, or its failure is known."""
         if self in _open:
             _open.remove(self)
+        if self.watchdog is not None:
+            self.watchdog.stop()
         if not _open:
             _Hooks.remove()
 

@@ -49,6 +49,24 @@ def fate(of: str, *, wait: bool = True) -> str:
         return ""
 
 
+def same_machine(of: str) -> bool:
+    """Whether the process of that `identity` is on this machine, so that the system knows it."""
+    try:
+        return tuple(of.split(" ")[:2]) == _machine()
+    except OSError:
+        return False
+
+
+def stopped(of: str) -> bool:
+    """Whether somebody stopped the process of that `identity`, as SIGSTOP and debuggers do."""
+    pid, started = of.split(" ")[2:]
+    try:
+        state, start, _ = _status(int(pid))
+    except OSError:
+        return False
+    return start == started and state in "Tt"
+
+
 def _machine() -> tuple[str, str]:
     """What processes have in common that see each other: the system's start, process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

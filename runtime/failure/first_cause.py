@@ -22,6 +22,9 @@ from pdcompile.errors import PdcompileError, RankError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.value_checks import failed_check
 from pdcompile.runtime.failure.fate import fate
+from pdcompile.runtime.failure.host_peers import HostPeers
+from pdcompile.runtime.failure.instruction_log import in_words
+from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict
 from pdcompile.runtime.transport.point_to_point import PeerLost
 from pdcompile.schedule import Instruction
 
@@ -33,6 +36,7 @@ _LIBRARIES = tuple(  # what is below is not the program's own
     )
 )
 _WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
+_WAIT_FOR_HOSTS_SECONDS = 0.2
 
 
 def describe(
@@ -61,12 +65,7 @@ def _line_of(error: BaseException) -> str:
 
 def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -> str:
     """Where it happened, as far as it is known."""
-    parts = [f"rank {rank}"]
-    if ins is not None:
-        parts += [f"stage {ins.stage}"] if ins.stage >= 0 else []
-        parts.append(f"{ins.action.name.lower()} of minibatch {base + ins.minibatch}")
-        if ins.microbatch >= 0:
-            parts.append(f"microbatch {ins.microbatch}")
+    parts = [f"rank {rank}", *([] if ins is None else [in_words(ins, base)])]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "stage_" in frame.filename:
             file = "stage_" + frame.filename.rpartition("stage_")[2].rstrip(">")
@@ -82,22 +81,39 @@ def explained(error: BaseException, capture: Capture) -> BaseException:
 
 
 class Failures:
-    """The first cause, shared by the ranks of a pipeline through the store."""
+    """The first cause, shared by the ranks of a pipeline through the store.
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    `peers` are those of this host, None where nothing is known of them.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, peers: HostPeers | None = None) -> None:
         self._store = store
         self._rank = rank
         self._size = size
+        self._peers = peers
 
     def refuse(self, text: str) -> None:
         """This rank refused a call before anything was sent; peers read it if it ends there."""
         with suppress(RuntimeError):
             self._store.set(f"refused/{self._rank}", text)
 
-    def report(self, text: str) -> None:
-        """Record a cause, unless there is one."""
+    def closing(self) -> None:
+        """This rank is about to close the pipeline: the end of its process is no failure."""
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", f"rank {self._rank} ended in pipe.close()")
+
+    def report(self, text: str, verdict: Verdict = Verdict.CRASH, rank: int | None = None) -> None:
+        """Record a cause, unless there is one: of this rank, or what it found of another."""
+        rank = self._rank if rank is None else rank
+        cause = FirstCause(verdict, rank, self._rank, text)
         with suppress(RuntimeError):  # must not hide the error that is being reported
-            self._store.compare_set("failure", "", text)
+            self._store.compare_set("failure", "", cause.packed())
+
+    def known(self) -> FirstCause | None:
+        """The first cause, None as long as no rank has reported one."""
+        if not self._store.check(["failure"]):
+            return None
+        return FirstCause.unpacked(str(self._store.get("failure"), "utf-8"))
 
     def wait_for_peers(self) -> None:
         """Stay until all others have read the cause or end too, or for a few seconds."""
@@ -113,30 +129,82 @@ class Failures:
         """The error to raise when the connection to a peer broke."""
         try:
             # No need to wait: whoever closes its connections has written its cause before.
-            if not self._store.check(["failure"]):
-                self.report(self._of_peer(lost, where))
-            text = str(self._store.get("failure"), "utf-8")
+            if self.known() is None:
+                self.of_ended(lost.peer, f"{where}: {lost}", wait=True)
+            found = self.known()
             self._store.add("seen", 1)
         except RuntimeError:  # the store went down with the process that held it
-            text = f"{where}: {lost}"
+            found = None
+        text = f"{where}: {lost}" if found is None else found.text
         return RankError(
             f"another rank failed first: {text}",
             remedy="look at that rank's own error; start all ranks anew",
         )
 
-    def _of_peer(self, lost: PeerLost, where: str) -> str:
-        """What is known of a rank that is gone and has not reported a cause."""
+    def of_ended(self, peer: int, noticed: str, *, wait: bool = False) -> None:
+        """Report a rank that is gone: what it said, or else what its system knows of its end.
+
+        `noticed`: where this rank was.  With `wait` its process is given a second to end.
+        """
         for kind in ("raised", "refused"):
-            if said := self._said(kind, lost.peer):
-                return said
-        left = self._said("left", lost.peer)
+            if said := self.said(kind, peer):
+                return self.report(said, rank=peer)
+        peer = self._ended_by_itself(peer)
+        left = self.said("left", peer)
         # A program that ends takes its time, in which torchrun may end this one.
-        how = fate(self._said("process", lost.peer), wait=not left)
+        process = self.said("process", peer)
+        how = fate(process, wait=wait and not left)
+        verdict = Verdict.CRASH
         if not left:
             how = how or "killed, out of memory, crashed, or it left early"
-            left = f"rank {lost.peer} ended without an error of its own"
-        return f"{where}: {lost}; {left}" + (f" ({how})" if how else "")
+            left = f"rank {peer} ended without an error of its own"
+            if self._peers is not None and self._peers.memory_ran_out():
+                verdict = Verdict.OUT_OF_MEMORY
+        return self.report(
+            f"{left}" + (f" ({how})" if how else "") + f"; noticed by {noticed}", verdict, peer
+        )
 
-    def _said(self, kind: str, peer: int) -> str:
+    def _ended_by_itself(self, peer: int) -> int:
+        """That rank, or one of this host for whose end torchrun has ended that one."""
+        here = {} if self._peers is None else self._peers.of_rank
+        if peer not in here or "SIGTERM" not in here[peer].how:
+            return peer
+        others = (rank for rank, one in here.items() if one.how and "SIGTERM" not in one.how)
+        return next(others, peer)
+
+    def said(self, kind: str, peer: int) -> str:
+        """What a rank wrote of itself: "raised", "refused", "left", "process"; "" for nothing."""
         key = f"{kind}/{peer}"
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else ""
+
+    def tell(self) -> None:
+        """Say what this rank does, for the reports of other hosts."""
+        if self._peers is not None:
+            self._store.set(f"did/{self._rank}", self._peers.doing(self._rank))
+
+    def conclude(self) -> None:
+        """Print the report of this host's ranks, unless one of them has; nothing raises.
+
+        Other hosts' ranks are given a moment to say what they did.
+        """
+        peers = self._peers
+        with suppress(RuntimeError, OSError):
+            if peers is None:
+                return
+            self.tell()
+            cause = self.known()
+            if cause is None or self._store.add(f"reported/{peers.first}", 1) > 1:
+                return
+            os.write(2, self._report(cause, peers).encode())  # also while others hold sys.stderr
+
+    def _report(self, cause: FirstCause, peers: HostPeers) -> str:
+        whose = "" if cause.rank == NOBODY else f" of rank {cause.rank}"
+        lines = [f"pdcompile: {cause.verdict}{whose}: {cause.text}"]
+        deadline = time.monotonic() + _WAIT_FOR_HOSTS_SECONDS
+        for rank in range(self._size):
+            did = peers.doing(rank) if rank in (self._rank, *peers.of_rank) else ""
+            while not did and time.monotonic() < deadline:
+                did = self.said("did", rank)
+                time.sleep(0 if did else 0.01)
+            lines.append(f"  rank {rank} {did or 'did not say what it did'}")
+        return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdcompile.errors import ClosedError, PdcompileError
 from pdcompile.ir.graph import Capture
 from pdcompile.runtime.failure.first_cause import Failures, describe, explained, place
+from pdcompile.runtime.failure.verdict import Verdict, verdict_of
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.point_to_point import PeerLost
@@ -28,8 +29,9 @@ class Guarded:
         self.workers: list[Worker] = []
         self.failed: str | None = None
         self._capture = capture
+        self._log = None if world is None else world.peers.log
         if world is not None:
-            self._failures = Failures(world.store, world.rank, world.size)
+            self._failures = Failures(world.store, world.rank, world.size, world.peers)
             world.ending.leave = weakref.WeakMethod(self.leave)
 
     def check_running(self) -> None:
@@ -44,8 +46,12 @@ class Guarded:
         """Around everything that runs: an error ends the pipeline on every rank."""
         self.check_running()
         lost: PeerLost | None = None
+        if self._log is not None:
+            self._log.enter(in_call=True)
         try:
             yield
+            if self._log is not None:  # after an error it keeps what this rank was in
+                self._log.enter(in_call=False)
             return
         except PeerLost as error:
             where = self._place(error)
@@ -57,17 +63,29 @@ class Guarded:
             self.failed = describe(rank, told, worker.current, base)
             if worker.current is not None:
                 told.add_note(f"in {place(rank, told, worker.current, base)}")
-            if self.world is not None:
-                self._failures.report(self.failed)
-                self._abandon()
-                self._failures.wait_for_peers()
+            self._end_with(self.failed, verdict_of(caught))
             if told is caught:
                 raise
             raise told from caught
+        assert self.world is not None
+        self.world.watchdog.stand_down()
         cause = self._failures.cause(lost, where)
         self.failed = cause.message
+        self._failures.conclude()
         self._abandon()
+        self.world.close()
         raise cause from None
+
+    def _end_with(self, cause: str, verdict: Verdict = Verdict.CRASH) -> None:
+        """Report an error of this rank, and let its peers raise it before the program goes on."""
+        if self.world is None:
+            return
+        self.world.watchdog.stand_down()
+        self._failures.report(cause, verdict)
+        self._failures.conclude()
+        self._abandon()
+        self._failures.wait_for_peers()
+        self.world.close()
 
     def _place(self, error: BaseException) -> str:
         worker = self.workers[0]
@@ -78,7 +96,7 @@ class Guarded:
         assert self.world is not None
         for worker in self.workers:
             worker.abandon()
-        self.world.close()
+        self.world.disconnect()
 
     def refuse(self, error: PdcompileError) -> None:
         """This rank will not run a call that its peers may have begun."""
@@ -96,6 +114,7 @@ class Guarded:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
             self.workers[0].settle()
+            self._failures.closing()
             try:
                 self.world.group.barrier().wait()
             except RuntimeError as error:  # gloo does not say who it was: ask the next rank
@@ -107,7 +126,4 @@ class Guarded:
     def leave(self, cause: str) -> None:
         """The user's program ends with an error: let the peers know."""
         self.failed = cause
-        if self.world is not None:
-            self._failures.report(self.failed)
-            self._abandon()
-            self._failures.wait_for_peers()
+        self._end_with(cause)

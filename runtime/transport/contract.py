@@ -9,6 +9,7 @@ the layout that the sender's kernels gave them, as they would in one process.
 
 from __future__ import annotations
 
+import zlib
 from math import prod
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from pdcompile.schedule import Kind
 MAX_DIMS = 12
 MAX_EDGES = 1 << 16  # where ranks hold several stages
 HEADER_LENGTH = 6 + 2 * MAX_DIMS
+SEAL_BYTES = 5 * 8
 _DTYPES = tuple(DTYPE_BYTES)
 
 
@@ -126,6 +128,39 @@ def read_header(channel: Channel, header: Tensor, expected: Expected, plan: int)
             remedy="run the same script, plan, stage sources and minibatches on every rank",
         )
     return order
+
+
+def seal(flat: Tensor, channel: Channel, serial: int, minibatch: int, plan: int) -> Tensor:
+    """A message with its checksum and what it is behind it, which `check_seal` compares.
+
+    `serial`: of the message in its channel, which tells the microbatch.
+    """
+    fields = [zlib.crc32(flat.numpy().tobytes()), plan, channel.tag, minibatch, serial]
+    return torch.cat((flat, torch.tensor(fields).view(torch.uint8)))
+
+
+def check_seal(flat: Tensor, channel: Channel, serial: int, minibatch: int, plan: int) -> None:
+    """Compare a sealed message with what was planned.
+
+    Raises ContractError naming every field that differs.
+    """
+    size = flat.numel() - SEAL_BYTES
+    theirs = flat[size:].clone().view(torch.int64).tolist()
+    ours = [zlib.crc32(flat[:size].numpy().tobytes()), plan, channel.tag, minibatch, serial]
+    names = ("checksum", "plan", "channel", "minibatch", "number in its channel")
+    wrong = [
+        f"{name} {a:x} instead of {b:x}" if name in ("checksum", "plan") else
+        f"{name} {a} instead of {b}"
+        for name, a, b in zip(names, theirs, ours, strict=True)
+        if a != b
+    ]  # fmt: skip
+    if wrong:
+        raise ContractError(
+            f"message {serial} from rank {channel.peer} has {', '.join(wrong)}",
+            where=str(channel),
+            remedy="if only the checksum differs, look for faulty memory or network; otherwise run "
+            "the same script, plan, stage sources and minibatches on every rank",
+        )
 
 
 def check_tensor(tensor: object, expected: Expected, what: str) -> None:

@@ -25,6 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
 from pdcompile.runtime.failure.endings import Ending
+from pdcompile.runtime.failure.host_peers import HostPeers
+from pdcompile.runtime.failure.termination import end_with_launcher
+from pdcompile.runtime.failure.watchdog import Watchdog
 
 Made = TypeVar("Made")
 WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
@@ -35,14 +38,23 @@ _numbers: Counter[str] = Counter()  # names used so far, in the same order on ev
 class World:
     """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
 
-    def __init__(self, rank: int, ranks: list[int], agreed: str) -> None:
+    def __init__(self, rank: int, ranks: list[int], agreed: str, options: Options) -> None:
         self.rank = rank
         self.size = len(ranks)
+        self.sealed = os.environ.get("PDCOMPILE_DEBUG") == "messages"
         self.store = _fresh_store("pipeline", ranks)
         # Before anyone connects: one that leaves would disturb those that still do.
-        self._check_agreement(agreed)
+        self._check_agreement(agreed + (" and PDCOMPILE_DEBUG=messages" if self.sealed else ""))
         self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
         self.ending = Ending(self.store, rank)
+        self.peers = HostPeers(self.store, rank, self.size)
+        self.watchdog = Watchdog(
+            self.store.clone(), rank, self.size, self.peers,
+            options.stall_timeout, options.progress_timeout,
+        )  # fmt: skip
+        self.ending.watchdog = self.watchdog
+        self.watchdog.start()
+        end_with_launcher()
 
     def subgroup(self, name: str, ranks: tuple[int, ...]) -> Any:
         """Connections between some of the ranks alone, for collectives; each of them calls this."""
@@ -60,11 +72,15 @@ class World:
                     remedy="run the same program with the same packages on every rank",
                 )
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
-        self.ending.over()
         self.group = None
         gc.collect()
+
+    def close(self) -> None:
+        """Disconnect, and stop watching."""
+        self.ending.over()
+        self.disconnect()
 
 
 def is_distributed(options: Options) -> bool:
@@ -115,7 +131,7 @@ def connect(options: Options, num_planned: int, agreed: str) -> World:
             f"stages={len(ranks)}",
         )
     try:
-        return World(rank, ranks, agreed)
+        return World(rank, ranks, agreed, options)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {rank} of {len(ranks)} cannot connect to the others: "

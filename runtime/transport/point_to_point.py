@@ -11,7 +11,7 @@ sender may wait for its sends as usual.  The header itself is awaited some calls
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -22,11 +22,14 @@ from torch import Tensor
 from pdcompile.batch import memory_order
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
+    SEAL_BYTES,
     Channel,
     Expected,
+    check_seal,
     from_bytes,
     header_of,
     read_header,
+    seal,
     to_bytes,
 )
 from pdcompile.schedule import Kind
@@ -95,13 +98,18 @@ class Transport(Protocol):
 class GroupTransport:
     """One rank's messages in a gloo process group that is used for nothing else.
 
-    `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart.
+    `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart;
+    `sealed`: every message has a checksum and says what it is.
     """
 
     blocking = True
 
-    def __init__(self, group: Any, rank: int, plan: int, reach: int) -> None:
+    def __init__(
+        self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False
+    ) -> None:
         self.rank, self._reach = rank, reach
+        self.sealed = sealed
+        self._sent: Counter[Channel] = Counter()  # messages, where they are sealed
         self._group = group
         self._plan = plan
         self._call = 0
@@ -118,7 +126,11 @@ class GroupTransport:
             if channel.kind is not Kind.CALL:
                 header = header_of(channel, tensor, order, minibatch, self._plan)
                 self._defer(_Transfer(self, to_bytes(header, (0,)), channel, sending=True))
-        sent = _Transfer(self, to_bytes(tensor, order), channel, sending=True)
+        flat = to_bytes(tensor, order)
+        if self.sealed:
+            flat = seal(flat, channel, self._sent[channel], minibatch, self._plan)
+            self._sent[channel] += 1
+        sent = _Transfer(self, flat, channel, sending=True)
         if not deferred:
             return sent
         self._defer(sent)
@@ -212,6 +224,8 @@ class _Incoming:
         self.order: tuple[int, ...] | None = (0,) if channel.kind is Kind.CALL else None
         self.slots: list[Tensor] = []
         self.waiting: list[_Received] = []  # posted when the header has been read
+        self.sealed = transport.sealed
+        self._posted = 0
         self._transport = transport
         self._channel = channel
         self._plan = plan
@@ -231,6 +245,15 @@ class _Incoming:
             while self.waiting:
                 self.waiting.pop(0).post()
         return self.order
+
+    def take_number(self) -> int:
+        """Of the message whose receive is posted now."""
+        self._posted += 1
+        return self._posted - 1
+
+    def check(self, flat: Tensor, serial: int, minibatch: int) -> None:
+        """Raise ContractError unless a sealed message is what was to come."""
+        check_seal(flat, self._channel, serial, minibatch, self._plan)
 
     def slot(self, num_bytes: int) -> Tensor:
         """A buffer that no live message uses; the pool grows to what is in flight at once."""
@@ -255,17 +278,21 @@ class _Received(Handle):
     def post(self) -> None:
         # Autograd may keep a gradient's memory as a parameter's .grad: gradients get memory of
         # their own, only activations use slots.
-        size = max(1, self.expected.num_bytes)
+        size = max(1, self.expected.num_bytes) + (SEAL_BYTES if self._source.sealed else 0)
+        self._serial = self._source.take_number()
         self._flat = (
             self._source.slot(size) if self._pooled else torch.empty(size, dtype=torch.uint8)
         )
         self.memory = self._flat.untyped_storage().data_ptr()
+        self._size = size
         self._transfer = self._source.transfer(self._flat[:size])
 
     def wait(self) -> Tensor:
         order = self._source.opened()
         self._transfer.wait()
         assert self._flat is not None
+        if self._source.sealed:
+            self._source.check(self._flat[: self._size], self._serial, self.expected.minibatch)
         return from_bytes(self._flat, self.expected, order)
 
     def free(self) -> None:

@@ -1,0 +1,230 @@
+"""Watchdog: a thread of each rank that sees when others fail, also while its rank waits in gloo.
+
+It asks the store for the first cause, tells it what its own rank does (a beat), and watches the
+beat of the next rank and the processes of its host.  Life and progress are two things: a rank whose
+program waits for ever still beats.  What it may find:
+
+* a process of this host ended without a word: a crash;
+* no beat for `stall_timeout` while this rank waits: a stall;
+* all ranks wait, none begins another instruction for `progress_timeout`: a deadlock;
+* the store is gone.
+
+Slow is no failure: who waits long for a rank that computes prints a line.  A rank that waits when
+there is a cause has half a second to notice by itself, which it does as connections break; then its
+process is ended, as nothing else ends a wait inside of gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pdcompile.runtime.failure.first_cause import Failures
+from pdcompile.runtime.failure.host_peers import HostPeers
+from pdcompile.runtime.failure.instruction_log import Entry, decoded
+from pdcompile.runtime.failure.termination import Termination, end_by_sigterm
+from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict
+
+TICK_SECONDS = 0.1
+_BEAT_TICKS = 5
+_NOTICE_SECONDS = 0.5
+_SLOW_SECONDS = 60.0
+
+
+@dataclass
+class _Beat:
+    """What is known of a rank: its last beat, and since how many seconds it is the same."""
+
+    text: str = ""
+    age: float = 0.0
+
+
+class Watchdog(threading.Thread):
+    """See the module.  `store` is a connection of its own; None for a time: never."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, peers: HostPeers,
+        stall_timeout: float | None, progress_timeout: float | None,
+    ) -> None:  # fmt: skip
+        super().__init__(name="pdcompile watchdog", daemon=True)
+        self._store, self._rank, self._size, self._peers = store, rank, size, peers
+        self._stall, self._progress = stall_timeout, progress_timeout
+        self._failures = Failures(store, rank, size, peers)
+        self._termination = Termination()
+        self._stopping = threading.Event()
+        self._ended: set[int] = set()  # ranks of this host whose processes have
+        self._next = _Beat()
+        self._slow = _SLOW_SECONDS
+        self._ticks = 0
+        self._poll = select.poll()
+        self._watched = {one.pidfd: peer for peer, one in peers.of_rank.items()}
+        for fd in (*self._watched, self._termination.fd):
+            if fd >= 0:
+                self._poll.register(fd, select.POLLIN)
+
+    def start(self) -> None:
+        self._process = os.getpid()
+        super().start()
+
+    def stand_down(self) -> None:
+        """The main thread has noticed the failure, and reports it."""
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """Nothing is left to watch.  Waits for the thread's end: the interpreter may end next."""
+        self._stopping.set()
+        if os.getpid() == self._process and threading.current_thread() is not self:
+            self.join()
+            self._termination.restore()
+            self._peers.close()
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set() and not self._over():
+                pass
+        except RuntimeError as error:
+            self._lost_store(str(error).partition("\n")[0])
+
+    def _lost_store(self, said: str) -> None:
+        self._stopping.wait(_NOTICE_SECONDS)
+        if not self._stopping.is_set() and self._waiting() is not None:
+            ends = [f"rank {r}: {o.how}; " for r, o in self._peers.of_rank.items() if o.how]
+            text = f"rank {self._rank} {self._doing}; {''.join(ends)}{said}"
+            self._die(Verdict.STORE_LOST, f"pdcompile: {Verdict.STORE_LOST}: {text}\n")
+        self._termination.restore()
+
+    def _over(self) -> bool:
+        """One tick; whether it was the last."""
+        for fd, _ in self._poll.poll(TICK_SECONDS * 1000):
+            if fd == self._termination.fd:
+                if self._termination.arrived():
+                    self._terminate()
+                    return True
+            elif fd in self._watched:
+                self._poll.unregister(fd)
+                self._ended.add(self._watched[fd])
+        if self._stopping.is_set():
+            return True
+        cause = self._failures.known()
+        if cause is not None:
+            self._end(cause)
+            return True
+        self._ticks += 1
+        waiting = self._waiting()
+        for peer in self._ended if waiting else ():
+            self._report(peer)
+        if self._ticks % _BEAT_TICKS == 0:
+            self._beat(waiting)
+        return False
+
+    @property
+    def _doing(self) -> str:
+        return self._peers.doing(self._rank)
+
+    def _waiting(self) -> Entry | None:
+        """What this rank waits in, None where it computes or is in the user's program."""
+        entry = self._peers.log.last()
+        return entry if entry is not None and entry.waits else None
+
+    # -- beats -------------------------------------------------------------------------------
+
+    def _beat(self, waiting: Entry | None) -> None:
+        packed = self._peers.log.packed().hex()
+        entry = self._peers.log.last()
+        since = 0.0 if entry is None else time.monotonic() - entry.seconds
+        self._store.set(f"beat/{self._rank}", json.dumps([self._ticks, since, packed]))
+        if self._size == 1:
+            return
+        peer = (self._rank + 1) % self._size
+        text = self._failures.said("beat", peer)
+        same = text == self._next.text
+        # In ticks of its own: this process may have been stopped together with that one.
+        self._next = _Beat(text, self._next.age + _BEAT_TICKS * TICK_SECONDS if same else 0.0)
+        if waiting is None:
+            return
+        if self._stall is not None and self._next.age > self._stall:
+            self._stalled(peer)
+        elif since > min(self._slow, self._progress or self._slow):
+            self._look_around(since)
+
+    def _stalled(self, peer: int) -> None:
+        if self._failures.said("left", peer):
+            return
+        here = self._peers.of_rank.get(peer)
+        why = "it was stopped, or its host or network is gone"
+        if here is not None:
+            why = "a call holds Python's lock, or the system does not let it run"
+            why = "it was stopped, as SIGSTOP does" if here.stopped else why
+        text = f"rank {peer} gives no sign of life for {self._next.age:.0f} s: {why}"
+        self._failures.report(text, Verdict.STALL, peer)
+
+    def _look_around(self, since: float) -> None:
+        """Long without progress here: is it a deadlock, or is somebody slow?"""
+        found: dict[int, tuple[float, Entry]] = {}
+        for rank in range(self._size):
+            said = self._failures.said("beat", rank)
+            if not said:
+                return
+            _, theirs, packed = json.loads(said)
+            if packed:
+                found[rank] = theirs, decoded(bytes.fromhex(packed))
+        busy = {rank: one for rank, one in found.items() if not one[1].waits}
+        if not busy and self._progress is not None:
+            least = min(theirs for theirs, _ in found.values())
+            if least > self._progress:
+                self._deadlocked({rank: entry for rank, (_, entry) in found.items()})
+        elif busy and since > self._slow:
+            self._slow = 2 * since
+            rank, (theirs, entry) = max(busy.items(), key=lambda one: one[1][0])
+            line = f"pdcompile: rank {self._rank} {self._doing}; rank {rank} is in {entry}"
+            sys.stderr.write(f"{line}, for {theirs:.0f} s\n")
+
+    def _deadlocked(self, entries: dict[int, Entry]) -> None:
+        waits = "; ".join(f"rank {rank} in {entry}" for rank, entry in sorted(entries.items()))
+        text = f"all ranks wait, and none has gone on for {self._progress:.0f} s: {waits}"
+        self._failures.report(text, Verdict.DEADLOCK, NOBODY)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _report(self, peer: int) -> None:
+        """The process of a rank of this host has ended: a failure unless it said that it would."""
+        if not self._failures.said("left", peer):
+            self._failures.of_ended(peer, f"rank {self._rank}, which {self._doing}")
+
+    def _end(self, cause: FirstCause) -> None:
+        """There is a cause.  A rank that cannot notice it, inside of gloo, is ended."""
+        here = self._peers.of_rank.get(cause.rank)
+        if here is not None and cause.verdict is Verdict.STALL:
+            here.kill()  # torchrun's SIGTERM would wait for it to go on
+        self._failures.tell()
+        self._stopping.wait(_NOTICE_SECONDS)
+        while not self._stopping.is_set():
+            if self._waiting() is not None:
+                self._failures.conclude()
+                self._die(cause.verdict)
+            if self._termination.fd >= 0 and self._termination.arrived():
+                self._terminate()
+            self._stopping.wait(TICK_SECONDS)
+
+    def _terminate(self) -> None:
+        """SIGTERM: end, but say first for what, if another rank has failed."""
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        try:
+            while self._failures.known() is None and time.monotonic() < deadline:
+                for peer, one in self._peers.of_rank.items():
+                    if one.how and "SIGTERM" not in one.how:
+                        self._report(peer)
+                time.sleep(TICK_SECONDS / 10)
+            self._failures.conclude()
+        finally:
+            end_by_sigterm()
+
+    def _die(self, verdict: Verdict, text: str = "") -> None:
+        os.write(2, text.encode())
+        os._exit(verdict.exit_code)

@@ -1,0 +1,210 @@
+"""Faults: what ranks record, and what the others find, say and do when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.faults import KINDS, Case, drawn, run
+from pdcompile.errors import ConfigError, ContractError
+from pdcompile.runtime.failure.first_cause import Failures
+from pdcompile.runtime.failure.instruction_log import KEPT, InstructionLog, decoded
+from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict, verdict_of
+from pdcompile.runtime.transport.contract import SEAL_BYTES, Channel, check_seal, seal
+from pdcompile.schedule import Action, Instruction, Kind
+from tests.helpers.pipelines import by_hand
+from tests.test_runtime_endings import Store
+
+INSTRUCTIONS = st.builds(
+    Instruction,
+    st.sampled_from(list(Action)),
+    st.integers(-1, 63),
+    st.integers(-3, 3),
+    st.integers(-1, 1023),
+    st.integers(-1, 4000),
+    st.integers(-1, 511),
+)
+
+
+@given(st.lists(INSTRUCTIONS, min_size=1, max_size=2 * KEPT), st.integers(3, 10**9))
+def test_a_log_says_what_began_last(begun: list[Instruction], base: int) -> None:
+    log = InstructionLog()
+    other = InstructionLog(log.path)
+    log.path.unlink()
+    assert other.last() is None
+    for ins in begun:
+        log.begin(ins, base)
+        found = other.last()
+        assert found is not None
+        assert found == decoded(log.packed())
+        assert found.ins == ins._replace(minibatch=base + ins.minibatch, lag=0, target=-1)
+        assert found.waits == (ins.action.phase.name in ("WAIT_RECV", "WAIT_SEND", "WAIT"))
+        assert found.awaited == (ins.peer if found.waits else -1)
+    log.enter(in_call=True)
+    entry = other.last()
+    assert entry is not None
+    assert (entry.waits, str(entry)) == (True, "the beginning or end of a call")
+    log.enter(in_call=False)
+    entry = other.last()
+    assert entry is not None
+    assert (entry.waits, str(entry)) == (False, "the user's program")
+
+
+def test_a_log_outlives_its_process(tmp_path: Path) -> None:
+    log = InstructionLog()
+    program = (
+        "import os; from pathlib import Path\n"
+        "from pdcompile.runtime.failure.instruction_log import InstructionLog\n"
+        "from pdcompile.schedule import Action, Instruction\n"
+        f"log = InstructionLog(Path({str(log.path)!r}))\n"
+        "log.begin(Instruction(Action.WAIT_RECV, 1, 0, 2, 3, 0), 7)\n"
+        "os.abort()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, stderr=subprocess.PIPE)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    log.path.unlink()
+    assert str(log.last()) == "stage 1, wait_recv of minibatch 7, microbatch 2"
+
+
+@given(st.sampled_from(Verdict), st.integers(-1, 99), st.integers(0, 99), st.text())
+def test_a_cause_survives_the_store(verdict: Verdict, rank: int, by: int, text: str) -> None:
+    cause = FirstCause(verdict, rank, by, text)
+    assert FirstCause.unpacked(cause.packed()) == cause
+
+
+def test_verdicts_of_errors_and_their_exit_codes() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert verdict_of(caught.value) is verdict_of(MemoryError()) is Verdict.OUT_OF_MEMORY
+    assert verdict_of(RuntimeError("shapes differ")) is verdict_of(ValueError()) is Verdict.CRASH
+    assert sorted(one.exit_code for one in Verdict) == [81, 82, 83, 84, 85]
+
+
+def test_the_first_cause_wins() -> None:
+    store = Store()
+    Failures(store, 0, 3).report("first", Verdict.DEADLOCK, NOBODY)
+    Failures(store, 1, 3).report("second")
+    assert Failures(store, 2, 3).known() == FirstCause(Verdict.DEADLOCK, NOBODY, 0, "first")
+
+
+@given(st.binary(min_size=1, max_size=64), st.integers(0, 9), st.integers(0, 99), st.data())
+def test_a_sealed_message_is_refused_once_anything_differs(
+    payload: bytes, serial: int, minibatch: int, data: st.DataObject
+) -> None:
+    channel, plan = Channel(Kind.VALUE, 3, 1), 0xABC
+    flat = seal(torch.tensor(list(payload), dtype=torch.uint8), channel, serial, minibatch, plan)
+    assert flat.numel() == len(payload) + SEAL_BYTES
+    check_seal(flat, channel, serial, minibatch, plan)
+    flat[data.draw(st.integers(0, flat.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(ContractError, match=f"message {serial} from rank 1 has "):
+        check_seal(flat, channel, serial, minibatch, plan)
+
+
+def test_a_sealed_message_names_what_differs() -> None:
+    flat = seal(torch.zeros(3, dtype=torch.uint8), Channel(Kind.VALUE, 3, 1), 4, 5, 6)
+    with pytest.raises(ContractError) as caught:
+        check_seal(flat, Channel(Kind.VALUE, 3, 1), 5, 6, 7)
+    expected = "plan 6 instead of 7, minibatch 5 instead of 6, number in its channel 4 instead of 5"
+    assert caught.value.message.endswith(expected)
+
+
+@pytest.mark.parametrize("name", ["stall_timeout", "progress_timeout"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "soon"])
+def test_timeouts_are_seconds(name: str, value: object) -> None:
+    import pdcompile
+
+    with pytest.raises(ConfigError, match=name):
+        pdcompile.compile(torch.nn.Linear(2, 2), **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_process_alone_has_no_watchdog() -> None:
+    """And SIGTERM ends it as before."""
+    pipe = by_hand(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))), 2,
+                   torch.randn(4, 4), torch.randn(4, 4), microbatches=2,
+                   loss_fn=torch.nn.functional.mse_loss)  # fmt: skip
+    pipe.prepare()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    pipe.close()
+
+
+def right(case: Case) -> None:
+    found = run(case, launched=False)
+    assert found.right, f"{case}\n{found.output}"
+    assert not found.left, found
+    assert found.seconds < 60, found  # only against waiting for ever: the machine may be busy
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_one_report_names_the_rank_that_failed(kind: str) -> None:
+    right(Case(kind, ranks=3, rank=1, schedule="1f1b", minibatch=2, instruction=7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_drawn_faults(number: int) -> None:
+    right(drawn(number, seed=1))
+
+
+@pytest.mark.slow
+def test_torchrun_ends_nobody_before_the_report() -> None:
+    """It sends SIGTERM a tenth of a second after the first rank has ended."""
+    for instruction in (3, 9):
+        case = Case("kill", ranks=2, rank=1, schedule="1f1b", minibatch=3, instruction=instruction)
+        found = run(case, launched=True)
+        assert found.right, found.output
+
+
+ORPHANS = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from tests.helpers import models
+from tests.helpers.pipelines import by_hand
+
+inputs, target = models.batch_for("mlp", 8)
+pipe = by_hand(models.mlp(), 2, inputs, target, loss_fn=models.loss_for("mlp"), microbatches=4,
+               schedule="1f1b", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)).prepare()
+Path(sys.argv[1], f"rank.{os.environ['RANK']}").write_text(str(os.getpid()))
+while True:
+    pipe.step(inputs, target=target)
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    root = str(Path(__file__).parents[1])
+    launcher = subprocess.Popen(
+        [*command, str(script), str(tmp_path)], stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    paths = [tmp_path / f"rank.{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert launcher.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ends = [os.pidfd_open(int(path.read_text())) for path in paths]
+    launcher.kill()
+    launcher.wait()
+    for fd in ends:
+        poll = select.poll()
+        poll.register(fd)
+        assert poll.poll(30_000), "a rank still runs"
+        os.close(fd)
+
+
+def test_every_kind_of_fault_has_a_verdict() -> None:
+    assert {verdict for verdict, _ in KINDS.values()} <= {"", *Verdict}
