@@ -82,7 +82,7 @@ def flush_bound(segments: Segments) -> Cost:
         down = (before + hops_before[stage])[:, None]
         after = (before[-1] - before + hops_after[stage])[None, :]
         last = final[None, :] if stage == 0 else final[:, None]
-        paths: Matrix = last + down + _passage(f, first_part * w, after, m, warmup[stage] + 1)
+        paths: Matrix = last + down + passage(f, first_part * w, after, m, warmup[stage] + 1)
         if kind.splits_backward:
             whole = _ends(f, w, after, m, warmup[stage] + 1)
             paths = np.maximum(paths, ahead[:, None] + np.maximum(result, whole))
@@ -91,7 +91,7 @@ def flush_bound(segments: Segments) -> Cost:
     return cost
 
 
-def _passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
+def passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
     """Seconds between the first microbatch's arrival at a stage and the last one's return to it.
 
     F and W of the stage, T in `after`, at most `depth` in flight: the three paths of `flush_bound`
@@ -255,11 +255,14 @@ def bisected(
     budget: Budget,
     found: Callable[[Found], object],
     share: float = 0.0,
+    *,
+    rising: bool = False,
 ) -> float:
     """The largest makespan up to `upper`, within `close` of it or this `share` of what is open,
     that no `chain` keeps; what is `found` for others.  A budget that ends leaves it as far as it
-    has come."""
-    low, high, middle, reach = lower, upper, upper, NEAR_UPPER
+    has come.  Begins at `upper`; `rising`: near `lower`, and takes larger and larger steps."""
+    low, high, reach, step = lower, upper, NEAR_UPPER, share * (upper - lower)
+    middle = min(low + max(step, close * upper), upper) if rising else upper
     while high - low > max(close * high, share * (upper - low)) or middle == upper:
         one = chain(middle)
         if budget.late:
@@ -268,10 +271,11 @@ def bisected(
             low = middle
         else:
             found(one)
-            high = middle
+            high, rising = middle, False
         if middle == low == upper:
             break
-        middle = max((low + high) / 2, high - reach * upper)
+        step *= 2
+        middle = min(low + step, upper) if rising else max((low + high) / 2, high - reach * upper)
         reach *= 2
     return low
 
@@ -349,7 +353,7 @@ class _Tables:
         down = self.before[:-1, None] + ahead
         down = down + (self.final[self.ends] if s == 0 else self.final[:-1, None])
         after = self.before[-1] - self.before[self.ends] + behind
-        result: Array = down + _passage(f, w, after, m, self.warmup[s] + 1)
+        result: Array = down + passage(f, w, after, m, self.warmup[s] + 1)
         return result
 
     def _between(self, s: int) -> Array:

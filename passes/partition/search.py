@@ -284,12 +284,12 @@ def _bound(search: Search, segments: Segments) -> None:
 
 
 def _follow_path(search: Search, segments: Segments) -> None:
-    """Evaluates plans along the heaviest path, where the groups are no chain; a third of the time
+    """Evaluates plans along the heaviest path, where the groups are no chain; half of the time
     stays for the bound."""
     budget = search.budget
     if search.problem.objective == "flush" and not applies(segments):
         for groups in path_plans(search.model):
-            if budget.spent > 2 * budget.left:
+            if budget.spent > budget.left:
                 return
             search.offer(groups)
 

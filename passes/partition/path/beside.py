@@ -99,6 +99,13 @@ class Beside:
         found: Array = counted[::-1].cumsum()[::-1][1:]
         return np.concatenate(([of_groups.sum()], found[1:]))
 
+    def across(self, of_groups: Array) -> Array:
+        """[j]: the sum over groups that may be on a stage without the path where j of it are on
+        earlier ones."""
+        begun = np.bincount(self.low, of_groups, self.length + 2).cumsum()[: self.length + 1]
+        found: Array = begun - self.before(of_groups)
+        return found
+
     def assignments(self, ends: list[int]) -> Iterator[tuple[int, ...]]:
         """Stages of groups whose path is cut at these boundaries, the last at its end: what is
         open as early or as late as may be, but what nothing of the path is before always late."""

@@ -80,7 +80,7 @@ def parallels(
     """With more and more groups that are told apart; `filled`: every stage holds something."""
     work = forward + backward
     loose = np.flatnonzero(beside.low < beside.high)
-    joined = (beside.near_low[loose] > 0) & (beside.near_high[loose] <= beside.length)
+    inner = (beside.low[loose] > 0) & (beside.high[loose] <= beside.length)
     on_path = beside.low == beside.high
     until = np.zeros(beside.length + 2)
     np.add.at(until, beside.low[on_path], work[on_path])
@@ -89,7 +89,7 @@ def parallels(
     average = work.sum() / beside.model.num_stages
     chosen = {}
     for part in sorted(parts):
-        narrow = joined & (beside_it <= (part * average if part < math.inf else math.inf))
+        narrow = inner & (beside_it <= (part * average if part < math.inf else math.inf))
         chosen[tuple(loose[narrow].tolist())] = part
     ends = {v: _Ends.of(beside, v, others) for v, others in read_with(beside).items()}
     return [

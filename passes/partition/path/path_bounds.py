@@ -16,8 +16,9 @@ W what the stage surely computes, w its warm-up, and S all work and all transfer
 - the way down, F + W, and m gradients of a parameter that the stage shares with the first one; and
   S and all but two of these gradients, for which there are receive slots (`path_cases`).
 
-Each of these also says how much a stage may compute besides F + W.  What all stages may compute
-together has to be all work.
+Each of these also says how much a stage may compute besides F + W, of which some has to be
+backward.  What all stages may compute together has to be all work; a stage that holds nothing of
+the path computes what may lie there, and several at one place together no more.
 
 Where every stage holds a group of the path, S is all work there is.  Where some do not, what they
 hold may be on no way that follows the path: `branches` says how much that can be, by where they
@@ -42,8 +43,9 @@ from pdcompile.passes.partition.path.path_case import Case
 from pdcompile.passes.partition.path.path_cases import cases_of
 
 CLOSE = 1e-4  # relative: where the bisection ends
-SIZES = 80, MOST  # groups of the path that are told apart: cuts between them are looked at as one
-SHARES = 0.25, 0.03  # of what is open between bound and plan: where that ends too, before more
+SIZES = 60, 120, MOST  # groups of the path that are told apart: cuts between are looked at as one
+ALMOST = 1.5  # times as many: all are told apart at once
+SHARES = 0.1, 0.03  # of what is open between bound and plan: where that ends too, before more
 # groups are told apart and at last
 
 
@@ -60,7 +62,8 @@ def path_bound(
     again.  A budget that ends leaves the bound as far as it has come.
     """
     path, parts = heaviest_path(model), set(NARROW)
-    for most in SIZES:
+    sizes = [most for most in SIZES if len(path) > ALMOST * most] + [SIZES[-1]]
+    for most in dict.fromkeys(sizes):
         beside = Beside.of(model, path, most)
         if beside is not None and lower < upper() * (1 - 1e-9) and not budget.late:
             question = _Question([*cases_of(beside, parts)], budget)
@@ -69,12 +72,12 @@ def path_bound(
                 for groups in beside.assignments(ends) if ends else ():
                     offer(groups)
 
-            share = SHARES[len(path) <= most or most == SIZES[-1]]
-            limit = upper() * (1 - 1e-9)
-            lower = bisected(question.chain, lower, limit, CLOSE, budget, found, share)
-            parts = question.parts or parts
-        if len(path) <= most:
-            break
+            last, limit = most == SIZES[-1], upper() * (1 - 1e-9)
+            lower = bisected(
+                question.chain, lower, limit, CLOSE, budget, found, SHARES[last],
+                rising=most != sizes[0],
+            )  # fmt: skip
+            parts = question.parts if most != sizes[0] and question.parts else parts
     return lower
 
 

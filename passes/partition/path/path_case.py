@@ -138,8 +138,11 @@ class Case:
     hop: Callable[[int, int], Hop]  # from a stage to another one
     before: Array  # work of one microbatch on earlier stages
     rest: Array  # on this one and later ones
+    backward_share: tuple[float, float]  # of work besides, but for so many seconds
     most: Array  # that an interval's stage can have
-    whole: float  # on all
+    loose: Array  # that a stage without the path can have, by the boundary where it lies
+    whole: float  # on all, but for what may be on stages before the path
+    total: float  # and all there is
     final: Array  # after the first stage's last backward, by its end
     shared: list[Array]  # until the last gradient of a tied parameter, without the way down
     returned: list[Array]  # and until the first stage has worked with it, without hops
@@ -148,7 +151,7 @@ class Case:
     left_out: bool  # some stage surely is without the path
     first: tuple[int, int]  # so many stages may be without the path before it, at least and at most
     last: int  # and at most behind it
-    _paths: list[list[tuple[Array, int, int, int]]] = field(init=False)
+    _paths: list[list[tuple[Array, int, int, float]]] = field(init=False)
     _steps: dict[tuple[int, int], _Step] = field(init=False)
     _left: tuple[float, list[Mask]] | None = field(init=False, default=None)  # by what makespan
 
@@ -160,14 +163,19 @@ class Case:
         for s, (f, w) in enumerate(self.own):
             own, depth = f + w, self.warmup[s] + 1
             ends = self.whole + (m - 1) * np.maximum(f, w) + (m - depth) * np.minimum(f, w)
+            found: list[tuple[Array, int, int, float]]
             found = [(before + m * own, 1, 0, m), (ends, 1, 1, m - depth)]
+            share, lacking = self.backward_share
+            back = self.whole + (m - 1) * w + (m - depth) * f
+            back = back - (depth - 1) * lacking / self.speeds[s]
+            found.append((back, 1, 1, m - depth + (depth - 1) * share))
             found.append((self.shared[s], 0, 0, 1))
             found.append((self.returned[s], 1, 1, 1))
             for trips, others in trips_in_turn(m, depth):
                 around = before + trips * self.rest[:, None] + others * own
                 found.append((around, 1, trips, others))
             last = self._last(s)
-            self._paths.append([(path + last, *times) for path, *times in found if path.any()])
+            self._paths.append([(one[0] + last, *one[1:]) for one in found if one[0].any()])
         count = len(self.own)
         self._steps = {
             (s, t): _Step.of(self.hop(s, t), self.parallel, t - s - 1)
@@ -189,17 +197,14 @@ class Case:
         size = -1
         while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
             ahead, behind = self.ahead(states), self.behind(states)
-            if self.parallel is None:
-                most = [self._most(s, ahead[s].all, behind[s].all, makespan) for s in range(count)]
-                for s in range(count):
-                    states[s] &= most[s] >= 0
-                self._between([ways.all for ways in ahead], states, makespan)
-                self._all_work(states, most)
-            else:
-                for s in range(count):
-                    states[s] &= self._possible(s, ahead[s], behind[s], makespan)
-                wide = self.parallel.before[:, None]
-                self._between([ways.least(wide) for ways in ahead], states, makespan)
+            most = [self._most(s, ahead[s], behind[s], makespan) for s in range(count)]
+            for s in range(count):
+                states[s] &= most[s] >= 0
+            wide = 0.0 if self.parallel is None else self.parallel.before[:, None]
+            self._between([ways.least(wide) for ways in ahead], states, makespan)
+            rooms = [speed * makespan / self.microbatches for speed in self.speeds]
+            loose = self.loose if self.parallel is not None else None
+            _drop_without_all_work(states, most, rooms, loose, self.total * (1 - 1e-9))
             if not self._any(states):
                 return None
         self._left = makespan, states
@@ -215,33 +220,24 @@ class Case:
             return all(mask.any() for mask in states)
         return any(mask[0].any() for mask in states) and any(mask[:, -1].any() for mask in states)
 
-    def _most(self, s: int, ahead: Array, behind: Array, makespan: float) -> Array:
-        """Seconds of a microbatch's work, at full speed, that stage s may compute, where every
-        stage holds some of the path; negative where it takes longer than the makespan as it is."""
+    def _most(self, s: int, ahead: Ways, behind: Ways, makespan: float) -> Array:
+        """Seconds of a microbatch's work, at full speed, that stage s may compute; negative where
+        it takes longer than the makespan as it is."""
         own = self.own[s][0] + self.own[s][1]
-        besides = np.full(own.shape, np.inf)
-        for path, downs, ups, times in self._paths[s]:
-            left = makespan - path
-            left = left - downs * ahead if downs else left
-            left = left - ups * behind if ups else left
-            more = left / times if times else np.where(left < 0, -1, np.inf)
-            besides = np.minimum(besides, more)
-        return np.where(besides < 0, -1.0, np.minimum((own + besides) * self.speeds[s], self.most))
-
-    def _possible(self, s: int, ahead: Ways, behind: Ways, makespan: float) -> Mask:
-        """Intervals of stage s that do not take longer, where some stages may hold nothing."""
-        found = np.zeros(self.most.shape, dtype=bool)
+        found = np.full(own.shape, -1.0)
         for down, up, whole in self._ways(ahead, behind):
-            one = np.ones(self.most.shape, dtype=bool)
-            for path, downs, ups, _ in self._paths[s]:
+            besides = np.full(own.shape, np.inf)
+            for path, downs, ups, times in self._paths[s]:
+                left = makespan - path
                 if downs == ups == 1:
-                    one &= path + whole <= makespan
-                elif ups:
-                    one &= path + down + ups * up <= makespan
+                    left = left - whole
                 else:
-                    one &= (path + down if downs else path) <= makespan
-            found |= one
-        return found
+                    left = left - downs * down if downs else left
+                    left = left - ups * up if ups else left
+                more = left / times if times else np.where(left < 0, -1, np.inf)
+                besides = np.minimum(besides, more)
+            found = np.maximum(found, besides)
+        return np.where(found < 0, -1.0, np.minimum((own + found) * self.speeds[s], self.most))
 
     def _ways(self, ahead: Ways, behind: Ways) -> Iterator[tuple[Array, Array, Array]]:
         """The least way down to a stage, on from it, and both, with and without stages left out:
@@ -249,25 +245,14 @@ class Case:
         of it on neither."""
         if not self.left_out:
             yield ahead.all, behind.all, ahead.all + behind.all
-        assert self.parallel is not None
+        if self.parallel is None:
+            return
         wide, before, beyond = self.parallel.apart()
         here, there = ahead.skipped, behind.skipped
         if there is not None:
             yield ahead.all, there - beyond, ahead.all + there - wide
         if here is not None:
             yield here - before, behind.least(beyond), here + behind.least() - wide
-
-    def _all_work(self, states: list[Mask], most: list[Array]) -> None:
-        """Drop intervals without which, or with which, the stages may not compute all work."""
-        least = self.whole * (1 - 1e-9)
-        ahead = [np.where(np.arange(len(self.before)) == 0, 0.0, -np.inf)]
-        for mask, own in zip(states, most, strict=True):
-            ahead.append(np.where(mask, ahead[-1][:, None] + own, -np.inf).max(0))
-        behind = np.where(np.arange(len(self.before)) == len(self.before) - 1, 0.0, -np.inf)
-        for s in reversed(range(len(states))):
-            with_it = ahead[s][:, None] + most[s] + behind[None, :]
-            behind = np.where(states[s], most[s] + behind[None, :], -np.inf).max(1)
-            states[s] &= with_it >= least
 
     def _between(self, ahead: list[Array], states: list[Mask], makespan: float) -> None:
         """Drop intervals whose round trips to the next stage with some of the path, and from the
@@ -363,3 +348,36 @@ class Case:
             if old is not None:
                 handed[s] = _Handed.of(ways.turned, states[s].T, old.T)
         return [found[s] for s in range(count)]
+
+
+def _drop_without_all_work(
+    states: list[Mask], most: list[Array], rooms: list[float], loose: Array | None, total: float
+) -> None:
+    """Drop intervals with which the stages may not compute all work, in `total` so many seconds.
+
+    A stage computes at most so much with an interval; without the path what there is `room` for
+    and what is `loose` at the boundary where it lies (None: every stage has some of the path).
+    """
+    masked = [np.where(mask, own, -np.inf) for mask, own in zip(states, most, strict=True)]
+    start = np.where(np.arange(masked[0].shape[0]) == 0, 0.0, -np.inf)
+    ahead = _computed(masked, rooms, loose, start)
+    behind = _computed([own.T for own in masked[::-1]], rooms[::-1], loose, start[::-1])[::-1]
+    for s, own in enumerate(most):
+        states[s] &= ahead[s][:, None] + own + behind[s + 1][None, :] >= total
+
+
+def _computed(
+    most: list[Array], rooms: list[float], loose: Array | None, start: Array
+) -> list[Array]:
+    """The most that stages before each one, and all, compute, by the boundary they come to: what is
+    loose there is there only once for several stages without the path."""
+    found, with_path = [start], [start]
+    for s, own in enumerate(most):
+        with_path.append((found[s][:, None] + own).max(0))
+        best, room = with_path[-1], 0.0
+        if loose is not None:
+            for t in reversed(range(s + 1)):
+                room += rooms[t]
+                best = np.maximum(best, with_path[t] + np.minimum(room, loose))
+        found.append(best)
+    return found

@@ -23,6 +23,9 @@ from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem import StageLimits
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
+SHARES = tuple(i / 40 for i in range(41))  # of a backward in forward and backward: one is chosen
+WORTH = 0.2  # of the average stage's work: for so much work it has to say most
+
 
 def cases_of(beside: Beside, parts: Iterable[float]) -> Iterator[list[Case]]:
     """All stages hold groups of the path; or some do not, and it begins on one of these.
@@ -104,8 +107,11 @@ def _case(
         hop=hop,
         before=before - beside.before(outside),
         rest=rest - beside.behind(outside),
+        backward_share=_backward_share(beside),
         most=most,
+        loose=beside.across(work),
         whole=whole,
+        total=total,
         final=_final(beside) if every else np.zeros(size + 1),
         shared=[
             _shared(beside, between, f + w, missing, every=every)
@@ -118,6 +124,21 @@ def _case(
         first=first,
         last=0 if every else lasts,
     )
+
+
+def _backward_share(beside: Beside) -> tuple[float, float]:
+    """(r, z): any groups that are not surely on a stage and take x seconds of a microbatch take at
+    least r·x − z of it backward."""
+    forward, backward = _seconds(beside.model)
+    loose = beside.low < beside.high
+    work = (forward + backward)[loose]
+    aim = WORTH * float((forward + backward).sum()) / beside.model.num_stages
+
+    def lacking(share: float) -> float:
+        return float(np.maximum(share * work - backward[loose], 0.0).sum())
+
+    best = max(SHARES, key=lambda share: share * aim - lacking(share))
+    return best, lacking(best)
 
 
 def _hops(beside: Beside) -> Callable[[int, int], Hop]:
