@@ -258,3 +258,101 @@ def test_ranks_save_what_others_load(schedule: str, tmp_path: Path) -> None:
     state, optimizer = torch.load(folder / "whole.pt", weights_only=True)
     assert not states_equal(state, whole.full_state_dict())
     assert same(optimizer, whole.full_optimizer_state_dict())
+
+
+FAILING = """
+    import sys
+    from pathlib import Path
+    from pdcompile.errors import CheckpointError
+    from pdcompile.runtime.state import save
+    from tests.helpers import resuming
+
+    folder = Path(sys.argv[1])
+    pipe = resuming.pipeline("2bw", 2)
+    rank, plain = pipe.ranks[0], save.write_stages
+    losses = resuming.train(pipe, 0, 2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        save.write_stages = full
+    try:
+        pipe.save(folder)
+    except CheckpointError as error:
+        print(f"rank {rank}: {error}", flush=True)
+    assert not [*folder.iterdir()], "nothing is left"
+    save.write_stages = plain
+    losses += resuming.train(pipe, 2, 3)
+    place = pipe.save(folder)
+    if rank == 0:
+        path = place / "stage-001-optimizer.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+    losses += resuming.train(pipe, 3, 4)
+    try:
+        pipe.load(folder)
+    except CheckpointError as error:
+        print(f"rank {rank}: {error}", flush=True)
+    losses += resuming.train(pipe, 4, 6)
+    print("losses", losses, flush=True)
+    pipe.close()
+"""
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path) -> None:
+    run = processes(FAILING, 2, tmp_path, str(tmp_path / "checkpoints"))
+    assert run.code == 0, str(run)
+    assert run.output.count(f"losses {train(pipeline('2bw', 2), 0, 6)}") == 2, str(run)
+    assert "rank 0: rank 1 could not write its part: the checkpoint cannot be" in run.output
+    assert "rank 1: the checkpoint cannot be written: [Errno 28] No space left" in run.output
+    assert "rank 0: rank 1 cannot load its part: " in run.output
+    assert run.output.count("is damaged: its checksum does not fit") == 2
+    assert run.output.count("stage-001-optimizer.safetensors") == 2
+
+
+def test_ranks_that_hold_several_stages(tmp_path: Path) -> None:
+    """Interleaved to a V to one stage a rank: these schedules compute the same bits."""
+    whole = pipeline("interleaved", 4, ranks=(0, 1, 0, 1))
+    expected = train(whole, 0, 6)
+    pipe: Any = pipeline("interleaved", 4, ranks=(0, 1, 0, 1))
+    found = train(pipe, 0, 2)
+    for schedule, stages, ranks, last in (("zb-v", 4, (0, 1, 1, 0), 4), ("1f1b", 3, (), 6)):
+        first = pipe.position.minibatches
+        pipe.save(tmp_path)
+        pipe.close()
+        pipe, notes = resumed(schedule, stages, tmp_path, ranks=ranks)
+        assert notes == []
+        found += train(pipe, first, last)
+    assert found == expected
+    assert not states_equal(pipe.full_state_dict(), whole.full_state_dict())
+
+
+class Counting(torch.optim.SGD):
+    """Counts its own steps in its groups, and slows down with them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group["seen"], group["decay"] = 0, torch.tensor(0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["seen"] += 1
+            rate = 0.1 * float(group["decay"]) ** group["seen"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-rate)
+
+
+def test_what_an_optimizer_counts_itself_goes_on(tmp_path: Path) -> None:
+    whole, first = (pipeline("2bw", 3, optimizer=Counting) for _ in range(2))
+    expected = train(whole, 0, 6)
+    train(first, 0, 3)
+    first.save(tmp_path)
+    second, notes = resumed("2bw", 2, tmp_path, optimizer=Counting)
+    assert notes == []
+    assert train(second, 3, 6) == expected[3:]
+    assert second.optimizer.param_groups[0]["seen"] == 6
+    assert not states_equal(second.full_state_dict(), whole.full_state_dict())

@@ -117,7 +117,7 @@ def killed_trainings(
     """
     draw, outcome = random.Random(seed), Outcome()
     made = {(s, n): pipeline(s, n) for s, stages in schedules for n in stages}
-    expected = {}
+    expected, longest = {}, dict[str, float]()
     for schedule, stages in schedules:
         whole = pipeline(schedule, stages[0])
         train(whole, 0, STEPS)
@@ -135,9 +135,14 @@ def killed_trainings(
                 if t % 2:
                     pipe.save(place, keep=2)
 
+        if schedule not in longest:
+            began = time.monotonic()
+            forked(lambda run=run, pipe=made[schedule, stages[0]]: run(pipe), 600)  # type: ignore[misc]
+            longest[schedule] = time.monotonic() - began
+            shutil.rmtree(place)
         while not ended:
             pipe = made[schedule, draw.choice(stages)]
-            ended = forked(lambda pipe=pipe: run(pipe), draw.uniform(0.02, 0.5))  # type: ignore[misc]
+            ended = forked(lambda pipe=pipe: run(pipe), draw.uniform(0.0, longest[schedule]))  # type: ignore[misc]
             outcome.kills += not ended
             outcome.during_save += bool([*place.glob(".*")]) and not ended
         final = made[schedule, stages[0]]
