@@ -194,7 +194,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     train(pipe, 0, 2)
     pipe.save(tmp_path)
     other = pipeline("1f1b", 3, optimizer=partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(CheckpointError, match="state of AdamW, and this pipeline updates with SGD"):
+    with pytest.raises(CheckpointError, match="state of AdamW, and this one is SGD"):
         other.load(tmp_path)
     assert other.position == Position(0)
     other.load(tmp_path, optimizer=False)
