@@ -215,6 +215,7 @@ Array = NDArray[np.float64]
 MAX_ENTRIES = 400_000  # of the table of transfers: groups x longest stage, squared
 CLOSE = 1e-5  # relative: where the bisection ends
 NEAR_UPPER = 0.03  # relative: its first step below the best plan
+NEAR_LOWER = 0.1  # of what is open: its first step above the bound, where that is likely near
 
 
 def applies(segments: Segments) -> bool:
@@ -261,7 +262,7 @@ def bisected(
     """The largest makespan up to `upper`, within `close` of it or this `share` of what is open,
     that no `chain` keeps; what is `found` for others.  A budget that ends leaves it as far as it
     has come.  Begins at `upper`; `rising`: near `lower`, and takes larger and larger steps."""
-    low, high, reach, step = lower, upper, NEAR_UPPER, share * (upper - lower)
+    low, high, reach, step = lower, upper, NEAR_UPPER, NEAR_LOWER * (upper - lower)
     middle = min(low + max(step, close * upper), upper) if rising else upper
     while high - low > max(close * high, share * (upper - low)) or middle == upper:
         one = chain(middle)

@@ -44,7 +44,7 @@ from pdcompile.passes.partition.path.path_cases import cases_of
 
 CLOSE = 1e-4  # relative: where the bisection ends
 SIZES = 60, 120, MOST  # groups of the path that are told apart: cuts between are looked at as one
-ALMOST = 1.5  # times as many: all are told apart at once
+ALMOST = 3  # times as many: all are told apart at once
 SHARES = 0.1, 0.03  # of what is open between bound and plan: where that ends too, before more
 # groups are told apart and at last
 
