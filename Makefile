@@ -29,7 +29,8 @@ venv: $(READY)
 APART = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) \
   -c constraints.txt --no-deps
 
-# --no-compile: bytecode is written when a module is first imported, which halves the set-up.
+# --no-compile: bytecode is written when a module is first imported, which halves the set-up; where
+# that is switched off, torch's is written now, or every process would compile all of it again.
 # The constraints pin torch, so that no newer one (gigabytes of CUDA packages) is ever considered.
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
@@ -43,6 +44,9 @@ $(READY): pyproject.toml constraints.txt
 	  -c constraints.txt -e '.[test,lint,docs,bench]'
 	@$(APART) timm && $(APART) --target $(VENV)/torchvision-apart torchvision || \
 	  echo "make: timm or torchvision cannot be installed; tests of timm's models are left out"
+	@test -z "$$PYTHONDONTWRITEBYTECODE" || PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -q \
+	  -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch || \
+	  echo "make: torch cannot be compiled to bytecode; processes start slowly"
 	@touch $@
 	@echo "ready: $(BIN)/pdcompile $(BIN)/torchrun"
 

@@ -248,7 +248,7 @@ def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:
     graph = transformer(seconds, head=data.draw(st.sampled_from([0.1, 0.7])))
     count, tolerance = data.draw(st.integers(2, 4)), data.draw(st.sampled_from([0.01, 0.1, 0.5]))
     wishes = data.draw(st.lists(st.sampled_from(WISHES), max_size=2, unique=True))
-    memory = data.draw(st.sampled_from([None, 3000, 5000]))
+    memory = data.draw(st.sampled_from([None, 20_000, 30_000]))
     cluster = links(count, data.draw(st.sampled_from([1e3, 1e5])), memory)
     schedule = data.draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "2bw"]))
     try:
@@ -262,12 +262,12 @@ def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:
     assert [one.ops for one in again.stages] == [one.ops for one in plan.stages]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.02, 0.3]))
 def test_plans_with_replicas_and_recomputation_too(seed: int, tolerance: float) -> None:
     case = random_space(seed)
     try:
-        fastest = explored(case)
+        fastest = explored(case, time_limit=1.0)
     except PdcompileError:
         assume(False)
     graph = case.graph_at(fastest.training.num_microbatches)
