@@ -126,3 +126,26 @@ def test_demo_passes(tmp_path: Path) -> None:
         assert {"stage_0.py", "stage_1.py"} <= {
             file.name for file in (tmp_path / schedule).iterdir()
         }
+
+
+@pytest.mark.slow
+def test_a_killed_training_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """torchrun starts the ranks again, and what they resume ends with the same loss."""
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = []
+    for name, more in (("killed", ["--max-restarts=2"]), ("whole", ["--max-restarts=0"])):
+        script = EXAMPLES / "elastic.py"
+        if name == "whole":
+            text = script.read_text(encoding="utf-8")
+            script = tmp_path / "whole.py"
+            script.write_text(text.replace("t == 15", "t == 1500"), encoding="utf-8")
+        done = subprocess.run(
+            [*started, *more, str(script), str(tmp_path / name)],
+            capture_output=True, text=True, check=False, timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(re.findall(r"attempt (\d), (minibatch \d+: loss [\d.]+)", done.stdout))
+    killed, whole = printed
+    assert [attempt for attempt, _ in killed] == ["0", "1", "1"]
+    assert [line for _, line in killed] == [line for _, line in whole]

@@ -177,8 +177,15 @@ def _number(name: str, *, least: int) -> int:
 
 
 def _fresh_store(purpose: str, ranks: list[int]) -> Any:
-    """Keys that nobody has used: a second pipeline must not meet those of the first."""
-    name = f"pdcompile/{purpose}/{'-'.join(map(str, ranks))}"
+    """Keys that nobody has used: a second pipeline must not meet those of the first.
+
+    Nor one that torchrun started again those before: it keeps the store, with the addresses and
+    the cause of the round that failed.  Hosts count rounds apart, so only one host can name them.
+    """
+    attempt = ""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    name = f"pdcompile/{attempt}/{purpose}/{'-'.join(map(str, ranks))}"
     _numbers[name] += 1
     return PrefixStore(f"{name}/{_numbers[name]}", _store())
 
