@@ -81,7 +81,8 @@ def describe(candidate: Candidate) -> str:
     text += f"{setting.num_microbatches} microbatch" + "es" * (setting.num_microbatches > 1) + ", "
     where = f"{stages} stage" + "s" * (stages > 1)
     if candidate.shared:
-        where += f" on {len(set(candidate.ranks))} places"
+        places = len(set(candidate.ranks))
+        where += f" on {places} place" + "s" * (places > 1)
     each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
     where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
     recomputing = f", {'all' if again == stages else again} recomputing" if again else ""

@@ -79,8 +79,8 @@ def no_plan(
         return _no_plan_in_turn(cluster, space)
     least = least_share(problems, cluster, space, training)
     most, share = least.largest, least.share
-    more = [] if True in space.recompute else ["recomputation (--recompute auto)"]
-    more += [] if space.replicas == "any" else ["replicas (--replicas any)"]
+    more = [] if True in space.recompute else ["recomputation (recompute='auto', --recompute auto)"]
+    more += [] if space.replicas == "any" else ["replicas (replicas='any', --replicas any)"]
     others = f", or allow {' or '.join(more)}" if more else ""
     short = limited(cluster)
     if (least.proved and not math.isfinite(share)) or not (short or unproved):
