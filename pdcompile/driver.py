@@ -197,6 +197,7 @@ def compile(
     weights: Any = None,
     resume: str | PathLike[str] | None = None,
     group: Any = None,
+    detect_nonfinite: bool = False,
     stall_timeout: float | None = 30.0,
     progress_timeout: float | None = 300.0,
     progress: bool | Literal["auto"] = "auto",
@@ -285,6 +286,8 @@ def compile(
             begins where it has none.  The plan is the checkpoint's where that fits, and any other
             one where not; `pipe.position` says how many minibatches are over.
         group: a torch.distributed group to run on instead of all ranks.
+        detect_nonfinite: look at the results of every op, and raise NonFiniteError at the first NaN
+            (or infinite gradient or loss) with op, stage and microbatch; several times as slow.
         stall_timeout: seconds without a sign of life from a rank's process (stopped, host or
             network gone, Python's lock held) after which all ranks end; None: never.
         progress_timeout: seconds in which all ranks wait for each other and none goes on (a lost

@@ -113,6 +113,10 @@ class CheckpointError(PdcompileError):
     and the tensor."""
 
 
+class NonFiniteError(PdcompileError, ArithmeticError):
+    """An op made NaN or infinity, under ``detect_nonfinite=True``; names the op."""
+
+
 class NotPrepared(PdcompileError):
     """Asked for the plan before there is one: call `step` or `prepare` first."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
+from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
 from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Feed
@@ -189,8 +190,16 @@ class Session(Guarded):
             if worker.replicas is not None:
                 worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
-        with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
+        # Whatever the caller has switched off.
+        with preserved_rng(), torch.enable_grad(), self._nonfinite():
             run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
+
+    def _nonfinite(self) -> AbstractContextManager[object]:
+        if not self.options.detect_nonfinite:
+            return nullcontext()
+        return NonFiniteCheck(
+            lambda: next((w.current for w in self.workers if w.current is not None), None)
+        )
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ Returning a float would drain the pipeline at every step.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError
+from pdcompile.warn import warn
 
 
 def _of_number(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,8 +59,15 @@ class LazyLoss:
         return self._value
 
     def item(self) -> float:
-        """Waits, and returns the loss as a number."""
-        return float(self.wait().item())
+        """Waits, and returns the loss as a number; warns once of one that is not finite."""
+        number = float(self.wait().item())
+        if not math.isfinite(number):
+            warn(
+                f"the loss is {number}; compile(..., detect_nonfinite=True) names the op that "
+                "first makes such a value",
+                RuntimeWarning,
+            )
+        return number
 
     def __float__(self) -> float:
         return self.item()

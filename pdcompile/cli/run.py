@@ -18,6 +18,7 @@ from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_fla
 from pdcompile.errors import ConfigError
 
 saving = partial(typer.Option, rich_help_panel="Checkpoints")
+failing = partial(typer.Option, rich_help_panel="Failures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +56,10 @@ class Saves:
         return self.folder is not None and (step == last or bool(every and not (step + 1) % every))
 
 
-@app.command()
-@takes_flags
-def run(
-    target: Target,
-    flags: Flags,
-    given: GivenSources,
-    saves: Saves,
-    steps: Annotated[
-        int,
-        typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
-    ] = 20,
-    every: Annotated[
-        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
-    ] = 10,
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """Options of `compile` that nothing but a run has."""
+
     weights: Annotated[
         list[Path] | None,
         typer.Option(
@@ -76,7 +67,37 @@ def run(
             help="For a model on the meta device: a .safetensors file, an index or a folder of "
             "such files; may be given several times. Each process reads its own stage.",
         ),
-    ] = None,
+    ] = None
+    detect_nonfinite: Annotated[
+        bool,
+        failing(
+            "--detect-nonfinite",
+            help="Name the first op that makes NaN; several times as slow.",
+        ),
+    ] = False
+    stall_timeout: Annotated[
+        float, failing(metavar="SECONDS", help="End when a rank gives no sign of life for so long.")
+    ] = 30.0
+    progress_timeout: Annotated[
+        float, failing(metavar="SECONDS", help="End when all ranks wait for each other so long.")
+    ] = 300.0
+
+
+@app.command()
+@takes_flags
+def run(
+    target: Target,
+    flags: Flags,
+    given: GivenSources,
+    saves: Saves,
+    run_time: RunTime,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
+    ] = 20,
+    every: Annotated[
+        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
+    ] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Train TARGET as a pipeline.
@@ -102,8 +123,9 @@ def run(
     flags.check()
     workload = load_target(target)
     files = given.to_options()
-    more = {"resume": saves.folder} if saves.resume else {}
-    options = flags.to_options(workload, weights=weights or workload.weights, **files, **more)
+    more = asdict(run_time) | ({"resume": saves.folder} if saves.resume else {})
+    more["weights"] = more["weights"] or workload.weights
+    options = flags.to_options(workload, **files, **more)
     inputs, expected = workload.example()
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)

@@ -56,6 +56,7 @@ class Options:
     weights: Any = None
     resume: Any = None
     group: Any = None
+    detect_nonfinite: bool = False
     stall_timeout: float | None = 30.0  # seconds, as the next
     progress_timeout: float | None = 300.0
     progress: bool | Literal["auto"] = "auto"

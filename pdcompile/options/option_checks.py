@@ -62,7 +62,7 @@ def check_options(options: Options) -> None:
             or_else=", or a function (args, kwargs, target) -> number of items",
         )
     _recompute(options.recompute)
-    for name in ("keep_model", "allow_edited", "linear_lr_scaling"):
+    for name in ("keep_model", "allow_edited", "linear_lr_scaling", "detect_nonfinite"):
         _one_of(name, getattr(options, name), (False, True))
     _scaling(options)
     _constraints(options.constraints)
