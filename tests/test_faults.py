@@ -60,6 +60,21 @@ def test_a_log_says_what_began_last(begun: list[Instruction], base: int) -> None
     assert (entry.waits, str(entry)) == (False, "the user's program")
 
 
+def test_a_log_is_elsewhere_where_memory_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = set(Path("/dev/shm").glob("pdcompile-*"))
+    log = InstructionLog()
+    assert log.path.parent != Path("/dev/shm")
+    assert set(Path("/dev/shm").glob("pdcompile-*")) <= before
+    log.enter(in_call=True)
+    other = InstructionLog(log.path)
+    log.path.unlink()
+    assert other.last() == log.last() is not None
+
+
 def test_a_log_outlives_its_process(tmp_path: Path) -> None:
     log = InstructionLog()
     program = (

@@ -75,8 +75,8 @@ def decoded(packed: bytes) -> Entry:
 class InstructionLog:
     """The log of one rank: written by its own process, read by those of its host.
 
-    A file in memory, mapped by all who use it.  Its owner unlinks it once others have opened it,
-    so that nothing is left however the processes end.
+    A file in memory, mapped by all who use it.  It loses its name once others have opened it, so
+    that nothing is left however the processes end.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -87,21 +87,13 @@ class InstructionLog:
         """
         size = _COUNT.size + KEPT * _ENTRY.size
         if path is None:
-            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            handle, name = tempfile.mkstemp(prefix="pdcompile-", dir=folder)
-            os.ftruncate(handle, size)
-            path = Path(name)
+            handle, path = _made(size)
         else:
             handle = os.open(path, os.O_RDWR)
         self.path = path
         self._map = mmap.mmap(handle, size)
         os.close(handle)
         self._serial = 0
-
-    def unlink(self) -> None:
-        """Remove its name; who has it open keeps it."""
-        with suppress(FileNotFoundError):
-            self.path.unlink()
 
     def begin(self, ins: Instruction, base: int) -> None:
         """An instruction begins, of a program whose minibatch 0 is number `base`."""
@@ -131,3 +123,20 @@ class InstructionLog:
         """The newest entry, None before the first."""
         packed = self.packed()
         return decoded(packed) if packed else None
+
+
+def _made(size: int) -> tuple[int, Path]:
+    """A new file of that size, in memory where there is room: to write into a mapped file without
+    room would end the process."""
+    with suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix="pdcompile-", dir="/dev/shm")
+        try:
+            os.posix_fallocate(handle, 0, size)
+        except OSError:
+            os.close(handle)
+            os.unlink(name)
+        else:
+            return handle, Path(name)
+    handle, name = tempfile.mkstemp(prefix="pdcompile-")
+    os.truncate(name, size)
+    return handle, Path(name)
