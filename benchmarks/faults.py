@@ -7,6 +7,7 @@ left of them.
 
     python benchmarks/faults.py --cases 20
     python benchmarks/faults.py --cases 20 --torchrun
+    python benchmarks/faults.py --cases 100 --write docs/failures.md
     python benchmarks/faults.py --overhead
 """
 
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true", help="what log and watchdog cost")
     parser.add_argument("--torchrun", action="store_true", help="start the ranks with torchrun")
     parser.add_argument("--show", action="store_true", help="print what the ranks printed")
+    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
@@ -312,7 +314,13 @@ def main() -> None:
             print(f"{one.case}: {one.found} after {one.seconds:.2f} s, left: {one.left}")
         if given.show:
             print(one.output, flush=True)
-    print(table(outcomes))
+    text = table(outcomes)
+    print(text)
+    if given.write:
+        page = given.write.read_text(encoding="utf-8")
+        head, _, rest = page.partition("<!-- table -->\n")
+        page = f"{head}<!-- table -->\n{text}\n{rest[rest.index('<!-- end -->') :]}"
+        given.write.write_text(page, encoding="utf-8")
     return None
 
 
@@ -321,13 +329,13 @@ def table(outcomes: list[Outcome]) -> str:
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for one in outcomes:
         by_kind[one.case.kind].append(one)
-    lines = ["| fault | cases | named rightly | in time | median s | slowest s | left over |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines = ["| fault | cases | named rightly | due, s | in time | median s | slowest s | left |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for kind, some in by_kind.items():
         seconds = [one.seconds for one in some]
         right, in_time = sum(one.right for one in some), sum(one.in_time for one in some)
         lines.append(
-            f"| {kind} | {len(some)} | {right} | {in_time}"
+            f"| {kind} | {len(some)} | {right} | {KINDS[kind][1] or '–'} | {in_time}"
             f" | {statistics.median(seconds):.2f} | {max(seconds):.2f} | "
             f"{sum(bool(o.left) for o in some)} |"
         )

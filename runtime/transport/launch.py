@@ -74,8 +74,9 @@ class World:
 
     def disconnect(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
-        self.group = None
-        gc.collect()
+        if self.group is not None:
+            self.group = None
+            gc.collect()
 
     def close(self) -> None:
         """Disconnect, and stop watching."""
