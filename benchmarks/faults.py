@@ -22,6 +22,7 @@ import re
 import select
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -36,6 +37,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also as `python benchmarks/faults.py`
 
 from tests.helpers.launch import processes, torchrun
 

@@ -327,6 +327,7 @@ def test_what_is_no_value_is_refused(data: Any) -> None:
         decode(data, torch.ones, "state")
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_of_a_save(tmp_path: Path) -> None:
     """What is found afterwards is one whole checkpoint, of the minibatch that it says."""
     outcome = killed_saves(tmp_path, kills=12, seed=0)

@@ -70,6 +70,7 @@ def test_every_version_that_will_be_named_is_kept(
     check(first, second, whole, expected, stopped)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_resumed_run_is_as_good(tmp_path: Path) -> None:
     whole, pipe = pipeline("vsync", 3), pipeline("vsync", 3)
     expected = train(whole, 0, 8)

@@ -82,6 +82,7 @@ def hold(
             assert (op.shape, op.flops, op.output_bytes, op.saved_bytes) == numbers_of, op.name
 
 
+@pytest.mark.slow
 def test_a_transformer_has_closed_forms_in_b_and_s() -> None:
     model = models.gpt(layers=1)
     loss_fn = models.loss_for(model)

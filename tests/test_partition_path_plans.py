@@ -22,6 +22,7 @@ def objectives(problem: PartitionProblem) -> list[float]:
     return [measure(problem, one).objective for one in found if not violations(problem, one)]
 
 
+@pytest.mark.slow
 def test_plans_keep_the_order_of_groups() -> None:
     plans = 0
     for seed in range(200):

@@ -240,7 +240,7 @@ WISHES: tuple[Constraint, ...] = (
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:
     """It is allowed, nearly as fast, sends no more, divides no more; its bound is the search's."""

@@ -435,6 +435,7 @@ for schedule, changes in (("1f1b", ("rate", "noise", "middle")), ("2bw", ("nothi
 )
 
 
+@pytest.mark.slow
 def test_replicas_that_part_are_noticed(tmp_path: Path) -> None:
     """What one rank alone does to its weights would train two models at one time."""
     run = processes(APART, 2, tmp_path)

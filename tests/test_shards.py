@@ -164,6 +164,7 @@ say("equal")
 )
 
 
+@pytest.mark.slow
 def test_replicas_that_take_minibatches_in_turn_read_their_own(tmp_path: Path) -> None:
     """Each sample of the inputs is read once, those of the targets by the last stage; a shard of
     another minibatch is refused."""

@@ -88,6 +88,7 @@ say("closed")
 )
 
 
+@pytest.mark.slow
 def test_losses_that_nobody_asks_for(tmp_path: Path) -> None:
     """Any stage of a rank may hear them: neither the next step nor the end waits for ever."""
     run = processes(UNASKED, 2, tmp_path)

@@ -163,6 +163,7 @@ def test_the_option_that_asks_for_other_processes_is_named() -> None:
             machines(Options(**options), 2)
 
 
+@pytest.mark.slow
 def test_its_stages_fit_into_memory() -> None:
     """Less than the fastest plan needs: another cut, or stages that recompute."""
     cluster = Cluster.local(2)

@@ -80,7 +80,11 @@ def of_schedules(problem: PartitionProblem, cluster: Cluster, m: int) -> dict[st
 
 @pytest.mark.parametrize(
     ("layers", "ranks", "m", "alone", "chosen"),
-    [(5, 3, 4, True, "zb-h1"), (5, 3, 4, False, "zb-v"), (7, 2, 4, False, "zb-v")],
+    [
+        pytest.param(5, 3, 4, True, "zb-h1", marks=pytest.mark.slow),
+        (5, 3, 4, False, "zb-v"),
+        pytest.param(7, 2, 4, False, "zb-v", marks=pytest.mark.slow),
+    ],
 )
 def test_auto_takes_the_best_schedule(
     layers: int, ranks: int, m: int, alone: bool, chosen: str

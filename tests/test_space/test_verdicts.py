@@ -26,6 +26,7 @@ def three(*devices: Device, latency: float = 0.0) -> Cluster:
 BY_STAGE = SearchSpace("any", (False, True), ("gpipe",), (2,))
 
 
+@pytest.mark.slow
 def test_a_plan_that_just_does_not_fit_proves_nothing_of_the_others() -> None:
     """The fastest one of the items' sums is a few bytes too large as a plan."""
     for limit in range(384, 396):
@@ -34,6 +35,7 @@ def test_a_plan_that_just_does_not_fit_proves_nothing_of_the_others() -> None:
         assert verdict(case) == "optimal"
 
 
+@pytest.mark.slow
 def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are not drawn at once, because they hardly fit, count in every verdict."""
 
