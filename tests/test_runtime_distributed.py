@@ -200,7 +200,6 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     first = "another rank failed first: rank 1 ended without an error of its own"
     assert f"[0] RankError {first} (it was ended by SIGKILL" in run.output, run
     assert "; noticed by rank 0" in run.output, run
-    assert "lost the connection to rank 1" in run.output, run
 
 
 EARLY = (
