@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster
@@ -99,6 +99,7 @@ def test_long_lists_are_wrapped_and_come_back() -> None:
     assert max(len(line) for line in text.splitlines() if "cluster" not in line) <= 100
 
 
+@example({"schema": []})
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.text(), st.lists), max_size=3))
 def test_other_json_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(PlanError):

@@ -244,7 +244,7 @@ class Plan:
                 remedy="give it as schedule= (--schedule on the command line)",
             )
         schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
-        if schema in EARLIER:
+        if isinstance(schema, str) and schema in EARLIER:
             data = {**data, "schema": SCHEMA, "notes": _noted(data.get("notes", []), schema)}
         elif schema != SCHEMA:
             raise PlanError(
