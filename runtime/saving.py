@@ -16,10 +16,10 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.state.checkpoint_parts import part_again, replicas_apart
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.load import Wanted, load
-from pdcompile.runtime.state.parts import part_again, replicas_apart
-from pdcompile.runtime.state.save import save
+from pdcompile.runtime.state.load_checkpoint import Wanted, load
+from pdcompile.runtime.state.save_checkpoint import save
 from pdcompile.runtime.state.whole_optimizer import Numbers, gather_optimizer, load_optimizer
 from pdcompile.warn import warn
 

@@ -17,6 +17,7 @@ from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
+from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
 from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
@@ -85,6 +86,8 @@ class Session(Guarded):
         self._watch = _watched(self)
         self._optimizer_watch = OptimizerWatch(self.optimizer)
         self.end_call()
+        if self._log is not None:
+            self._log.enter(Outside.PROGRAM)
 
     # -- running -----------------------------------------------------------------------------
 
@@ -93,12 +96,14 @@ class Session(Guarded):
     ) -> int | None:
         """Begin a call on every rank; returns its batch size where it has one."""
         self._call += 1
-        for rank in self.ranks:
-            self._of_rank[rank].settle(self._call)
-        if self.agreement is None or self.world is None:
-            return size
-        self.world.ending.called(call, minibatch)
-        return self.agreement.reach(call, self._call, minibatch, size, flat)
+        if self.world is not None:
+            self.world.ending.called(call, minibatch)
+        with self.meeting():
+            for rank in self.ranks:
+                self._of_rank[rank].settle(self._call)
+            if self.agreement is None:
+                return size
+            return self.agreement.reach(call, self._call, minibatch, size, flat)
 
     def output_ranks(self, *, training: bool) -> Collection[int]:
         """The ranks that get the outputs of a call.
@@ -193,6 +198,8 @@ class Session(Guarded):
         # Whatever the caller has switched off.
         with preserved_rng(), torch.enable_grad(), self._nonfinite():
             run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
+        if self._log is not None:
+            self._log.enter(Outside.CALL)
 
     def _nonfinite(self) -> AbstractContextManager[object]:
         if not self.options.detect_nonfinite:

@@ -301,7 +301,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
     for inline in (False, True):
         encoder = Encoder(inline=inline)
         text = dumps(encoder.encode(value, "value"))
-        found = decode(json.loads(text), encoder.tensors.__getitem__, "value")
+        found = decode(json.loads(text), "value", encoder.tensors.__getitem__)
         assert same(found, value)
         assert type(found) is type(value)
 
@@ -324,7 +324,7 @@ def test_values_that_no_file_without_code_holds(value: Any) -> None:
 )  # fmt: skip
 def test_what_is_no_value_is_refused(data: Any) -> None:
     with pytest.raises(PdcompileError, match="no value of a checkpoint"):
-        decode(data, torch.ones, "state")
+        decode(data, "state", torch.ones)
 
 
 @pytest.mark.slow

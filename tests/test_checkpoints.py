@@ -265,25 +265,25 @@ FAILING = """
     import sys
     from pathlib import Path
     from pdcompile.errors import CheckpointError
-    from pdcompile.runtime.state import save
+    from pdcompile.runtime.state import save_checkpoint
     from tests.helpers import resuming
 
     folder = Path(sys.argv[1])
     pipe = resuming.pipeline("2bw", 2)
-    rank, plain = pipe.ranks[0], save.write_stages
+    rank, plain = pipe.ranks[0], save_checkpoint.write_stages
     losses = resuming.train(pipe, 0, 2)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        save.write_stages = full
+        save_checkpoint.write_stages = full
     try:
         pipe.save(folder)
     except CheckpointError as error:
         print(f"rank {rank}: {error}", flush=True)
     assert not [*folder.iterdir()], "nothing is left"
-    save.write_stages = plain
+    save_checkpoint.write_stages = plain
     losses += resuming.train(pipe, 2, 3)
     place = pipe.save(folder)
     if rank == 0:

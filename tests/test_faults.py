@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faults import KINDS, Case, drawn, run
-from pdcompile.errors import ConfigError, ContractError
+from pdcompile.errors import ConfigError, ContractError, LaunchError
 from pdcompile.runtime.failure.first_cause import Failures
-from pdcompile.runtime.failure.instruction_log import KEPT, InstructionLog, decoded
+from pdcompile.runtime.failure.instruction_log import KEPT, InstructionLog, Outside, decoded
 from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict, verdict_of
 from pdcompile.runtime.transport.contract import SEAL_BYTES, Channel, check_seal, seal
+from pdcompile.runtime.transport.launch import debugs_messages
 from pdcompile.schedule import Action, Instruction, Kind
+from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand
 from tests.test_runtime_endings import Store
 
@@ -41,23 +43,36 @@ def test_a_log_says_what_began_last(begun: list[Instruction], base: int) -> None
     log = InstructionLog()
     other = InstructionLog(log.path)
     log.path.unlink()
-    assert other.last() is None
+    assert other.last().doing is Outside.CALL
+    assert other.before() == []
+    entries = [other.last()]
     for ins in begun:
         log.begin(ins, base)
         found = other.last()
-        assert found is not None
         assert found == decoded(log.packed())
-        assert found.ins == ins._replace(minibatch=base + ins.minibatch, lag=0, target=-1)
+        assert found.doing == ins._replace(minibatch=base + ins.minibatch, lag=0, target=-1)
         assert found.waits == (ins.action.phase.name in ("WAIT_RECV", "WAIT_SEND", "WAIT"))
         assert found.awaited == (ins.peer if found.waits else -1)
-    log.enter(in_call=True)
-    entry = other.last()
-    assert entry is not None
-    assert (entry.waits, str(entry)) == (True, "the beginning or end of a call")
-    log.enter(in_call=False)
-    entry = other.last()
-    assert entry is not None
-    assert (entry.waits, str(entry)) == (False, "the user's program")
+        assert other.before() == entries[-KEPT + 1 :]
+        entries.append(found)
+
+
+def test_only_a_meeting_is_waited_for_outside_of_instructions() -> None:
+    log = InstructionLog()
+    log.path.unlink()
+    for where in Outside:
+        log.enter(where)
+        entry = log.last()
+        assert entry.doing is where
+        assert entry.waits == (where is Outside.MEETING)
+        assert entry.awaited == -1
+    log.enter(Outside.CALL)
+    with log.meeting():
+        assert str(log.last()) == "the beginning or end of a call"
+    assert str(log.last()) == "a call, between its instructions"
+    with pytest.raises(RuntimeError, match="lost"), log.meeting():
+        raise RuntimeError("lost")
+    assert log.last().waits  # it keeps what the rank was in
 
 
 def test_a_log_is_elsewhere_where_memory_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +84,11 @@ def test_a_log_is_elsewhere_where_memory_has_no_room(monkeypatch: pytest.MonkeyP
     log = InstructionLog()
     assert log.path.parent != Path("/dev/shm")
     assert set(Path("/dev/shm").glob("pdcompile-*")) <= before
-    log.enter(in_call=True)
     other = InstructionLog(log.path)
     log.path.unlink()
-    assert other.last() == log.last() is not None
+    log.enter(Outside.MEETING)
+    assert other.last() == log.last()
+    assert other.last().waits
 
 
 def test_a_log_outlives_its_process(tmp_path: Path) -> None:
@@ -162,6 +178,47 @@ def right(case: Case) -> None:
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_one_report_names_the_rank_that_failed(kind: str) -> None:
     right(Case(kind, ranks=3, rank=1, schedule="1f1b", minibatch=2, instruction=7))
+
+
+LONG_SAVE = """
+import os, sys, time
+from pathlib import Path
+import torch
+from pdcompile.runtime.state import save_checkpoint
+from tests.helpers import models
+from tests.helpers.pipelines import by_hand
+
+inputs, target = models.batch_for("mlp", 8)
+pipe = by_hand(models.mlp(), 2, inputs, target, loss_fn=models.loss_for("mlp"), microbatches=4,
+               schedule="1f1b", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+               progress_timeout=1.0).prepare()
+write = save_checkpoint.write_stages
+def slow(*given):
+    time.sleep(3.0)
+    return write(*given)
+save_checkpoint.write_stages = slow  # on all ranks: none of them begins an instruction meanwhile
+pipe.step(inputs, target=target)
+pipe.save(Path(sys.argv[1]))
+pipe.step(inputs, target=target)
+pipe.close()
+print("saved by rank", os.environ["RANK"], flush=True)
+"""
+
+
+def test_a_save_that_takes_long_is_no_deadlock(tmp_path: Path) -> None:
+    done = processes(LONG_SAVE, 2, tmp_path, str(tmp_path / "saved"))
+    assert done.output.count("saved by rank") == 2, done.output
+
+
+@pytest.mark.parametrize("wanted", ["message", "all"])
+def test_an_unknown_kind_of_debugging_is_refused(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCOMPILE_DEBUG", wanted)
+    with pytest.raises(LaunchError, match=f"PDCOMPILE_DEBUG is '{wanted}'"):
+        debugs_messages()
+    monkeypatch.setenv("PDCOMPILE_DEBUG", "messages")
+    assert debugs_messages()
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ class Contents:
         for stage in self.manifest.stages:
             if name in stage.state:
                 where = f"{self.place}: optimizer state of {name}"
-                found = decode(stage.state[name], self._tensor_of(stage), where)
+                found = decode(stage.state[name], where, self._tensors_of(stage))
                 if not isinstance(found, dict):
                     raise CheckpointError("the optimizer's state is malformed", where=where)
                 return found
@@ -168,31 +168,22 @@ class Contents:
         for stage in self.manifest.stages:
             for n, group in enumerate(stage.groups):
                 where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
-                values = decode(group.values, self._tensor_of(stage), where)
+                values = decode(group.values, where, self._tensors_of(stage))
                 if not isinstance(values, dict):
                     raise CheckpointError("the optimizer's settings are malformed", where=where)
                 found.append(NamedGroup(n, group.names, values))
         return found
 
-    def _tensor_of(self, stage: StoredStage) -> Any:
-        def read(name: str) -> Tensor:
-            if stage.optimizer is None:
-                raise CheckpointError(f"{name} is in no file", where=str(self.place))
-            return self._file(stage.optimizer).tensor(name)
-
-        return read
+    def _tensors_of(self, stage: StoredStage) -> Callable[[str], Tensor] | None:
+        return None if stage.optimizer is None else self._file(stage.optimizer).tensor
 
     def schedulers(self) -> dict[str, Any]:
         """States of the learning-rate schedulers that were handed over, by name."""
         data = self.manifest.schedulers or {}
         where = f"{self.place}: schedulers"
-
-        def none(name: str) -> Tensor:
-            raise CheckpointError(f"{name} is in no file", where=where)
-
         if not isinstance(data, dict):
             raise CheckpointError("the states of the schedulers are malformed", where=where)
-        return {name: decode(one, none, where) for name, one in data.items()}
+        return {name: decode(one, where) for name, one in data.items()}
 
     # -- files ---------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def states_of(data: Any, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: they are none.
     """
-    found = decode(data, _no_tensor, where)
+    found = decode(data, where)
     if not isinstance(found, dict) or set(found) != {"torch", "random", "numpy"}:
         raise CheckpointError(
             "the states of the random number generators are malformed", where=where
@@ -47,7 +47,3 @@ def restore(states: dict[str, Any]) -> None:
     random.setstate(states["random"])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-
-
-def _no_tensor(name: str) -> Any:
-    raise CheckpointError(f"{name} is in no file", where="random_state")

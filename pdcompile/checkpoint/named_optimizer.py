@@ -24,6 +24,11 @@ _OF_PARAMETER = (
 _OWN = ("params", "param_names")
 
 
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a param_group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in _OWN}
+
+
 class NamedGroup(NamedTuple):
     """A param_group: its place in its optimizer, the names of parameters, and the values."""
 
@@ -43,7 +48,7 @@ def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
         NamedGroup(
             n,
             tuple(names[id(p)] for p in group["params"] if id(p) in names),
-            {key: value for key, value in group.items() if key not in _OWN},
+            settings(group),
         )
         for n, group in enumerate(optimizer.param_groups)
     ]
@@ -125,10 +130,7 @@ def read_whole(given: Any, numbered: Sequence[Sequence[str]]) -> tuple[list[Name
             for n, name in zip(group["params"], names, strict=True)
         }
         state = {of[n]: values for n, values in given["state"].items() if n in of}
-    found = [
-        NamedGroup(n, tuple(names), {k: v for k, v in group.items() if k not in _OWN})
-        for n, (names, group) in enumerate(parts)
-    ]
+    found = [NamedGroup(n, tuple(names), settings(group)) for n, (names, group) in enumerate(parts)]
     return found, state
 
 
@@ -225,7 +227,7 @@ def load_named(
         if names.get(id(parameter)) in state
     }
     present = [
-        {**{k: v for k, v in group.items() if k not in _OWN}, **copy.deepcopy(dict(values))}
+        {**settings(group), **copy.deepcopy(dict(values))}
         for group, values in zip(optimizer.param_groups, chosen, strict=True)
     ]
     for values, group in zip(present, optimizer.param_groups, strict=True):

@@ -83,26 +83,28 @@ class Encoder:
         return {"tensor": taken}
 
 
-def decode(data: Any, tensor: Callable[[str], Tensor], where: str) -> Any:
+def decode(data: Any, where: str, tensor: Callable[[str], Tensor] | None = None) -> Any:
     """The value that `Encoder.encode` made JSON of; `tensor` reads one by its name.
 
     Raises:
-        CheckpointError: it is none of a value.
+        CheckpointError: it is none of a value, or names a tensor where there are no files of any.
     """
     if data is None or isinstance(data, bool | str | int | float):
         return data
     if isinstance(data, list):
-        return [decode(part, tensor, where) for part in data]
+        return [decode(part, where, tensor) for part in data]
     if isinstance(data, dict) and len(data) == 1:
         ((tag, part),) = data.items()
         if tag in _LISTS and isinstance(part, list):
-            return _LISTS[tag](decode(one, tensor, where) for one in part)
+            return _LISTS[tag](decode(one, where, tensor) for one in part)
         pairs = isinstance(part, list) and all(isinstance(p, list) and len(p) == 2 for p in part)
         if tag in _MAPPINGS and pairs:
-            found = [(decode(k, tensor, where), decode(v, tensor, where)) for k, v in part]
+            found = [(decode(k, where, tensor), decode(v, where, tensor)) for k, v in part]
             if all(_hashable(key) for key, _ in found):
                 return _mapping(tag, found)
         if tag == "tensor" and isinstance(part, str):
+            if tensor is None:
+                raise CheckpointError(f"{part} is in no file", where=where)
             return tensor(part)
         try:
             return _NUMBERS[tag](part)

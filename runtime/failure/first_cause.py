@@ -207,4 +207,6 @@ class Failures:
                 did = self.said("did", rank)
                 time.sleep(0 if did else 0.01)
             lines.append(f"  rank {rank} {did or 'did not say what it did'}")
+            if rank == cause.rank and rank in (self._rank, *peers.of_rank):
+                lines += [f"    {line}" for line in peers.before(rank)]
         return "\n".join(lines) + "\n"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
 from pdcompile.errors import ClosedError, PdcompileError
 from pdcompile.ir.graph import Capture
 from pdcompile.runtime.failure.first_cause import Failures, describe, explained, place
+from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.verdict import Verdict, verdict_of
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.launch import World
@@ -47,11 +48,11 @@ class Guarded:
         self.check_running()
         lost: PeerLost | None = None
         if self._log is not None:
-            self._log.enter(in_call=True)
+            self._log.enter(Outside.CALL)
         try:
             yield
             if self._log is not None:  # after an error it keeps what this rank was in
-                self._log.enter(in_call=False)
+                self._log.enter(Outside.PROGRAM)
             return
         except PeerLost as error:
             where = self._place(error)
@@ -75,6 +76,10 @@ class Guarded:
         self._abandon()
         self.world.close()
         raise cause from None
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Around a part of a call that waits for other ranks and is no instruction."""
+        return nullcontext() if self._log is None else self._log.meeting()
 
     def _end_with(self, cause: str, verdict: Verdict = Verdict.CRASH) -> None:
         """Report an error of this rank, and let its peers raise it before the program goes on."""
@@ -107,18 +112,19 @@ class Guarded:
         """Wait for a loss; a broken connection ends the pipeline as in a step."""
         if loss.ready():
             return loss.wait()
-        with self.guard():
+        with self.guard(), self.meeting():
             return loss.wait()
 
     def close(self) -> None:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
-            self.workers[0].settle()
-            self._failures.closing()
-            try:
-                self.world.group.barrier().wait()
-            except RuntimeError as error:  # gloo does not say who it was: ask the next rank
-                raise PeerLost((self.world.rank + 1) % self.world.size, str(error)) from None
+            with self.meeting():
+                self.workers[0].settle()
+                self._failures.closing()
+                try:
+                    self.world.group.barrier().wait()
+                except RuntimeError as error:  # gloo does not say who it was: ask the next rank
+                    raise PeerLost((self.world.rank + 1) % self.world.size, str(error)) from None
             for worker in self.workers:
                 worker.abandon()
             self.world.close()

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from pdcompile.runtime.failure.fate import fate, same_machine, stopped
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 
+_SHOWN = 5  # instructions of the rank that failed
+
 
 class HostRank(NamedTuple):
     """Another rank of this host: its process, its log, and a file that is readable at its end."""
@@ -46,39 +48,45 @@ class HostPeers:
         self._killed = _killed_for_memory()
         self.of_rank: dict[int, HostRank] = {}
         store.set(f"log/{rank}", str(self.log.path))
-        paths = []
+        here = {rank: self.log.path}
         for peer in range(size):
             theirs = str(store.get(f"process/{peer}"), "utf-8")
             if peer == rank or not theirs or not same_machine(theirs):
                 continue
-            paths.append(Path(str(store.get(f"log/{peer}"), "utf-8")))
+            here[peer] = Path(str(store.get(f"log/{peer}"), "utf-8"))
             with suppress(OSError, AttributeError):  # it has ended; a system without pidfd_open
                 pidfd = os.pidfd_open(int(theirs.split(" ")[2]))
-                self.of_rank[peer] = HostRank(theirs, InstructionLog(paths[-1]), pidfd)
-        self.first = min([rank, *self.of_rank]) if paths else rank
+                self.of_rank[peer] = HostRank(theirs, InstructionLog(here[peer]), pidfd)
+        self.first = min(here)  # of this host
         # The last one of the host that has opened all: nobody needs the names any more.
-        if store.add(f"logs/{self.first}", 1) == len(paths) + 1:
-            for path in (*paths, self.log.path):
+        if store.add(f"logs/{self.first}", 1) == len(here):
+            for path in here.values():
                 path.unlink(missing_ok=True)
 
     def doing(self, rank: int) -> str:
-        """What a rank of this host does, or did when its process ended; "" where none can say."""
-        log = self.log if rank not in self.of_rank else self.of_rank[rank].log
-        entry = log.last()
-        if entry is None:
-            return ""
+        """What a rank of this host does, or did when its process ended."""
+        entry = self._log_of(rank).last()
         seconds = time.monotonic() - entry.seconds
         if not entry.waits:
             return f"was in {entry}, for {seconds:.2f} s"
         whom = f"for rank {entry.awaited}" if entry.awaited >= 0 else "for others"
         return f"waited {seconds:.2f} s {whom} in {entry}"
 
+    def before(self, rank: int) -> list[str]:
+        """The last instructions of a rank of this host before that, the oldest first."""
+        entries = self._log_of(rank).before()[-_SHOWN:]
+        return [f"{time.monotonic() - one.seconds:.3f} s ago: {one}" for one in entries]
+
+    def _log_of(self, rank: int) -> InstructionLog:
+        return self.of_rank[rank].log if rank in self.of_rank else self.log
+
     def memory_ran_out(self) -> bool:
         """Whether the system has killed processes for memory since the pipeline was made."""
         return _killed_for_memory() > self._killed
 
     def close(self) -> None:
-        """Let go of the other processes."""
+        """Let go of the other processes, and of this log's name if it still has one."""
+        self.log.path.unlink(missing_ok=True)
         for one in self.of_rank.values():
             os.close(one.pidfd)
         self.of_rank.clear()

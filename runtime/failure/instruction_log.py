@@ -11,18 +11,37 @@ import os
 import struct
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from pdcompile.schedule import Action, Instruction, Phase
 
-KEPT = 64  # entries
+KEPT = 16  # entries
 _ENTRY = struct.Struct("<Qdhhiiiq")  # serial number first: a reader sees whether it is whole
 _COUNT = struct.Struct("<Q")
 _ACTIONS = tuple(Action)
 _NUMBER = {action: number for number, action in enumerate(_ACTIONS)}
-IN_PROGRAM, IN_CALL = -1, -2  # in place of an action: outside of the pipeline, or between two
+
+
+class Outside(Enum):
+    """What a rank does that is no instruction; the value is its number, in place of an action's."""
+
+    PROGRAM = -1
+    CALL = -2
+    MEETING = -3  # it waits for the other ranks
+
+    def __str__(self) -> str:
+        return _OUTSIDE[self]
+
+
+_OUTSIDE = {
+    Outside.PROGRAM: "the user's program",
+    Outside.CALL: "a call, between its instructions",
+    Outside.MEETING: "the beginning or end of a call",
+}
 
 
 def in_words(ins: Instruction, base: int = 0) -> str:
@@ -34,42 +53,35 @@ def in_words(ins: Instruction, base: int = 0) -> str:
 
 
 class Entry(NamedTuple):
-    """What a rank began to do, at `seconds` on its host's clock.
-
-    `ins` counts minibatches from the first on, and is None outside of instructions: `in_call`
-    tells a call's own beginning and end from the user's program.
-    """
+    """What a rank began to do, at `seconds` on its host's clock."""
 
     serial: int
     seconds: float
-    ins: Instruction | None
-    in_call: bool
+    doing: Instruction | Outside
 
     @property
     def waits(self) -> bool:
         """Whether it ends only when another rank has done its part."""
-        if self.ins is None:
-            return self.in_call
-        return self.ins.action.phase in (Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT)
+        if isinstance(self.doing, Outside):
+            return self.doing is Outside.MEETING
+        return self.doing.action.phase in (Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT)
 
     @property
     def awaited(self) -> int:
         """The rank that it waits for, -1 where that is none or any."""
-        return self.ins.peer if self.ins is not None and self.waits else -1
+        return self.doing.peer if isinstance(self.doing, Instruction) and self.waits else -1
 
     def __str__(self) -> str:
-        if self.ins is not None:
-            return in_words(self.ins)
-        return "the beginning or end of a call" if self.in_call else "the user's program"
+        return in_words(self.doing) if isinstance(self.doing, Instruction) else str(self.doing)
 
 
 def decoded(packed: bytes) -> Entry:
     """The entry that `InstructionLog.packed` gave."""
     serial, seconds, number, stage, peer, edge, microbatch, minibatch = _ENTRY.unpack(packed)
     if number < 0:
-        return Entry(serial, seconds, None, number == IN_CALL)
+        return Entry(serial, seconds, Outside(number))
     ins = Instruction(_ACTIONS[number], stage, minibatch, microbatch, edge, peer)
-    return Entry(serial, seconds, ins, in_call=True)
+    return Entry(serial, seconds, ins)
 
 
 class InstructionLog:
@@ -86,23 +98,28 @@ class InstructionLog:
             OSError: it cannot be made, or is gone.
         """
         size = _COUNT.size + KEPT * _ENTRY.size
-        if path is None:
-            handle, path = _made(size)
-        else:
-            handle = os.open(path, os.O_RDWR)
-        self.path = path
+        handle, self.path = _made(size) if path is None else (os.open(path, os.O_RDWR), path)
         self._map = mmap.mmap(handle, size)
         os.close(handle)
         self._serial = 0
+        if path is None:
+            self.enter(Outside.CALL)  # the one that makes the pipeline
 
     def begin(self, ins: Instruction, base: int) -> None:
         """An instruction begins, of a program whose minibatch 0 is number `base`."""
         minibatch = base + ins.minibatch
         self._write(_NUMBER[ins.action], ins.stage, ins.peer, ins.edge, ins.microbatch, minibatch)
 
-    def enter(self, *, in_call: bool) -> None:
-        """A call begins or goes on between two programs; or it ended, and the user's goes on."""
-        self._write(IN_CALL if in_call else IN_PROGRAM, -1, -1, -1, -1, -1)
+    def enter(self, where: Outside) -> None:
+        """What begins is no instruction."""
+        self._write(where.value, -1, -1, -1, -1, -1)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around a part of a call that waits for other ranks; after an error it stays there."""
+        self.enter(Outside.MEETING)
+        yield
+        self.enter(Outside.CALL)
 
     def _write(self, *entry: int) -> None:
         self._serial = serial = self._serial + 1
@@ -111,18 +128,27 @@ class InstructionLog:
         _COUNT.pack_into(self._map, 0, serial)
 
     def packed(self) -> bytes:
-        """The newest entry as bytes, b"" before the first."""
+        """The newest entry as bytes."""
         while True:
             (serial,) = _COUNT.unpack_from(self._map)
-            at = _COUNT.size + serial % KEPT * _ENTRY.size
-            entry = self._map[at : at + _ENTRY.size]
-            if not serial or _COUNT.unpack_from(entry)[0] == serial:
-                return entry if serial else b""
+            entry = self._at(serial)
+            if _COUNT.unpack_from(entry)[0] == serial:
+                return entry
 
-    def last(self) -> Entry | None:
-        """The newest entry, None before the first."""
-        packed = self.packed()
-        return decoded(packed) if packed else None
+    def last(self) -> Entry:
+        """The newest entry."""
+        return decoded(self.packed())
+
+    def before(self) -> list[Entry]:
+        """What came before the newest entry, as far as it is kept, the oldest first."""
+        newest = self.last().serial
+        kept = [decoded(self._at(n)) for n in range(max(newest - KEPT, 0) + 1, newest)]
+        # One that is written meanwhile belongs to a rank that goes on.
+        return [entry for entry in kept if entry.serial < newest]
+
+    def _at(self, serial: int) -> bytes:
+        at = _COUNT.size + serial % KEPT * _ENTRY.size
+        return self._map[at : at + _ENTRY.size]
 
 
 def _made(size: int) -> tuple[int, Path]:

@@ -61,8 +61,9 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _exact(self) -> bool:
         """Whether nobody means infinity in what runs now."""
         ins = self._current()
-        compute = ins is not None and ins.action.phase is Phase.COMPUTE
-        return compute and ins is not None and ins.action is not Action.FORWARD
+        if ins is None or ins.action.phase is not Phase.COMPUTE:
+            return False
+        return ins.action is not Action.FORWARD
 
     def _error(self, text: str, *, new: bool) -> NonFiniteError:
         if new:

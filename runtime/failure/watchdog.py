@@ -5,7 +5,8 @@ beat of the next rank and the processes of its host.  Life and progress are two 
 program waits for ever still beats.  What it may find:
 
 * a process of this host ended without a word: a crash;
-* no beat for `stall_timeout` while this rank waits: a stall;
+* no beat for `stall_timeout` while this rank waits: a stall (`progress_timeout` where it is of this
+  host, and was not stopped: a call that holds Python's lock may end);
 * all ranks wait, none begins another instruction for `progress_timeout`: a deadlock;
 * the store is gone.
 
@@ -58,6 +59,7 @@ class Watchdog(threading.Thread):
         self._failures = Failures(store, rank, size, peers)
         self._termination = Termination()
         self._stopping = threading.Event()
+        self._process = os.getpid()
         self._ended: set[int] = set()  # ranks of this host whose processes have
         self._next = _Beat()
         self._slow = _SLOW_SECONDS
@@ -67,10 +69,6 @@ class Watchdog(threading.Thread):
         for fd in (*self._watched, self._termination.fd):
             if fd >= 0:
                 self._poll.register(fd, select.POLLIN)
-
-    def start(self) -> None:
-        self._process = os.getpid()
-        super().start()
 
     def stand_down(self) -> None:
         """The main thread has noticed the failure, and reports it."""
@@ -130,15 +128,14 @@ class Watchdog(threading.Thread):
     def _waiting(self) -> Entry | None:
         """What this rank waits in, None where it computes or is in the user's program."""
         entry = self._peers.log.last()
-        return entry if entry is not None and entry.waits else None
+        return entry if entry.waits else None
 
     # -- beats -------------------------------------------------------------------------------
 
     def _beat(self, waiting: Entry | None) -> None:
-        packed = self._peers.log.packed().hex()
-        entry = self._peers.log.last()
-        since = 0.0 if entry is None else time.monotonic() - entry.seconds
-        self._store.set(f"beat/{self._rank}", json.dumps([self._ticks, since, packed]))
+        packed = self._peers.log.packed()
+        since = time.monotonic() - decoded(packed).seconds
+        self._store.set(f"beat/{self._rank}", json.dumps([self._ticks, since, packed.hex()]))
         if self._size == 1:
             return
         peer = (self._rank + 1) % self._size
@@ -148,10 +145,17 @@ class Watchdog(threading.Thread):
         self._next = _Beat(text, self._next.age + _BEAT_TICKS * TICK_SECONDS if same else 0.0)
         if waiting is None:
             return
-        if self._stall is not None and self._next.age > self._stall:
+        limit = self._limit(peer)
+        if limit is not None and self._next.age > limit:
             self._stalled(peer)
         elif since > min(self._slow, self._progress or self._slow):
             self._look_around(since)
+
+    def _limit(self, peer: int) -> float | None:
+        """Seconds without a beat that are too many: a process of this host that was not stopped
+        is alive, and slow."""
+        here = self._peers.of_rank.get(peer)
+        return self._stall if here is None or here.stopped else self._progress
 
     def _stalled(self, peer: int) -> None:
         if self._failures.said("left", peer):
@@ -172,8 +176,7 @@ class Watchdog(threading.Thread):
             if not said:
                 return
             _, theirs, packed = json.loads(said)
-            if packed:
-                found[rank] = theirs, decoded(bytes.fromhex(packed))
+            found[rank] = theirs, decoded(bytes.fromhex(packed))
         busy = {rank: one for rank, one in found.items() if not one[1].waits}
         if not busy and self._progress is not None:
             least = min(theirs for theirs, _ in found.values())
@@ -205,7 +208,8 @@ class Watchdog(threading.Thread):
         self._failures.tell()
         self._stopping.wait(_NOTICE_SECONDS)
         while not self._stopping.is_set():
-            if self._waiting() is not None:
+            entry = self._waiting()
+            if entry is not None and time.monotonic() - entry.seconds > _NOTICE_SECONDS:
                 self._failures.conclude()
                 self._die(cause.verdict)
             if self._termination.fd >= 0 and self._termination.arrived():

@@ -37,14 +37,16 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     Every rank of the pipeline calls this with the same names in the same order.
     """
     world.store.set(f"weights/{world.rank}", str(_checksum(tensors)))
-    sums = {bytes(world.store.get(f"weights/{rank}")) for rank in range(world.size)}
+    with world.peers.log.meeting():
+        sums = {bytes(world.store.get(f"weights/{rank}")) for rank in range(world.size)}
     if len(sums) == 1:
         return
     for tensor in tensors.values():
         flat = _bytes(tensor)
         if flat.numel() == 0:
             continue
-        world.group.broadcast(flat, 0).wait()
+        with world.peers.log.meeting():
+            world.group.broadcast(flat, 0).wait()
         if world.rank != 0:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
@@ -67,7 +69,8 @@ def same_values(
         world.store.set(f"values/{fqn}/{world.rank}", str(_checksum({fqn: tensors[fqn]})))
     for fqn, ranks in shared.items():
         keys = [f"values/{fqn}/{rank}" for rank in ranks]
-        world.store.wait(keys, WAIT)  # a large stage takes its time to read
+        with world.peers.log.meeting():
+            world.store.wait(keys, WAIT)  # a large stage takes its time to read
         if len({bytes(world.store.get(key)) for key in keys}) > 1:
             raise ContractError(
                 f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",

@@ -26,9 +26,9 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.state.checkpoint_parts import all_parameters, owners, writers
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.model_state import dtype_of
-from pdcompile.runtime.state.parts import all_parameters, owners, writers
 from pdcompile.runtime.transport.contract import Expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
@@ -106,10 +106,10 @@ def _received(
 
         where = f"rank {rank}"
         every += [
-            NamedGroup(place, tuple(names), decode(values, tensor, where))
+            NamedGroup(place, tuple(names), decode(values, where, tensor))
             for place, names, values in part["groups"]
         ]
-        found |= {name: decode(one, tensor, where) for name, one in part["state"].items()}
+        found |= {name: decode(one, where, tensor) for name, one in part["state"].items()}
     return every, found
 
 

@@ -41,7 +41,7 @@ class World:
     def __init__(self, rank: int, ranks: list[int], agreed: str, options: Options) -> None:
         self.rank = rank
         self.size = len(ranks)
-        self.sealed = os.environ.get("PDCOMPILE_DEBUG") == "messages"
+        self.sealed = debugs_messages()
         self.store = _fresh_store("pipeline", ranks)
         # Before anyone connects: one that leaves would disturb those that still do.
         self._check_agreement(agreed + (" and PDCOMPILE_DEBUG=messages" if self.sealed else ""))
@@ -165,6 +165,17 @@ def _members(options: Options) -> tuple[int, list[int]]:
             remedy="ranks count from 0 to WORLD_SIZE - 1; torchrun sets both",
         )
     return rank, list(range(size))
+
+
+def debugs_messages() -> bool:
+    """Whether every message is to be checked; raises LaunchError for another wish."""
+    wanted = os.environ.get("PDCOMPILE_DEBUG", "")
+    if wanted not in ("", "messages"):
+        raise LaunchError(
+            f"PDCOMPILE_DEBUG is {wanted!r}",
+            remedy="'messages' checks every message; unset it for none",
+        )
+    return bool(wanted)
 
 
 def _number(name: str, *, least: int) -> int:

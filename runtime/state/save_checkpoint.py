@@ -18,8 +18,8 @@ from pdcompile.jsonio import decode, encode
 from pdcompile.position import Position
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.accumulated import held
+from pdcompile.runtime.state.checkpoint_parts import Apart, write_replicas, write_stages
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.parts import Apart, write_replicas, write_stages
 from pdcompile.schedule.registry import name_of
 from pdcompile.warn import warn
 

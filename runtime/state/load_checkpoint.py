@@ -25,15 +25,15 @@ from pdcompile.position import Accumulated, Position
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.accumulated import resume
-from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.parts import (
+from pdcompile.runtime.state.checkpoint_parts import (
     all_parameters,
     hidden,
     older_versions,
     owners,
     written_buffers,
 )
-from pdcompile.runtime.state.save import error_of, told_of
+from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.save_checkpoint import error_of, told_of
 from pdcompile.warn import warn
 
 
@@ -125,6 +125,9 @@ def _verdict(session: Session, texts: Sequence[str]) -> str:
 def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
     """Read and check all that this process needs.
 
+    What is large is read again to be copied: all ranks have to know first that nothing is damaged,
+    and two copies of a stage may not fit.
+
     Raises:
         CheckpointError: it is damaged, or does not fit; nothing was changed.
     """
@@ -178,9 +181,8 @@ def _prepare_history(session: Session, found: Prepared, stored: Mapping[str, str
             f"the checkpoint was saved under schedule {schedule}, with earlier weights that "
             f"schedule {new} of this plan does not compute on: training goes on from the newest"
         )
-    for worker, fqn, version in _older(session, found) if found.history else ():
+    for _, fqn, version in _older(session, found) if found.history else ():
         contents.older(stored[fqn], version)
-        del worker
 
 
 def _older(session: Session, found: Prepared) -> Iterator[tuple[Worker, str, int]]:

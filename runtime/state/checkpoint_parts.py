@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pdcompile.checkpoint.manifest import StoredFile, StoredGroup, StoredStage
-from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of
+from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of, settings
 from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.checkpoint.tensor_file import write_tensors
 from pdcompile.position import Accumulated
@@ -118,7 +118,7 @@ def write_stages(
             groups = tuple(
                 StoredGroup(
                     tuple(name for name in one.names if owner.get(name) == stage),
-                    {"dict": encoder.encode(_without(values[n]), f"groups/{n}")["dict"]},
+                    encoder.encode(settings(values[n]), f"groups/{n}"),
                 )
                 for n, one in enumerate(named_groups(optimizer, names))
             )
@@ -167,7 +167,3 @@ def all_parameters(session: Session) -> dict[str, Tensor]:
     """All of the model's parameters, frozen ones too."""
     infos = session.state.infos
     return {fqn: session.state.tensors[fqn] for fqn in infos if infos[fqn].kind == "parameter"}
-
-
-def _without(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != "param_names"}
