@@ -1,8 +1,9 @@
 """What holds for all tests: none reads or writes the user's cache of measured times.
 
 Processes that tests start inherit it.  A test of the cache itself names a folder of its own.
-Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples, and the
-fixture `fast` says so to tests that go through cases of their own.
+Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples, of a test
+marked ``sample(n)`` run n cases, and the fixture `fast` says so to tests that go through cases of
+their own.
 No example of a property has a deadline: other programs may have the cores.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +72,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sampled = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for cases in sampled.values():
+        (wanted,) = cases[0].get_closest_marker("sample").args
+        fast = {n * len(cases) // wanted for n in range(wanted)}
+        for n, item in enumerate(cases):
+            if n not in fast:
+                item.add_marker("slow")
     for item in items if _is_fast(config) else ():
         test = getattr(item, "obj", None)
         given = getattr(test, _SETTINGS, None)

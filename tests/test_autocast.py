@@ -71,6 +71,7 @@ def reference_of(autocast: Any) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "autocast", ["bfloat16", torch.bfloat16, torch.autocast("cpu", dtype=torch.bfloat16)],
     ids=["name", "dtype", "object"],

@@ -103,6 +103,7 @@ def test_auto_partition_moves_layers_off_the_stage_that_decides(others: Any) -> 
     assert step(others.auto_partition(known, 3, step)) == 10
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -140,6 +141,7 @@ class Blocks(nn.Module):
         return self.head(x).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "2bw"])
 def test_nor_of_a_model_with_several_stages_a_device(others: Any, schedule: str) -> None:
     model = Blocks([64, 64, 64, 256, 64, 64, 64, 64])

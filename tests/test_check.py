@@ -41,6 +41,7 @@ def programs_of(plan: Plan, counts: tuple[int, ...]) -> list[Schedule]:
     return [*found, stream.flush()[0]]
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(plans(max_stages=6, several=True))
 def test_every_generated_schedule_is_proved(plan: Plan) -> None:
@@ -194,6 +195,7 @@ RICH: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_no_instruction_may_be_dropped_or_doubled(name: str, kind: str, fast: bool) -> None:

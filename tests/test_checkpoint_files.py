@@ -76,6 +76,7 @@ def last(folder: Path) -> Path:
     return folder / "save-0002-minibatch-3"
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """In any file of a checkpoint, and in the pointer; of a tensor the name is said."""
     outcome = flipped_bits(tmp_path, 180, seed=0)
@@ -335,6 +336,7 @@ def test_kills_at_random_moments_of_a_save(tmp_path: Path) -> None:
     assert outcome.found > 0
 
 
+@pytest.mark.slow
 def test_killed_trainings_end_as_one_that_never_stopped(tmp_path: Path) -> None:
     outcome = killed_trainings(tmp_path, [("2bw", (1, 3)), ("stash", (3,))], trials=2, seed=0)
     assert outcome.wrong == []

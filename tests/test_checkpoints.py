@@ -40,6 +40,7 @@ def check(first: Any, second: Any, whole: Any, expected: list[float], stopped: i
     assert same(second.full_optimizer_state_dict(), whole.full_optimizer_state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", EXACT)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
@@ -55,6 +56,7 @@ def test_any_cut_goes_on_to_the_last_bit(
     check(first, second, whole, expected, 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 @pytest.mark.parametrize("stopped", [1, 2, 6])
 def test_every_version_that_will_be_named_is_kept(
@@ -240,6 +242,7 @@ RANKS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["2bw", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_ranks_save_what_others_load(schedule: str, tmp_path: Path) -> None:
     """Three ranks, then one process of two stages, then two ranks."""
@@ -302,6 +305,7 @@ FAILING = """
 """
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path) -> None:
     run = processes(FAILING, 2, tmp_path, str(tmp_path / "checkpoints"))
     assert run.code == 0, str(run)

@@ -294,6 +294,7 @@ def test_files_that_are_none_end_with_two(
     assert "remedy: " in err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "file", "options", "objective"),
     [

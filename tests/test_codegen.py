@@ -62,6 +62,7 @@ def test_a_stage_of_the_small_gpt_is_short_and_narrow():
             assert not any(line != line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("positions", [[], [20], [53], [60], [30, 60], [10, 35, 70]])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_union_of_state_dicts_is_the_models(positions, tied):
@@ -123,6 +124,7 @@ def test_tied_weights_may_have_names_that_are_no_identifiers(tmp_path, positions
     write(sources, tmp_path, model=model)  # pipeline.py ties them over stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "positions", [[4], pytest.param([], marks=pytest.mark.slow),
                   pytest.param([4, 6], marks=pytest.mark.slow)]

@@ -164,6 +164,7 @@ class Moody(nn.Module):
         return self.linear(x) * (1.0 if float(x.sum()) > 0 else 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_pipeline_py_says_what_it_cannot_run_without(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), Moody(), nn.Linear(4, 4))

@@ -302,6 +302,7 @@ def captured_case(name):
     return model, *captured(model, inputs, target, loss_fn)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("name", "position"),
     [(name, position) for name, case in CASES.items() for position in [None, *case[-1]]],

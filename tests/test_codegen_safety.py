@@ -71,6 +71,7 @@ def assert_harmless(sources, model, tmp_path, monkeypatch):
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "names",
     [HOSTILE[i::5] for i in range(5)]

@@ -96,6 +96,7 @@ def test_kept_bytes_follow_writes_and_shared_memory(build: Callable[[], nn.Modul
     )
 
 
+@pytest.mark.slow
 def test_equal_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
     real = module._effect

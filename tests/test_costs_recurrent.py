@@ -50,6 +50,7 @@ def costs_of(model: nn.Module, ids: Tensor) -> SymbolicCosts:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -37,6 +37,7 @@ def compiled(name: str, **options: Any) -> Any:
     return pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), **options)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])

@@ -97,6 +97,7 @@ def compare_training(
 FAST = {"gpipe": ("gpt-dropout", "convnet", "unet"), "1f1b": ("gpt", "mlp")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "stages", "name"),
     [
@@ -112,11 +113,13 @@ def test_flush_schedules_train_as_gradient_accumulation(
     compare_training(BUILDERS[name], schedule, stages, sizes=[8, 8])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_flush_schedule_with_clipping(name: str) -> None:
     compare_training(BUILDERS[name], "1f1b", 3, sizes=[8, 8], clip=0.1, verify="auto")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "stages", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
@@ -125,6 +128,7 @@ def test_2bw_trains_as_the_delayed_update(name: str, stages: int) -> None:
     compare_training(BUILDERS[name], "2bw", stages, sizes=[8] * 6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(MOMENTUM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("flush_at", [None, 2])
@@ -137,12 +141,14 @@ def test_2bw_with_clipping_flush_and_a_changing_learning_rate(
     )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("sizes", [[8, 8, 3], [8, 2, 8, 8], [7, 7, 1, 7]])
 def test_short_minibatches(schedule: str, sizes: list[int]) -> None:
     compare_training(models.gpt, schedule, 3, sizes=sizes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["gpt", "convnet", "unet"])
 def test_gradients_of_the_middle_level(name: str, schedule: str) -> None:

@@ -119,6 +119,7 @@ def test_gradients(tmp_path: Path, name: str, schedule: str, num_ranks: int) -> 
     assert set(re.findall(r"<equal (\S+?)>", run.output)) == expected, str(run)
 
 
+@pytest.mark.slow
 def test_a_gpt_with_tied_weights_and_dropout_on_two_ranks(tmp_path: Path) -> None:
     assert_equal(torchrun(TRAIN, 2, tmp_path, "gpt-dropout", "2bw", "0.1", "8,8,3,8,8,8"), 2)
 
@@ -153,6 +154,7 @@ def test_the_model_alone_on_two_ranks(tmp_path: Path) -> None:
     assert run.output.count("with loss") == 2, str(run)
 
 
+@pytest.mark.slow
 def test_ranks_that_build_different_weights_start_from_those_of_rank_0(tmp_path: Path) -> None:
     run = processes(
         """

@@ -45,6 +45,7 @@ BUILDS: dict[str, Any] = {
 SLOW = (("mlp", "interleaved"), ("dropout", "interleaved"), ("mlp", "gpipe"), ("unet", "gpipe"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -70,6 +71,7 @@ def test_replicas_recompute() -> None:
     train_alike(pipe, build, schedule="zb-v", sizes=(8, 8))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [
@@ -109,6 +111,7 @@ def test_unlike_counts_are_refused(schedule: str, replicas: Any) -> None:
     assert caught.value.remedy == "replicas=2 or 'equal', or schedule='1f1b'"
 
 
+@pytest.mark.slow
 def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     """Less than the fastest plan needs: another cut."""
     build = partial(gpt, tied=True)
@@ -120,6 +123,7 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
         compiled(build, schedule="zb-v", memory=most // 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_no_cut_beats_the_bound_and_few_the_plan(schedule: str) -> None:
     """Of all cuts into four stages, on four devices of unlike speed."""

@@ -307,6 +307,7 @@ def searched(schedule: str, choice: dict[str, Any], cluster: Cluster = SMALL, **
     return Plan.from_json(plan.to_json())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "choice"), SPACES)
 def test_replicas_recomputation_and_shared_ranks_are_explained(
     schedule: str, choice: dict[str, Any], tmp_path: Path, call: Call
@@ -349,6 +350,7 @@ def test_a_faster_cut_that_only_the_ledger_refuses() -> None:
     assert formula.next_best.items == one.better.items
 
 
+@pytest.mark.slow
 def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
     """One rank a stage: the problem inside answers both, with a device that nobody uses.
 
@@ -367,6 +369,7 @@ def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
     assert "--stages 3 --warmup auto --schedule 2bw" in command(found)
 
 
+@pytest.mark.slow
 def test_what_recomputation_costs() -> None:
     """Exactly the plan that does not, where memory has room for it."""
     plan = searched("1f1b", {"recompute": (True,), "stages": 4, "in_order": True})
@@ -401,6 +404,7 @@ def test_a_negative_time_limit_is_refused(tmp_path: Path, call: Call) -> None:
     assert call("explain", path, "--time-limit", "-1")[0] == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("verb", [["explain"], ["whatif", "--memory", "1GB"], ["diff"]])
 def test_no_torch_is_needed(verb: list[str], tmp_path: Path) -> None:
     path = write(planned(chain(6), Cluster.local(2)), tmp_path)

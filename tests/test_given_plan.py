@@ -106,6 +106,7 @@ def test_what_the_planner_would_decide_the_plan_has_decided(plan: Plan) -> None:
     assert compiled(plan=plan, **MADE_WITH).plan.training == plan.training
 
 
+@pytest.mark.slow
 def test_a_function_is_not_in_a_plan() -> None:
     plan = compiled(loss_reduction=items, stages=2).plan
     for given in (None, "mean"):

@@ -113,6 +113,7 @@ def offences(name: str, imports: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.sample(122)
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_one_way(name: str) -> None:
     path = modules()[name]

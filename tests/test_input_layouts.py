@@ -31,6 +31,7 @@ SLICES = SENTENCES[:, :-1], SENTENCES[:, 1:]
 DENSE = tuple(part.contiguous() for part in SLICES)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("example", "given"), [(DENSE, SLICES), (SLICES, SLICES), (SLICES, DENSE)])
 def test_slices_are_trained_on_as_their_copies(
     example: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {"schedule": "interleaved", "microbatches": 4}
 compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
@@ -47,6 +48,7 @@ def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) ->
     train_alike(pipe, build, schedule=schedule)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
 @pytest.mark.parametrize(
     ("build", "stages", "ranks"),
@@ -117,6 +119,7 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
         compiled(partial(gpt, tied=True), memory=most // 3, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize(
     "recompute", [(True, False, False, True), pytest.param(True, marks=pytest.mark.slow)]
@@ -177,6 +180,7 @@ say("equal")
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.slow), "zb-v"])
 def test_on_two_ranks(schedule: str, tmp_path: Path) -> None:
     run = processes(f"SCHEDULE = {schedule!r}\n{TORCHRUN}", 2, tmp_path)

@@ -252,6 +252,7 @@ def examples() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 4, generator=generator), torch.randn(6, 4, generator=generator)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
 @example(stages=3, returned=7, schedule="interleaved", loss_fn=of_logits, again=False, many=True)
 @example(stages=3, returned=5, schedule="1f1b", loss_fn=of_all, again=True, many=True)
@@ -376,6 +377,7 @@ def test_a_plan_for_other_outputs_runs_where_it_has_them() -> None:
         assert isinstance(found.outputs.hidden["odds"]["of it"], Tensor)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_is_an_output_of_evaluation() -> None:
     """Rows that values choose are chosen on the last stage."""
 

@@ -56,6 +56,7 @@ def pair(model: Callable[[], nn.Module], inputs: Any, microbatches: int) -> tupl
     return pipe, eager
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("call", ["step", "eval_step", "predict", "forward_backward"])
 @pytest.mark.parametrize("made", list(BIASES))
 def test_one_row_for_several_samples_is_refused(made: str, call: str) -> None:

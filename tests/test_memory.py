@@ -85,6 +85,7 @@ def compared(
     return list(zip(predicted, measured(model, flat, found, plan), strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_forecast_is_what_generated_stages_hold(name: str) -> None:
     for predicted, truth in compared(*SMALL[name]()):

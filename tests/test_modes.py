@@ -81,6 +81,7 @@ def by_loop(model: nn.Module) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prepare", [lambda m: m, nn.Module.eval, nn.Module.train],
                          ids=["as constructed", "eval()", "train()"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:the model's train")

@@ -128,6 +128,7 @@ def test_the_router_stays_in_full_precision() -> None:
     assert found.train.values[up.name].dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_capacity_that_differs_in_evaluation() -> None:
     found = faithful(model_of(Model, kept=True), *tokens(4).values())
     limits = [

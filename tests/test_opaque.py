@@ -81,6 +81,7 @@ def routed(build: type[Any] = Routed) -> Any:
 pytestmark = pytest.mark.filterwarnings("ignore:captured as opaque")
 
 
+@pytest.mark.slow
 def test_one_op_with_a_warning_that_says_why() -> None:
     with pytest.warns(UserWarning, match=r"'first' .*Router.*nonzero.*test_opaque.py"):
         graph = captured(routed()).train
@@ -111,11 +112,13 @@ def captured_routed() -> tuple[nn.Module, FlatCall, BatchLayout, Capture]:
     return model, *generated.captured(model, rows(), rows(seed=1), mean_square)
 
 
+@pytest.mark.slow
 def test_graph_and_stages_equal_eager() -> None:
     faithful(routed())
     verified()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_trains_as_the_reference(schedule: str) -> None:
     model = routed()
@@ -160,6 +163,7 @@ class Grows(nn.Module):
         return self.lin(filled)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_result_of_another_shape_is_noticed() -> None:
     model = make(lambda self, x: self.part(self.lin(x)) * 2, part=Grows())
     sample = rows().abs() * 0
@@ -195,6 +199,7 @@ def test_the_caller_is_kept_where_the_module_itself_cannot_be() -> None:
     assert [op.module_path for op in found.train.ops if op.opaque] == ["part"]
 
 
+@pytest.mark.slow
 def test_a_root_is_never_kept() -> None:
     with pytest.raises(TraceError, match="nonzero") as caught:
         captured(make(lambda self, x: self.lin(x).nonzero()))
@@ -203,6 +208,7 @@ def test_a_root_is_never_kept() -> None:
         captured(make(lambda self, x: self.inner(x).sum() + self.lin(x), inner=Inner()))
 
 
+@pytest.mark.slow
 def test_on_the_meta_device_there_is_nothing_to_run() -> None:
     with pytest.raises(TraceError, match="nonzero") as caught:
         captured(routed().to("meta"))

@@ -28,6 +28,7 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_torch_takes_it_and_gives_it_back(tied: bool) -> None:
     pipe = pipeline("1f1b", tied=tied)
@@ -154,6 +155,7 @@ RANKS = """
 """
 
 
+@pytest.mark.slow
 def test_it_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
     run = processes(RANKS, 3, tmp_path, "save", str(tmp_path))
     assert run.code == 0, str(run)

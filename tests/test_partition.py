@@ -58,6 +58,7 @@ def blocks(count: int) -> list[Any]:
     return [pytest.param(k, marks=pytest.mark.slow if k > 1 else ()) for k in range(count)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", blocks(10))
 def test_optimal_on_two_thousand_problems(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
@@ -72,6 +73,7 @@ def test_integer_program_alone(block: int, monkeypatch: pytest.MonkeyPatch) -> N
         agrees_with_brute_force(seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", range(4))
 def test_integer_program_without_any_start(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dynamic program finds nothing: CP-SAT has to find, prove, or refute."""
@@ -127,6 +129,7 @@ def test_orders_are_topological_and_prefixes_are_ideals() -> None:
         assert everything[-1] == 2**model.num_groups - 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("objective", ["bottleneck", "flush"])
 @pytest.mark.parametrize(("layers", "num_stages"), [(12, 2), (12, 4), (12, 8), (20, 4)])
 def test_transformers_are_proved(layers: int, num_stages: int, objective: str) -> None:

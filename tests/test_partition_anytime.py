@@ -44,6 +44,7 @@ def hard_search() -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("lines", "pause"), [(1, 0), (8, 6)])
 def test_control_c_returns_the_plan_and_its_gap(lines: int, pause: float) -> None:
     """Early, while the dynamic program runs, and later, inside CP-SAT."""
@@ -104,6 +105,7 @@ def test_a_bound_alone_is_told_as_well() -> None:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("time_limit", [0.0, 0.3])
 @pytest.mark.parametrize("objective", ["bottleneck", "flush"])
 def test_large_problems_end_in_time(

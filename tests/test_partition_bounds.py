@@ -89,6 +89,7 @@ def test_bounds_stay_below_the_optimum(block: int) -> None:
     assert improved > 2
 
 
+@pytest.mark.slow
 def test_with_the_optimum_known_nothing_better_is_proved() -> None:
     """Decided at the best plan itself: either the proof, or a bound below it."""
     proved = 0

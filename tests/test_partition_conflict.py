@@ -63,6 +63,7 @@ def infeasible(count: int, start: int) -> Iterator[PartitionProblem]:
     return itertools.islice(found, count)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", range(4))
 def test_no_smaller_conflict_by_brute_force(block: int) -> None:
     for problem in infeasible(25, 1000 * block):

@@ -135,6 +135,7 @@ def test_contradictory_constraints(fields: dict[str, Any], message: str) -> None
     assert message in refusal(chain_problem([1.0] * 3, 2, **fields))
 
 
+@pytest.mark.slow
 def test_no_time_and_nothing_found_is_said() -> None:
     """Two clusters of items that only CP-SAT could disentangle, and no time for it."""
     problem = gpt_problem(400, 8, "bottleneck")

@@ -134,6 +134,7 @@ def close(problem: PartitionProblem, best: float) -> float:
     return found / best if best else 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 20))]
 )
@@ -280,6 +281,7 @@ def test_both_values_of_a_cut_inside_a_branch_are_counted() -> None:
     assert bound_of(problem) > 0.999
 
 
+@pytest.mark.slow
 def test_what_many_stages_read_is_out_of_the_way_only_once() -> None:
     """Two projections of the encoder's output beside four layers: they may be made beside the
     first layers, and nothing else is out of the way."""

@@ -66,6 +66,7 @@ def test_a_branch_runs_backward_at_the_same_time_where_its_value_is_not_read() -
     assert min(objectives(problem)) == pytest.approx(total - 3 * 6.0)
 
 
+@pytest.mark.slow
 def test_what_many_layers_read_is_made_beside_the_first_of_them() -> None:
     """Without stages of their own the projections are on the way: 16 seconds, three times."""
     problem = decoder_beside_encoder(6)

@@ -27,6 +27,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_agree(sweep: Any, family: str, count: int) -> None:

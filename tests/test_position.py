@@ -44,6 +44,7 @@ def saved(runner: Any) -> tuple[Any, Any]:
     return state, optimizer
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("eager", [False, True], ids=["pipeline", "reference"])
 def test_a_resumed_training_goes_on(eager: bool) -> None:
     whole, first, second = (make("1f1b", eager=eager) for _ in range(3))
@@ -144,6 +145,7 @@ print(f"rank {rank} goes on")
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on(tmp_path: Path) -> None:
     run = processes(SCRIPT, 2, tmp_path)
     assert run.output.count("goes on") == 2, run

@@ -262,6 +262,7 @@ def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:
     assert [one.ops for one in again.stages] == [one.ops for one in plan.stages]
 
 
+@pytest.mark.slow
 @settings(max_examples=24, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.02, 0.3]))
 def test_plans_with_replicas_and_recomputation_too(seed: int, tolerance: float) -> None:

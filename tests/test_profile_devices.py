@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.driver import build
@@ -80,6 +82,7 @@ def test_unlike_kinds_get_speeds_for_this_model() -> None:
     assert "that the cluster gives" in kept.notes[0]
 
 
+@pytest.mark.slow
 def test_a_plan_for_machines_that_are_not_here() -> None:
     model = models.gpt()
     x, y = models.batch_for(model, 8)

@@ -91,6 +91,7 @@ RICH = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("chosen", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_a_message_that_is_dropped_or_doubled_is_caught(name: str, chosen: str, fast: bool) -> None:

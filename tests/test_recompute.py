@@ -39,6 +39,7 @@ SLOW = pytest.mark.slow
 # -- the same bits ---------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "stages", "name"),
     [
@@ -154,6 +155,7 @@ def test_any_stages_may_recompute(
     assert_same(trained(Awkward(), recompute=again, **options), kept)
 
 
+@pytest.mark.slow
 def test_the_callers_tensors_are_written_as_without_recomputation() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target.add_(1))
@@ -271,6 +273,7 @@ def doubles(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return (args[0] * 2,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hook",
     [

@@ -37,6 +37,7 @@ def pair(model: nn.Module, **given: Any) -> tuple[Any, Any]:
     return pdcompile.compile(model, x, example_target=y, **common, **PLANNED, **given), expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw"])
 @pytest.mark.parametrize(
     ("build", "replicas"),
@@ -71,6 +72,7 @@ def test_training_is_that_of_the_reference(
     close(dict(model.state_dict()), expected.full_state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
     "replicas",
@@ -360,6 +362,7 @@ say("equal")
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas",
     [(2, 1), pytest.param((1, 2, 1), marks=pytest.mark.slow),

@@ -143,6 +143,7 @@ RESUME = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_resume_with_the_saved_plan_or_another(ranks: int, tmp_path: Path) -> None:
     whole = compiled(None, 1, schedule="2bw")
@@ -194,6 +195,7 @@ def test_ranks_that_are_replicas_resume(schedule: str, tmp_path: Path) -> None:
         torch.testing.assert_close(states[1][name], value, rtol=0.0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_stash_replicas_keep_what_waits(tmp_path: Path) -> None:
     """A group that is not complete goes on with the gradients of its beginning."""
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

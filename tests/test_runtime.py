@@ -67,6 +67,7 @@ def assert_same_training(pipe: Pipeline, eager: Reference, model: nn.Module, **h
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("schedule", "stages", "name"),
     [

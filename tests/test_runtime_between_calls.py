@@ -45,6 +45,7 @@ def same_steps(pipe: Pipeline, eager: Reference, model: nn.Module, *, first: int
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
 
 
+@pytest.mark.sample(2)
 @SCHEDULES
 @pytest.mark.parametrize("replace", [False, True])
 def test_values_that_the_user_changes_count(schedule: str, replace: bool) -> None:

@@ -169,6 +169,7 @@ def test_warm_up_with_replicas() -> None:
     assert warmup("stash", 2, 1, (1, 3), extra=1) == (8, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_stash_with_replicas_keeps_balanced_stages_busy(replicas: list[int]) -> None:

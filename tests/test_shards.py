@@ -123,6 +123,7 @@ except (ContractError, RankError) as error:
 )
 
 
+@pytest.mark.slow
 def test_ranks_read_what_they_feed(tmp_path: Path) -> None:
     """Replicas share the inputs of a minibatch, a stage between reads nothing; all is as if each
     had read everything.  Ranks that draw other orders are told so."""

@@ -96,6 +96,7 @@ def compare(make: Callable[[], nn.Module], optimizer: Any = SGD, **options: Any)
     return plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize(
@@ -108,6 +109,7 @@ def test_tables_on_two_stages(schedule: str, max_grad_norm: float | None, optimi
     assert [stage.parameters for stage in plan.stages] == [("left.weight",), ("right.weight",)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("way", ["once", "twice", "dense first", "dense last", "computed"])
 def test_one_table_with_layers(way: str, schedule: str) -> None:
@@ -116,6 +118,7 @@ def test_one_table_with_layers(way: str, schedule: str) -> None:
     assert [tied.fqn for tied in plan.tied] == (["words.weight"] if way == "dense last" else [])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("verify", ["full", "blocks"])
 def test_verification_and_measured_costs(verify: str) -> None:
     compare(Pairs, verify=verify, costs="measured", constraints=APART)

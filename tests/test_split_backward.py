@@ -211,6 +211,7 @@ class Shifted(nn.Module):
 # -- training ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
@@ -224,12 +225,14 @@ def test_trains_like_the_reference(name: str, stages: int) -> None:
     assert_same_training(*pair(getattr(models, name)(), "zb-h1", stages))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("again", [False, True, (True, False, True)])
 def test_draws_clips_and_recomputes_like_the_reference(again: Any) -> None:
     model = models.gpt(layers=2, dropout=0.2)
     assert_same_training(*pair(model, "zb-h1", 3, seed=5, max_grad_norm=0.3, recompute=again))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_recurrent_layers_and_embeddings(autocast: str | None) -> None:
     # torch has no LSTM in bfloat16 for a CPU without instructions for it.
@@ -280,6 +283,7 @@ def test_a_stage_with_an_opaque_module_is_not_split(monkeypatch: pytest.MonkeyPa
     assert 0 < len(split) < 3 * 3 * 4  # stages, steps, microbatches
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:captured as opaque")
 def test_a_note_names_the_stages_that_are_not_split() -> None:
     def notes(**options: Any) -> list[str]:

@@ -26,6 +26,7 @@ TIED = partial(gpt, tied=True)
 compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("build", "ranks"),
     [
@@ -114,6 +115,7 @@ def fixture_planned() -> Plan:
     return compiled(TIED, stages=4).plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "ranks", [pytest.param((0, 0, 1, 1), marks=pytest.mark.slow), (0, 1, 0, 1), (0, 1, 1, 0)]
 )

@@ -66,6 +66,7 @@ def by_hand(
     return losses, {name: value for one in versions for name, value in one[-1].items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("replicas", COUNTS)
 @pytest.mark.parametrize("deeper", [0, 1])
 def test_it_computes_the_recurrence(replicas: tuple[int, ...], deeper: int) -> None:
@@ -105,6 +106,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [("mlp", (2, 3)), ("unet", (2, 1)), ("gpt", (1, 2, 1)),
@@ -407,6 +409,7 @@ STATES_ON_RANKS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 2), pytest.param((2, 3), marks=pytest.mark.slow)])
 def test_states_within_groups_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """Whatever the shapes of the parameters, and whichever stages are within a group."""

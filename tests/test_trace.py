@@ -15,6 +15,7 @@ from tests.helpers import models
 from tests.helpers.captures import captured, faithful, make, op_named, rows, targets
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convnet", "unet"])
 def test_capture_equals_the_model_at_every_size(name: str) -> None:
     model = models.gpt(dropout=0.1, layers=2) if name == "gpt" else getattr(models, name)()

@@ -147,6 +147,7 @@ def _table_for_one_batch_size(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) + self.last.sum()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "forward",
     [

@@ -105,6 +105,7 @@ def _same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> boo
 FORWARDS = [_clamp, _nested, _early, _skipped, _other_parameters, _read_in_branches]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_every_call_takes_its_own_way(forward: Forward) -> None:
     model = _model(forward)
@@ -143,6 +144,7 @@ def _way(output: Tensor) -> tuple[str, ...]:
     return tuple(found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", [_clamp, _skipped, _other_parameters])
 def test_stages_take_the_way_of_each_microbatch(forward: Forward) -> None:
     model, loss_fn, y = _model(forward), nn.MSELoss(), rows(seed=9)
@@ -241,6 +243,7 @@ def _other_shape(self: nn.Module, x: Tensor) -> Tensor:
     return h if h.sum() > 0 else torch.cat([h, h], 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "forward",
     [

@@ -56,6 +56,7 @@ def test_sizes_of_the_example_are_captured(forward: Callable[..., Any]) -> None:
         faithful(make(forward), X, IDS, sizes=(1, 4))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_minibatches_in_which_they_differ_are_refused_before_anything_runs(
     forward: Callable[..., Any],

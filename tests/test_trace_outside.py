@@ -97,6 +97,7 @@ def _model(forward: Callable[..., Any]) -> nn.Module:
     return made
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "forward",
     [_in_a_global_dict, _in_a_global_name, _in_a_closure, _in_an_object, _in_a_default,

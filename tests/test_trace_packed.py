@@ -55,6 +55,7 @@ CASES: list[tuple[Callable[..., Any], Callable[[], nn.Module]]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("forward", "rnn"), CASES)
 def test_packed_sequences_at_the_root(
     forward: Callable[..., Any], rnn: Callable[[], nn.Module]
@@ -64,6 +65,7 @@ def test_packed_sequences_at_the_root(
     assert graph.sizes.smallest == 1
 
 
+@pytest.mark.slow
 def test_samples_of_all_lengths_on_two_stages(tmp_path: Path) -> None:
     model = make(_mean, rnn=nn.LSTM(8, 8, 2, dropout=0.5, bidirectional=True), drop=nn.Dropout())
     options: dict[str, Any] = {"microbatches": 2, "optimizer": None}
@@ -104,6 +106,7 @@ def _mean_of_a_column(self: nn.Module, x: Tensor) -> Tensor:
     return first.sum() + second.sum() / second.shape[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", [_mean_of_the_rest, _mean_of_a_column])
 def test_masks_in_one_memory_do_not_choose_as_many(forward: Callable[..., Any]) -> None:
     model = make(forward)
@@ -121,6 +124,7 @@ def test_the_size_of_one_choice_is_not_taken_for_that_of_another() -> None:
     assert (size.target, size.inputs) == ("size", (second,))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "of",
     [lambda n: 2 * n, lambda n: min(n, 5), lambda n: max(n, 1), lambda n: 1 if n > 20 else 2],

@@ -137,6 +137,7 @@ CASES: dict[Callable[..., Any], str] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
 def test_refused_with_file_and_line(forward: Callable[..., Any]) -> None:
     model = make(forward, ema=torch.zeros(8), calls=0, last=None)

@@ -117,6 +117,7 @@ def _model(forward: Forward) -> Any:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", EXACT)
 def test_computes_what_the_model_computes(forward: Forward) -> None:
     """And every value needs a gradient where the graph says so: a cut passes it back then."""

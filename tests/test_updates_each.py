@@ -91,6 +91,7 @@ UNTIED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 @pytest.mark.parametrize(
     ("name", "stages"),
@@ -121,6 +122,7 @@ def test_stash_with_a_tied_parameter_on_one_stage() -> None:
     assert "layers.2.weight" in plan.stages[0].parameters
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "depths"), [(2, ()), (3, (4, 2, 0)), (4, ())])
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_vsync_with_tied_weights_and_clipping(
@@ -132,6 +134,7 @@ def test_vsync_with_tied_weights_and_clipping(
     assert [one.stages for one in plan.tied] == [(0, stages - 1)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "schedule", "clip"), [("convnet", "stash", None), ("gpt", "vsync", 0.1)]
 )
@@ -160,6 +163,7 @@ def in_between(t: int, pipe: Any) -> None:
             parameter.data = parameter.data * 0.99
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "schedule", "clip"),
     [("mlp", "stash", None), ("convnet", "stash", None), ("gpt", "vsync", 0.1)],

@@ -51,6 +51,7 @@ def num_ops(found: Capture) -> int:
     return sum(op.region == "forward" for op in found.train.ops)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_stages_equal_eager(name, num_stages):

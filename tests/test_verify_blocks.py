@@ -60,6 +60,7 @@ def test_a_block_that_is_cut_is_listed_and_the_others_are_compared():
     assert "blocks.0 (cut between stages)" in report.left_out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [

@@ -67,6 +67,7 @@ class DifferentiatesAnyway(Layers):
         return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("made", [Differentiates, DifferentiatesAnyway])
 @pytest.mark.parametrize("checked", ["auto", "full"])
 def test_a_gradient_in_forward_is_taken_in_evaluation_too(made: type[Layers], checked: Any) -> None:

@@ -40,6 +40,7 @@ def spread(output, target):
     return mean(output, target) + output.std()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [4, 5, 7])
 @pytest.mark.parametrize(("loss_fn", "fits"), [(mean, "mean"), (summed, "sum")])
 def test_the_reduction_that_fits_is_told(rows, loss_fn, fits):

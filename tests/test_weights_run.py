@@ -31,6 +31,7 @@ def pipeline(model: nn.Module, **more: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_one_process_it_trains_as_the_model_that_was_saved(tmp_path: Path, tie: bool) -> None:
     eager = llama(tie=tie)

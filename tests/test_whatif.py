@@ -35,6 +35,7 @@ def write(plan: Plan, folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 @pytest.mark.parametrize(
     ("change", "cluster", "training"),
@@ -74,6 +75,7 @@ def test_it_is_what_planning_anew_gives(
     assert found.after.training == anew.training
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(("1f1b", "2bw")),
     st.sampled_from((10.0, 100.0, math.inf)),
@@ -179,6 +181,7 @@ def test_what_does_not_fit_is_infeasible() -> None:
         whatif(plan, Scenario(devices=(10, 10)))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("change", "where", "message"),
     [
@@ -337,6 +340,7 @@ def test_the_command_to_get_the_plan(
     assert expected in out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

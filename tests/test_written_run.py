@@ -40,6 +40,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_schedules_of_torch(name: str, tmp_path: Path) -> None:
     """Planned, read back from the plan alone, and trained."""
@@ -62,6 +63,7 @@ OWN = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "again"),
     [case(again == (name == "dropout"), name, again) for name in OWN for again in (False, True)],
@@ -188,6 +190,7 @@ pipe.close()
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["ScheduleDualPipeV", pytest.param("ScheduleLoopedBFS", marks=pytest.mark.slow)]
 )

@@ -32,6 +32,7 @@ def seconds(ranks: int, count: int) -> int:
     return max(few, 6 * count + ranks - 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", range(1, 7))
 def test_every_number_of_microbatches_is_proved(ranks: int) -> None:
     """As long as the formula says; what is in flight is what was planned; a rank holds no more

@@ -164,6 +164,7 @@ def cases() -> Iterator[tuple[int, PartitionProblem]]:
             yield seed, of_the_schedule(problem)
 
 
+@pytest.mark.slow
 def test_bounds_stay_below_the_optimum_and_the_search_finds_it() -> None:
     """Compared with all assignments: no bound takes a whole backward for what others wait for."""
     compared = 0

@@ -54,6 +54,7 @@ def checked(folder: Path, *arguments: str) -> dict[str, Report]:
     return reports
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -125,6 +126,7 @@ def test_models_of_libraries_between_processes(tmp_path: Path) -> None:
     assert run.output.count(" tensors, exact") == 2 * len(names)
 
 
+@pytest.mark.slow
 def test_a_model_that_a_stage_changes_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> object:
         sources = generate(*arguments)  # type: ignore[arg-type]
@@ -138,6 +140,7 @@ def test_a_model_that_a_stage_changes_is_no_success(monkeypatch: pytest.MonkeyPa
     assert not report.passed
 
 
+@pytest.mark.slow
 def test_a_difference_that_verify_misses_is_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = checking.follow
     runs: list[object] = []
@@ -182,6 +185,7 @@ def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     assert callable(apart)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_random_cuts_are_feasible_and_differ(shuffled: bool) -> None:
     case = build(ENTRIES["unet"], 0.1)

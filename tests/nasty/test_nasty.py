@@ -36,6 +36,7 @@ def around(name: str) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), CASES[name][0](), nn.Linear(8, 8))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:captured as opaque", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", EXACT)
 def test_two_steps_as_the_reference(name: str) -> None:

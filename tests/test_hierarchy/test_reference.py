@@ -58,6 +58,7 @@ def problem(network: str, entry: dict[str, Any]) -> HierarchyProblem:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_never_worse_than_the_published_optimizer(network: str) -> None:
     seen = 0
@@ -76,6 +77,7 @@ def test_never_worse_than_the_published_optimizer(network: str) -> None:
     assert seen == 23
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_no_plan_that_does_not_fit(network: str) -> None:
     for cluster, entry in published(network).items():

@@ -26,6 +26,7 @@ FEW: dict[str, Callable[[], str]] = {
 MANY: dict[str, Callable[[], str]] = {"inception": profiles.inception, "cells": profiles.cells}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("network", FEW)
 def test_proved_where_the_sets_are_few(network: str, cluster: str) -> None:

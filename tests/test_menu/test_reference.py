@@ -25,6 +25,7 @@ PUBLISHED = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("devices", "memory", "published"), PUBLISHED)
 def test_published_table(devices: int, memory: int, published: float) -> None:
     problem = piper_model.read(
@@ -43,6 +44,7 @@ def test_published_table(devices: int, memory: int, published: float) -> None:
     assert evaluate(problem, answer.stages).objective == answer.objective
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [1.0, 1.05, 1.1, 1.2, 1.3])
 def test_tight_memory_is_proved(share: float) -> None:
     """Limits from the least possible one on."""

@@ -212,6 +212,7 @@ def test_progress_only_improves() -> None:
     assert values[-1] == answer.objective
 
 
+@pytest.mark.slow
 def test_no_time_still_gives_an_honest_answer() -> None:
     problem = parse(inception(2, 326), where="graph.json")
     answer = place(problem, time_limit=0.0)

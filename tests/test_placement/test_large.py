@@ -206,6 +206,7 @@ def test_lines_lie_below_every_cut(made: LoadProblem, closed: bool) -> None:
         assert low <= cost + 1e-9 * (1 + cost)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["transformer", "residual"])
 @pytest.mark.parametrize("training", [False, True])
 def test_thousand_ops_on_64_devices_are_proved(family: str, training: bool) -> None:

@@ -105,6 +105,7 @@ def test_numbers_of_any_magnitude() -> None:
         assert answer.objective == pytest.approx(3.5 * scale)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "part",
     [

@@ -78,6 +78,7 @@ def of_schedules(problem: PartitionProblem, cluster: Cluster, m: int) -> dict[st
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "ranks", "m", "alone", "chosen"),
     [

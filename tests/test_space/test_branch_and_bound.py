@@ -55,6 +55,7 @@ SPACES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @pytest.mark.parametrize("make", [chain, residual])
 def test_plans_are_checked_and_run_without_deadlock(make: Any, space: SearchSpace) -> None:

@@ -72,6 +72,7 @@ def test_auto_means_the_same_to_compile_and_to_the_command_line(tmp_path: Path, 
     assert [stage.ops for stage in ours.stages] == [stage.ops for stage in told.stages]
 
 
+@pytest.mark.slow
 def test_everything_open_means_the_same_to_compile_and_to_the_command_line(
     tmp_path: Path, call: Call
 ) -> None:

@@ -55,6 +55,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     return lambda: now[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("limit", [0.5, 1.0, 2.0])
 def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However little time there is: between two looks nothing takes long."""
@@ -65,6 +66,7 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
     assert told.lines
 
 
+@pytest.mark.slow
 def test_better_plans_are_told_with_their_gaps() -> None:
     told = Told()
     plan = searched(60.0, told)

@@ -55,6 +55,7 @@ def least(case: tuple[PartitionProblem, Cluster, SearchSpace, Setting]) -> float
     return min(found, default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 12))]
 )

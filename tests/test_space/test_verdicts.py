@@ -50,6 +50,7 @@ def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(case) == "unknown"
 
 
+@pytest.mark.slow
 def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
     """By the formula it fits without: what is in flight is too much."""
     space = SearchSpace("1", (False, True), ("gpipe",), (4,), stages=2)
@@ -92,6 +93,7 @@ def test_a_depth_that_changes_nothing_takes_nothing_away() -> None:
     assert verdict(WholeSpace(at(chain(2)), three(Device(), Device()), deeper)) == "optimal"
 
 
+@pytest.mark.slow
 def test_the_least_memory_is_of_the_largest_device() -> None:
     """What the small devices lack says nothing of plans on the large ones."""
     sizes = (60, 300, 500)

@@ -56,6 +56,7 @@ def claimed(seed: int) -> str:
     return "feasible" if agree(seed, simulated=seed % 4 > 1, harsh=seed % 4 == 3) else "infeasible"
 
 
+@pytest.mark.slow
 def test_nothing_that_is_claimed_is_wrong() -> None:
     said = [claimed(seed) for seed in range(24)]
     assert set(said) == {"optimal", "feasible", "infeasible"}  # so small a space is exhausted
