@@ -163,24 +163,19 @@ class Worker:
         }
 
     def begin(
-        self,
-        base: int,
-        feed: Feed | None = None,
-        box: Box | None = None,
+        self, base: int, feed: Feed | None = None, box: Box | None = None,
         max_norm: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A program begins, whose minibatch 0 is number `base`."""
         self.base, self._box, self._clips_to = base, box or Box({}, {}), max_norm
-        self._weights_at = None
+        self._weights_at, self.weights.updating = None, False
         if feed is not None:
             self.feeds[feed.minibatch] = feed
 
     def settle(self, call: int | None = None) -> None:
-        """Call `call` begins (None: the last one ended): finish what no program reaches back to,
-        on all stages of the rank.
+        """Call `call` begins (None: the last one ended): finish what no program reaches back to.
 
-        Losses come first: their senders wait in their own `settle` until they were received, also
-        when the user never asks for them.
+        Losses come first: the `settle` of their senders waits for that, whoever asks for them.
         """
         for one in self.held.values():
             one.losses.settle(call, self._reach)
@@ -188,11 +183,17 @@ class Worker:
                 del one.feeds[minibatch]
         self.transport.settle(call)
 
-    def abandon(self) -> None:
-        """Forget all messages in flight: the connections are about to close."""
-        for loss in self.losses.values():
-            loss.abandon()
-        for part in (self._receiving, self._sending, self._slots, self.losses, self.norms.posted):
+    def abandon(self, minibatch: int | None = None) -> None:
+        """Forget what is in flight: all of it, or `minibatch` where nothing else is."""
+        self.current = None
+        for one in [*self.losses] if minibatch is None else [minibatch]:
+            self.losses.of(one).abandon()
+            del self.losses[one]
+        if minibatch is not None:
+            self.feeds.pop(minibatch, None)
+            self.weights.gradients.pop(minibatch, None)
+        mine = self._receiving, self._arrived, self._slots, self._outgoing, self._sending
+        for part in (*mine, self.norms.posted, self._compute.flights):
             part.clear()
         if self.replicas is not None:
             self.replicas.abandon()

@@ -143,9 +143,9 @@ class Pipeline(Saving):
         graph, number = compiled.capture.train, self._num_minibatches
         check_trained(graph)
         feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
-        self._num_minibatches += 1
-        with session.call():
+        with session.call(None if compiled.overlaps else number):
             session.train(number, feeds, updates=updates)
+        self._num_minibatches += 1
         return self._result(graph, feeds, session.workers[-1].losses[number])
 
     # -- evaluation --------------------------------------------------------------------------
@@ -181,6 +181,7 @@ class Pipeline(Saving):
         with session.call():
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
+        with session.call(number):
             session.evaluate(number, feeds, with_loss=with_loss)
         loss = session.workers[-1].losses[number] if with_loss else None
         return self._result(graph, feeds, loss)

@@ -124,6 +124,7 @@ class Session(Guarded):
 
         After the latter the user may change parameters, so that tied copies are old.
         """
+        self.updating = minibatch
         self.refresh(minibatch)
         if updates:
             if len(self.workers) > 1:
@@ -161,6 +162,7 @@ class Session(Guarded):
         wait for others; compare weights.
         """
         if self.in_flight:
+            self.updating = minibatch - 1
             self._run(self._programs.flush(), minibatch)
             self.in_flight = False
         if together and (self.replicas_apart or self._uncompared):
@@ -209,9 +211,12 @@ class Session(Guarded):
         )
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around the part of a call that runs: what it leaves is not the user's doing."""
-        with self.guard():
+    def call(self, minibatch: int | None = None) -> Iterator[None]:
+        """Around the part of a call that runs: what it leaves is not the user's doing.
+
+        `minibatch`: the only one in flight, after whose error the pipeline goes on if it can.
+        """
+        with self.guard(minibatch):
             yield
             self.end_call()
 
@@ -260,6 +265,7 @@ class Session(Guarded):
         held = [worker.weights for worker in self.workers]
         newest = [weights.newest for weights in held]
         steps = [now - then for now, then in zip(newest, self._newest, strict=False)]
+        self.updating = None
         anew = any(weights.starts_anew for weights in held)
         self._newest = [] if anew else newest
         self._watch.remember(

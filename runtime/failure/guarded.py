@@ -29,6 +29,8 @@ class Guarded:
         self.world = world
         self.workers: list[Worker] = []
         self.failed: str | None = None
+        self.updating: int | None = None  # the minibatch of the present call, if it changes weights
+        self._refused = False
         self._capture = capture
         self._log = None if world is None else world.peers.log
         if world is not None:
@@ -39,13 +41,30 @@ class Guarded:
         """Raise ClosedError, with the cause, once an error has ended the pipeline."""
         if self.failed is not None:
             raise ClosedError(
-                f"the pipeline ended with an error: {self.failed}", remedy="make a new pipeline"
+                f"the pipeline ended with an error: {self.failed}",
+                remedy=f"make a new pipeline; {self.what_is_left}",
             )
 
+    @property
+    def what_is_left(self) -> str:
+        """Which state the parameters have once an error has ended the pipeline."""
+        if self.updating is None:
+            return "no weight has changed since the last call: pipe.parameters() has them"
+        return (
+            f"weights may be in the middle of the update of minibatch {self.updating}: go on from "
+            "the last checkpoint"
+        )
+
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Around everything that runs: an error ends the pipeline on every rank."""
+    def guard(self, minibatch: int | None = None) -> Iterator[None]:
+        """Around everything that runs: an error ends the pipeline on every rank.
+
+        `minibatch`: the only one in flight; in one process an error ends only that, if it can.
+        """
         self.check_running()
+        if self._refused:  # and yet the program goes on
+            self._refused = False
+            self._failures.refuse("")
         lost: PeerLost | None = None
         if self._log is not None:
             self._log.enter(Outside.CALL)
@@ -61,21 +80,41 @@ class Guarded:
             told = explained(caught, self._capture)
             worker = next((w for w in self.workers if w.current is not None), self.workers[0])
             rank, base = worker.transport.rank, worker.base
-            self.failed = describe(rank, told, worker.current, base)
+            cause = describe(rank, told, worker.current, base)
             if worker.current is not None:
                 told.add_note(f"in {place(rank, told, worker.current, base)}")
-            self._end_with(self.failed, verdict_of(caught))
+            if minibatch is None or not self._forgot(minibatch):
+                self.failed = cause
+                told.add_note(f"the pipeline is closed: {self.what_is_left}")
+                self._end_with(cause, verdict_of(caught))
             if told is caught:
                 raise
             raise told from caught
         assert self.world is not None
         self.world.watchdog.stand_down()
-        cause = self._failures.cause(lost, where)
-        self.failed = cause.message
+        first = self._failures.cause(lost, where)
+        self.failed = first.message
         self._failures.conclude()
         self._abandon()
         self.world.close()
-        raise cause from None
+        raise first from None
+
+    def _forgot(self, minibatch: int) -> bool:
+        """Forget a minibatch, unless other processes have parts of it or its updates have begun.
+
+        Buffers keep what it wrote, and .grad what `forward_backward` has added, as in eager.
+        """
+        sums = self.updating is not None and any(w.replicas is not None for w in self.workers)
+        if self.world is not None or sums or any(w.weights.updating for w in self.workers):
+            return False
+        for worker in self.workers:
+            worker.abandon(minibatch)
+        self.end_call()
+        return True
+
+    def end_call(self) -> None:
+        """A call ends: what the model holds now is the pipeline's own."""
+        raise NotImplementedError
 
     def meeting(self) -> AbstractContextManager[None]:
         """Around a part of a call that waits for other ranks and is no instruction."""
@@ -106,6 +145,7 @@ class Guarded:
     def refuse(self, error: PdcompileError) -> None:
         """This rank will not run a call that its peers may have begun."""
         if self.world is not None and self.failed is None:
+            self._refused = True
             self._failures.refuse(f"rank {self.world.rank} refused the call: {error.message}")
 
     def wait_loss(self, loss: Loss) -> Tensor:

@@ -47,7 +47,9 @@ _OUTSIDE = {
 def in_words(ins: Instruction, base: int = 0) -> str:
     """Stage, action, minibatch, microbatch and peer of an instruction."""
     parts = [f"stage {ins.stage}"] if ins.stage >= 0 else []
-    parts.append(f"{ins.action.name.lower()} of minibatch {base + ins.minibatch}")
+    minibatch = base + ins.minibatch
+    of = f"minibatch {minibatch}" if minibatch >= 0 else f"evaluation {-1 - minibatch}"
+    parts.append(f"{ins.action.name.lower()} of {of}")
     parts += [f"microbatch {ins.microbatch}"] if ins.microbatch >= 0 else []
     return ", ".join(parts)
 

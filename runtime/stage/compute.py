@@ -92,7 +92,7 @@ class Compute:
         held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
         self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
         self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self.flights: dict[tuple[int, int], _Flight] = {}  # what waits for its backward
 
     def forward(
         self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]
@@ -115,7 +115,7 @@ class Compute:
         if flight.loss is not None:
             feed.losses.append(flight.loss.detach())
         if wiring.training:
-            self._flights[feed.minibatch, microbatch] = (
+            self.flights[feed.minibatch, microbatch] = (
                 flight if kept is None else _Flight(kept=kept)
             )
         return values
@@ -183,7 +183,7 @@ class Compute:
         Returns what goes to earlier stages as (GRADIENT, edge, sum) and (TIED, index, sum).
         `split`: only what that needs, with `backward_weight` to follow.
         """
-        flight = self._flights.pop((feed.minibatch, microbatch))
+        flight = self.flights.pop((feed.minibatch, microbatch))
         if flight.kept is not None:
             flight = self._again(feed, microbatch, version, flight.kept)
         self._weights.begin_backward(feed.minibatch, version)
@@ -203,12 +203,12 @@ class Compute:
         kept = map(memory_of, rest.gradients)
         self._weights.separate_gradients(version, memories.union(kept))
         if split:
-            self._flights[feed.minibatch, microbatch] = _Flight(rest=rest, sent=memories)
+            self.flights[feed.minibatch, microbatch] = _Flight(rest=rest, sent=memories)
         return sent
 
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
         """Accumulate the gradients that a split `backward` left."""
-        flight = self._flights.pop((feed.minibatch, microbatch))
+        flight = self.flights.pop((feed.minibatch, microbatch))
         assert flight.rest is not None
         self._weights.begin_backward(feed.minibatch, version)
         flight.rest.run()

@@ -70,6 +70,7 @@ class StageWeights:
                 set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
         self._accumulating: tuple[int, int] | None = None  # update, instance
         self._without: Collection[str] = self.owned  # a gradient, when last looked at
+        self.updating = False  # an update of the present program has begun
         self.starts_anew = False  # all versions are the newest until there is another
         self._earlier: Gradients = {}  # of the user's earlier calls, while replicas sum this one's
 
@@ -182,7 +183,7 @@ class StageWeights:
         number = self.numbers.update(minibatch)
         if self.newest > number:
             return False
-        self.newest, self.starts_anew = number + 1, False
+        self.newest, self.starts_anew, self.updating = number + 1, False, True
         for fqn in self.owned if self.versions > 1 else ():
             new = self.parameter(number + 1, fqn)
             new.data.copy_(self.parameter(number, fqn).data)
@@ -216,9 +217,8 @@ class StageWeights:
     def rebind(self, fqn: str, buffer: Tensor) -> None:
         """Another tensor takes the place of a buffer, in every version's module."""
         for module in self.modules:
-            for name, held in self._places:
-                if held == fqn:
-                    set_tensor(module, name, buffer)
+            for name in (name for name, held in self._places if held == fqn):
+                set_tensor(module, name, buffer)
 
     def adopt_hooks(self) -> None:
         """Have every version run the hooks that the user's Parameters have on their gradients.
