@@ -104,6 +104,7 @@ def test_updates_after_every_microbatch_are_proved(
     assert [spec.gradient_buffers(s) for s in range(num_stages)] == held
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),

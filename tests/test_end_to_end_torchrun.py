@@ -180,6 +180,7 @@ def test_ranks_that_build_different_weights_start_from_those_of_rank_0(tmp_path:
     assert run.output.count("the ranks built different weights") == 1, str(run)
 
 
+@pytest.mark.slow
 def test_wrong_number_of_processes(tmp_path: Path) -> None:
     run = processes(
         """

@@ -175,6 +175,7 @@ def right(case: Case) -> None:
     assert found.seconds < 60, found  # only against waiting for ever: the machine may be busy
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_one_report_names_the_rank_that_failed(kind: str) -> None:
     right(Case(kind, ranks=3, rank=1, schedule="1f1b", minibatch=2, instruction=7))

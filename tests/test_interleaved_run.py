@@ -89,6 +89,7 @@ def test_two_stages_a_rank_where_nobody_says() -> None:
     assert alone.plan.certificate.status == "optimal"  # one device, which is always busy
 
 
+@pytest.mark.slow
 def test_more_stages_a_rank_idle_less() -> None:
     def seconds(schedule: str, stages: int) -> float:
         pipe = compiled(partial(gpt, layers=4), schedule=schedule, stages=stages,
@@ -119,7 +120,6 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
         compiled(partial(gpt, tied=True), memory=most // 3, **options)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize(
     "recompute", [(True, False, False, True), pytest.param(True, marks=pytest.mark.slow)]

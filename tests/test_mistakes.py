@@ -228,7 +228,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("kind", ["refused", "evaluation"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["evaluation", "refused"])
 def test_ranks_that_refuse_the_same_go_on_together(kind: str, tmp_path: Path) -> None:
     done = processes(RANKS, 2, tmp_path, kind)
     for rank in range(2):

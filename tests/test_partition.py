@@ -58,7 +58,7 @@ def blocks(count: int) -> list[Any]:
     return [pytest.param(k, marks=pytest.mark.slow if k > 1 else ()) for k in range(count)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(10))
 def test_optimal_on_two_thousand_problems(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
@@ -99,6 +99,7 @@ def test_the_relaxation_never_overstates() -> None:
             assert groups is not None
 
 
+@pytest.mark.slow
 def test_segment_costs_never_overstate() -> None:
     """The dynamic program over all ideals is a bound on the bottleneck, exact next door."""
     exact = 0

@@ -240,6 +240,7 @@ WISHES: tuple[Constraint, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:

@@ -331,6 +331,7 @@ def test_between_forward_and_backward_a_stage_keeps_its_inputs(
 # -- what is asked for -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_auto_recomputes_where_memory_is_short() -> None:
     model = models.gpt(layers=4)
     inputs, target = models.batch_for(model, 8)

@@ -221,7 +221,7 @@ def test_timing_stages_leaves_no_trace_and_equal_stages_run_once() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
 def test_a_pipeline_says_what_was_timed_and_what_had_been(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

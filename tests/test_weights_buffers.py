@@ -80,6 +80,7 @@ def test_a_function_is_not_asked_for_what_the_model_computes() -> None:
     assert torch.equal(model.inner.frequencies, Rotary(6).frequencies)
 
 
+@pytest.mark.slow
 def test_the_models_of_transformers_compute_their_own_buffers(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 

@@ -118,6 +118,7 @@ def test_relaxed_below_exact_below_achievable() -> None:
     assert compared > 500
 
 
+@pytest.mark.slow
 def test_thinned_choices_leave_the_bound_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdcompile.passes.published.piper.POINTS", 1)
     open_ones = 0

@@ -117,6 +117,7 @@ def test_answers_hold_every_node_once_with_the_loads_they_name(seed: int) -> Non
     assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["status"] == answer.status
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_linear_orders_give_placements_that_are_no_better_than_the_best(seed: int) -> None:
