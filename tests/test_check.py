@@ -239,7 +239,8 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
     if one.action in BACKWARDS:
         others_of = [action for action in BACKWARDS if action is not one.action]
         choices.append(one._replace(action=pick.choice(others_of)))
-    choices.append(one._replace(stage=one.stage + 1))
+    if one.action.kind is not Kind.NORMS or plan.num_ranks >= len(plan.stages):
+        choices.append(one._replace(stage=one.stage + 1))  # else they are those of a whole rank
     return pick.choice(choices)
 
 
