@@ -57,6 +57,14 @@ def same_machine(of: str) -> bool:
         return False
 
 
+def network() -> str:
+    """This machine and its network interfaces; "" where the system does not tell."""
+    try:
+        return f"{_machine()[0]} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
 def stopped(of: str) -> bool:
     """Whether somebody stopped the process of that `identity`, as SIGSTOP and debuggers do."""
     pid, started = of.split(" ")[2:]

@@ -25,9 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
 from pdcompile.runtime.failure.endings import Ending
+from pdcompile.runtime.failure.fate import network
 from pdcompile.runtime.failure.host_peers import HostPeers
 from pdcompile.runtime.failure.termination import end_with_launcher
 from pdcompile.runtime.failure.watchdog import Watchdog
+from pdcompile.runtime.transport.seal import Seal
 
 Made = TypeVar("Made")
 WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
@@ -45,7 +47,8 @@ class World:
         self.store = _fresh_store("pipeline", ranks)
         # Before anyone connects: one that leaves would disturb those that still do.
         self._check_agreement(agreed + (" and PDCOMPILE_DEBUG=messages" if self.sealed else ""))
-        self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
+        self._loopback = self._one_host()
+        self.group: Any = self._connected(self.store, rank, self.size)
         self.ending = Ending(self.store, rank)
         self.peers = HostPeers(self.store, rank, self.size)
         self.watchdog = Watchdog(
@@ -59,8 +62,23 @@ class World:
     def subgroup(self, name: str, ranks: tuple[int, ...]) -> Any:
         """Connections between some of the ranks alone, for collectives; each of them calls this."""
         store = PrefixStore(name, self.store)
-        index = ranks.index(self.rank)
-        return dist.ProcessGroupGloo(store, index, len(ranks), timedelta(minutes=30))
+        return self._connected(store, ranks.index(self.rank), len(ranks))
+
+    def _one_host(self) -> bool:
+        """Whether all ranks share the machine and its network interfaces."""
+        mine = network()
+        self.store.set(f"network/{self.rank}", mine)
+        found = {str(self.store.get(f"network/{rank}"), "utf-8") for rank in range(self.size)}
+        return found == {mine} != {""}
+
+    def _connected(self, store: Any, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(minutes=30)
+        if self._loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+            device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            options._devices = [device]  # no other host can reach it
+            return dist.ProcessGroupGloo(store, rank, size, options)
+        return dist.ProcessGroupGloo(store, rank, size, options._timeout)
 
     def _check_agreement(self, agreed: str) -> None:
         self.store.set(f"agreement/{self.rank}", agreed)
@@ -220,17 +238,18 @@ def _store() -> Any:
 
 
 def from_rank0(options: Options, make: Callable[[], Made]) -> Made:
-    """Something that rank 0 makes and all ranks get, pickled.
+    """Something that rank 0 makes and all ranks get, pickled and sealed (see `Seal`).
 
     An error on rank 0 is raised there as it is, and as RankError with its text elsewhere.
     """
     rank, ranks = _members(options)
     store = _fresh_store("made", ranks)
+    seal = Seal(store, rank, len(ranks), WAIT)
     if rank == 0:
         try:
+            seal.check()
             made = make()
-            # The ranks of one job trust each other: the same program started all of them.
-            store.set("made", pickle.dumps(made))
+            store.set("made", seal.closed(pickle.dumps(made)))
         except BaseException as error:  # the others must not wait for ever
             store.set("failure", f"{type(error).__name__}: {error}")
             store.set("done", "1")
@@ -251,5 +270,5 @@ def from_rank0(options: Options, make: Callable[[], Made]) -> Made:
     with warnings.catch_warnings():
         # torch's own unpickling of a pytree spec warns of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*treespec.*", category=FutureWarning)
-        found: Made = pickle.loads(store.get("made"))
+        found: Made = pickle.loads(seal.opened(bytes(store.get("made"))))
     return found
