@@ -2,7 +2,8 @@
 
 One root, `PdcompileError`, so that a program can catch all of them, and one child for each
 kind of remedy.  The text is written for the person who reads it in a terminal: one lower-case
-sentence with the offending values, then the place, then a remedy that can be pasted.
+sentence with the offending values, then the place, then a remedy that can be pasted, then the
+class's code, under which docs/errors.md says more.  Codes are never renamed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class PdcompileError(Exception):
         remedy: what to do now, as concrete as possible.
     """
 
+    code = "PDC-ERROR"  # of the class; classes outside this file have their parent's
+
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
         self.message = message
         self.where = where
@@ -32,12 +35,13 @@ class PdcompileError(Exception):
         super().__init__(message, where, remedy)
 
     def __str__(self) -> str:
-        lines = [self.message]
-        if self.where:
-            lines.append(f"  where: {self.where}")
-        if self.remedy:
-            lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        return "\n".join([self.message, *(f"  {label}: {line}" for label, line in self.details())])
+
+    def details(self) -> list[tuple[str, str]]:
+        """What follows the message, a label and a text each: where, remedy, code."""
+        code = f"{self.code} (docs/errors.md)"
+        lines = (("where", self.where), ("remedy", self.remedy), ("code", code))
+        return [(label, line) for label, line in lines if line]
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks: keyword arguments have to survive pickling.
@@ -53,9 +57,13 @@ def _rebuild(
 class ConfigError(PdcompileError, ValueError):
     """An argument of `compile`, a command-line option or a target is unusable."""
 
+    code = "PDC-CONFIG"
+
 
 class InputError(PdcompileError, ValueError):
     """A minibatch or example input does not fit: batch size, shape, dtype, missing leaf."""
+
+    code = "PDC-INPUT"
 
 
 class TraceError(PdcompileError):
@@ -64,23 +72,32 @@ class TraceError(PdcompileError):
     `module_path` is the FQN of the module that was running, None where that is not known.
     """
 
+    code = "PDC-TRACE"
     module_path: str | None = None
 
 
 class VerifyError(PdcompileError):
     """A captured graph or a generated stage computes something else than the model."""
 
+    code = "PDC-VERIFY"
+
 
 class CostError(PdcompileError, ValueError):
     """A profile or cost is unusable (negative, not finite, of another machine)."""
+
+    code = "PDC-COST"
 
 
 class ClusterError(PdcompileError, ValueError):
     """A cluster description is unusable; names the file, the key and the unit."""
 
+    code = "PDC-CLUSTER"
+
 
 class PlanError(PdcompileError, ValueError):
     """A plan is malformed, or does not belong to this model or cluster."""
+
+    code = "PDC-PLAN"
 
 
 class InfeasibleError(PdcompileError):
@@ -89,49 +106,72 @@ class InfeasibleError(PdcompileError):
     `others` are the remedies that ask for no memory.
     """
 
+    code = "PDC-INFEASIBLE"
     others: tuple[str, ...] = ()
 
 
 class NotFoundError(InfeasibleError):
     """No plan was found that satisfies the limits; it is not proved that there is none."""
 
+    code = "PDC-NOTFOUND"
+
 
 class ScheduleError(PdcompileError):
     """A schedule fails its proof: pairing, order, weight versions, live slots, memory."""
+
+    code = "PDC-SCHEDULE"
 
 
 class DeadlockError(ScheduleError):
     """A schedule deadlocks under rendezvous sends; carries the shortest wait-for cycle."""
 
+    code = "PDC-DEADLOCK"
+
 
 class SourceError(PdcompileError):
     """Generated or edited stage source cannot be used."""
+
+    code = "PDC-SOURCE"
 
 
 class CheckpointError(PdcompileError):
     """A checkpoint cannot be written, or is damaged, missing or of another model; names the file,
     and the tensor."""
 
+    code = "PDC-CHECKPOINT"
+
 
 class NonFiniteError(PdcompileError, ArithmeticError):
     """An op made NaN or infinity, under ``detect_nonfinite=True``; names the op."""
+
+    code = "PDC-NONFINITE"
 
 
 class NotPrepared(PdcompileError):
     """Asked for the plan before there is one: call `step` or `prepare` first."""
 
+    code = "PDC-NOTPREPARED"
+
 
 class ClosedError(PdcompileError):
     """The pipeline was closed."""
+
+    code = "PDC-CLOSED"
 
 
 class LaunchError(PdcompileError):
     """The processes do not fit the plan: WORLD_SIZE, RANK, backend, or unlike plans on ranks."""
 
+    code = "PDC-LAUNCH"
+
 
 class ContractError(PdcompileError):
     """A peer sends something else than was planned (shape, dtype, edge, minibatch, plan)."""
 
+    code = "PDC-CONTRACT"
+
 
 class RankError(PdcompileError):
     """Another rank failed first; carries that rank's cause (rank, stage, microbatch, op)."""
+
+    code = "PDC-RANK"

@@ -86,6 +86,7 @@ def error_document(error: PdcompileError) -> dict[str, Any]:
         "status": proved if isinstance(error, InfeasibleError) else "error",
         "error": {
             "kind": type(error).__name__,
+            "code": error.code,
             "message": error.message,
             "where": error.where,
             "remedy": error.remedy,
@@ -120,10 +121,9 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     text = Text()
     text.append(f"{kind if infeasible else 'error'}: ", style="bold red")
     text.append(error.message)
-    for label, line in (("where", error.where), ("remedy", error.remedy)):
-        if line:
-            text.append(f"\n  {label}: ", style="bold")
-            text.append(line)
+    for label, line in error.details():
+        text.append(f"\n  {label}: ", style="bold")
+        text.append(line)
     # soft_wrap: a path or a command that can be pasted is never broken.
     stderr().print(text, soft_wrap=True)
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
