@@ -221,7 +221,9 @@ class Cluster:
             data = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ClusterError(
-                f"the cluster file is not TOML: {str(error).lower()}", where=where
+                f"the cluster file is not TOML: {str(error).lower()}",
+                where=where,
+                remedy="write [[devices]] and [[levels]] tables of key = value lines",
             ) from error
         try:
             return _read(data, where)
@@ -258,14 +260,18 @@ class Cluster:
         for rank in (a, b):
             if not 0 <= rank < len(self.devices):
                 raise ClusterError(
-                    f"there is no device {rank}: the cluster has {len(self.devices)}"
+                    f"there is no device {rank}: the cluster has {len(self.devices)}",
+                    remedy=f"a number from 0 to {len(self.devices) - 1}",
                 )
         block = 1
         for level in self.levels:
             block *= level.size
             if a // block == b // block:
                 return level
-        raise ClusterError(f"no level joins devices {a} and {b}")
+        raise ClusterError(
+            f"no level joins devices {a} and {b}",
+            remedy="add a [[levels]] table whose size is the number of blocks that it joins",
+        )
 
 
 def stage_limits(
@@ -364,9 +370,17 @@ def _read(data: Any, where: str) -> Cluster:
 
 def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
     if not 1 <= row.count <= MAX_DEVICES:
-        raise ClusterError(f"{row.count} devices of a kind", where=f"{where}.count")
+        raise ClusterError(
+            f"{row.count} devices of a kind",
+            where=f"{where}.count",
+            remedy=f"a number from 1 to {MAX_DEVICES}",
+        )
     if not (math.isfinite(row.speed) and row.speed > 0):
-        raise ClusterError(f"speed is {row.speed!r}, not above 0", where=f"{where}.speed")
+        raise ClusterError(
+            f"speed is {row.speed!r}, not above 0",
+            where=f"{where}.speed",
+            remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
+        )
     memory = row.memory
     if memory is not None:
         memory = parse_bytes(memory, what="memory", where=f"{where}.memory")
@@ -375,7 +389,11 @@ def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
 
 def _level(row: _LevelRow, where: str) -> Level:
     if not 1 <= row.size <= MAX_DEVICES:
-        raise ClusterError(f"size is {row.size}, not from 1", where=f"{where}.size")
+        raise ClusterError(
+            f"size is {row.size}, not from 1",
+            where=f"{where}.size",
+            remedy=f"a number from 1 to {MAX_DEVICES}: how many blocks it joins",
+        )
     rate = row.bandwidth
     if rate is not math.inf:
         rate = parse_rate(rate, what="bandwidth", where=f"{where}.bandwidth")

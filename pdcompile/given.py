@@ -84,6 +84,7 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
         raise PlanError(
             f"it has {plan.num_ranks} ranks, and {num_ranks} processes are running",
             where=str(place),
+            remedy=f"torchrun --nproc-per-node={plan.num_ranks}, or give plan= too",
         )
     return replace(options, plan=plan)
 

@@ -32,20 +32,32 @@ class _Refused(ValueError):
     """Raised inside json's hooks; `loads` adds the file."""
 
 
-def loads(text: str | bytes, *, where: str, error: type[PdcompileError] = PlanError) -> Any:
+def loads(
+    text: str | bytes,
+    *,
+    where: str,
+    error: type[PdcompileError] = PlanError,
+    remedy: str | None = None,
+) -> Any:
     """Parse strict JSON: no NaN or infinity, no repeated keys, at most 64 MiB and 64 levels.
+
+    `remedy`: what to do where it is not.
 
     Raises:
         error: with the reason, and line and column where there is one.
     """
     if len(text) > MAX_BYTES:
-        raise error(f"the file has {len(text)} bytes, more than {MAX_BYTES}", where=where)
+        raise error(
+            f"the file has {len(text)} bytes, more than {MAX_BYTES}", where=where, remedy=remedy
+        )
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError as wrong:
             raise error(
-                "the file is not UTF-8 text", where=f"{where}: byte {wrong.start}"
+                "the file is not UTF-8 text",
+                where=f"{where}: byte {wrong.start}",
+                remedy=remedy,
             ) from wrong
     try:
         data = json.loads(
@@ -59,14 +71,11 @@ def loads(text: str | bytes, *, where: str, error: type[PdcompileError] = PlanEr
     except json.JSONDecodeError as wrong:
         reason = "the file is empty" if not text.strip() else f"not JSON: {wrong.msg.lower()}"
         place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
-        wanted = "a plan.json, as `pdcompile plan TARGET -o plan.json` writes it"
-        raise error(
-            reason, where=place, remedy=f"give {wanted}" if error is PlanError else None
-        ) from wrong
+        raise error(reason, where=place, remedy=remedy) from wrong
     except RecursionError as wrong:
-        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where) from wrong
+        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where, remedy=remedy) from wrong
     except _Refused as wrong:
-        raise error(str(wrong), where=where) from wrong
+        raise error(str(wrong), where=where, remedy=remedy) from wrong
     return data
 
 

@@ -42,7 +42,11 @@ def parse_bytes(value: float | str, *, what: str = "size", where: str | None = N
         return int(value)
     number = _parse(value, BYTES, what, where)
     if number.denominator != 1:
-        raise ConfigError(f"{what} {value!r} is not a whole number of bytes", where=where)
+        raise ConfigError(
+            f"{what} {value!r} is not a whole number of bytes",
+            where=where,
+            remedy=f"{math.ceil(number)} B, for example",
+        )
     return int(number)
 
 
@@ -121,7 +125,11 @@ def _parse(value: object, units: Mapping[str, Fraction], what: str, where: str |
         raise _wrong(value, what, units, where)
     result = Fraction(match[1]) * units[unit]
     if result > (2**62 if units is BYTES else 10**300):
-        raise ConfigError(f"{what} {value!r} is too large", where=where)
+        raise ConfigError(
+            f"{what} {value!r} is too large",
+            where=where,
+            remedy="look at the unit and the exponent",
+        )
     return result
 
 

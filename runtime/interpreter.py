@@ -66,7 +66,10 @@ class Loss:
     def wait(self) -> Tensor:
         if self._value is None:
             if self._abandoned:
-                raise ClosedError("the pipeline ended before this loss arrived")
+                raise ClosedError(
+                    "the pipeline ended before this loss arrived",
+                    remedy="read the losses, or call pipe.flush(), before the pipeline ends",
+                )
             parts = [part.wait() for _, part in sorted(self._parts.items())]
             self._value = total_loss([part for part in parts if part is not None])
             self._parts.clear()

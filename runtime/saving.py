@@ -146,7 +146,10 @@ class Saving(PipelineState):
             InputError: it is of a part of the model, or of another one; nothing was changed.
         """
         if self.optimizer is None:
-            raise ConfigError("there is no optimizer (optimizer=None)")
+            raise ConfigError(
+                "there is no optimizer (optimizer=None)",
+                remedy="give compile an optimizer, or load the state into your own",
+            )
         self.flush()
         load_optimizer(self._running, state)
         self._running.end_call()

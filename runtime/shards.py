@@ -119,7 +119,11 @@ def _read(
                 )
             indices = list(batch)
             if not indices:
-                raise InputError("a minibatch without samples", where="the batches of pipe.shard")
+                raise InputError(
+                    "a minibatch without samples",
+                    where="the batches of pipe.shard",
+                    remedy="leave it out",
+                )
             rows = rows_here(session, len(indices), max(turn, 0))
             whole = Whole(len(indices), _digest(indices), turn if session.spec.period > 1 else None)
             waiting.append((whole, bool(rows)))

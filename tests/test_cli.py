@@ -144,9 +144,11 @@ def test_error_as_json(tmp_path: Path, call: Call) -> None:
     document = json.loads(out)
     assert document["status"] == "error"
     assert document["error"]["kind"] == "PlanError"
+    assert document["error"]["code"] == "PDC-PLAN"
     assert document["error"]["where"].endswith("none.json")
     assert document["error"]["remedy"]
     assert "error: " in err
+    assert "\n  code: PDC-PLAN (docs/errors.md)" in err
 
 
 @pytest.mark.parametrize(

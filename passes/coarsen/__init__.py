@@ -47,7 +47,7 @@ def coarsen(
         InfeasibleError: constraints contradict each other or what may not be cut.
     """
     if not stages:
-        raise ConfigError("a pipeline needs at least one stage, got 0")
+        raise ConfigError("a pipeline needs at least one stage, got 0", remedy="stages=1")
     b = _microbatch_size(graph)
     wishes = Wishes.resolve(graph, constraints)
     groups = Groups(len(graph.ops) + 1)

@@ -118,14 +118,22 @@ def _text(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise SourceError(f"{path.name} has {size:,} bytes", where=str(path))
+            raise SourceError(
+                f"{path.name} has {size:,} bytes, more than {MAX_BYTES:,}",
+                where=str(path),
+                remedy="write the folder again",
+            )
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError as error:
         raise SourceError(
             f"{path.name} is missing", where=str(path), remedy="write the folder again"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path.name} cannot be read: {error}", where=str(path)) from error
+        raise SourceError(
+            f"{path.name} cannot be read: {error}",
+            where=str(path),
+            remedy="write the folder again",
+        ) from error
 
 
 def write(

@@ -76,12 +76,18 @@ def _asked(tensors: Mapping[str, Tensor], asked: Mapping[Any, Any]) -> Dims:
         ndim = tensors[path].ndim
         if any(not -ndim <= dim < ndim for dim in dims):
             raise ConfigError(
-                f"{path!r} has {ndim} dims, not {max(dims, key=abs)}", where="sequence"
+                f"{path!r} has {ndim} dims, not {max(dims, key=abs)}",
+                where="sequence",
+                remedy=f"a number from {-ndim} to {ndim - 1}",
             )
         found[path] = tuple(dim % ndim for dim in dims)
     sizes = {tensors[path].shape[dim] for path, dims in found.items() for dim in dims}
     if len(sizes) > 1:
-        raise InputError(f"the named dims have different sizes: {sorted(sizes)}", where="sequence")
+        raise InputError(
+            f"the named dims have different sizes: {sorted(sizes)}",
+            where="sequence",
+            remedy="name dims that grow together",
+        )
     return found
 
 

@@ -14,6 +14,7 @@ from pdcompile.errors import CostError
 from pdcompile.files import write_whole
 
 SCHEMA = "pdcompile.profile/2"
+_AGAIN = 'measure again (costs="measured"), or use costs="estimated"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Profile:
     @staticmethod
     def from_json(text: str | bytes, where: str = "profile.json") -> Profile:
         """Reads a profile; raises CostError for anything else: NaN, repeated keys, …"""
-        data = jsonio.loads(text, where=where, error=CostError)
+        data = jsonio.loads(text, where=where, error=CostError, remedy=_AGAIN)
         found = jsonio.decode(Profile, data, where=where, error=CostError)
         if found.schema != SCHEMA:
             raise CostError(
@@ -53,7 +54,9 @@ class Profile:
             )
         if found.microbatch_size < 1:
             raise CostError(
-                f"microbatch_size is {found.microbatch_size}; expected at least 1", where=where
+                f"microbatch_size is {found.microbatch_size}; expected at least 1",
+                where=where,
+                remedy=_AGAIN,
             )
         validate(found.entries, where)
         return found
@@ -64,7 +67,9 @@ class Profile:
             write_whole(Path(path), self.to_json().encode())
         except OSError as error:
             raise CostError(
-                f"cannot write the profile: {error.strerror}", where=str(path)
+                f"cannot write the profile: {error.strerror}",
+                where=str(path),
+                remedy="choose another place",
             ) from error
 
     @staticmethod
@@ -91,7 +96,7 @@ class Profile:
             if there != here:
                 raise CostError(
                     f"the profile is stale: its {name} is {there}, here it is {here}",
-                    remedy='measure again (costs="measured"), or use costs="estimated"',
+                    remedy=_AGAIN,
                 )
 
 
@@ -101,7 +106,7 @@ def validate(entries: Sequence[Entry], where: str) -> None:
     for i, entry in enumerate(entries):
         place = f"{where}: entries[{i}] ({entry.target})"
         if entry.key in seen:
-            raise CostError(f"key {entry.key!r} appears twice", where=place)
+            raise CostError(f"key {entry.key!r} appears twice", where=place, remedy="remove one")
         seen.add(entry.key)
         for name in ("forward_seconds", "backward_seconds"):
             if getattr(entry, name) < 0:

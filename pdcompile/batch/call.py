@@ -192,7 +192,11 @@ def _argument(
     found = [(path, leaf) for path, leaf, _ in walk(value, root, DEFAULT)]
     for path, leaf in found:
         if path in leaves:
-            raise InputError("two inputs have the same path", where=path)
+            raise InputError(
+                "two inputs have the same path",
+                where=path,
+                remedy="give one of the keys another name",
+            )
         _refuse_hidden_tensors(path, leaf)
         leaves[path] = leaf
     tree = pytree.tree_structure(value)
@@ -235,7 +239,11 @@ def rebuild(argument: Argument, leaves: Mapping[str, Any]) -> Any:
     """The argument's own container with the given leaves."""
     missing = [path for path in argument.paths if path not in leaves]
     if missing:
-        raise InputError("an input of the model is missing", where=", ".join(missing))
+        raise InputError(
+            "an input of the model is missing",
+            where=", ".join(missing),
+            remedy="pass the same arguments in every call",
+        )
     return pytree.tree_unflatten([leaves[path] for path in argument.paths], argument.tree)
 
 

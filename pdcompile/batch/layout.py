@@ -112,7 +112,11 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
         dim = layout.dims[path]
         if dim is not None and isinstance(leaf, Tensor):
             if leaf.ndim <= dim:
-                raise InputError(f"{_shown(leaf)} has no dimension {dim}", where=path)
+                raise InputError(
+                    f"{_shown(leaf)} has no dimension {dim}",
+                    where=path,
+                    remedy="pass tensors with as many dimensions as in the first call",
+                )
             sizes[path] = (dim, leaf.shape[dim])
     size = _common_size(flat, sizes) if sizes else layout.size
     dims = {
@@ -246,6 +250,7 @@ def _refuse_surplus(args: Any, spec: CallSpec) -> None:
             f"batch_dims has {len(args)} entries for positional arguments, but forward takes "
             f"{len(_positional(spec))}",
             where=f"forward{spec.signature}",
+            remedy="one entry an argument, or a dict of names",
         )
 
 

@@ -26,7 +26,7 @@ def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
         InputError: size is not positive.
     """
     if size < 1:
-        raise InputError(f"a minibatch of {size} samples")
+        raise InputError(f"a minibatch of {size} samples", remedy="at least one sample")
     leaves = {
         path: (dense(leaf) if isinstance(leaf, Tensor) else leaf)
         if layout.dims[path] is None

@@ -167,7 +167,9 @@ def check_loss(loss: Any, where: str) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"the loss is of type {type(loss).__name__}, expected a 0-dim tensor", where=where
+            f"the loss is of type {type(loss).__name__}, expected a 0-dim tensor",
+            where=where,
+            remedy="return the loss alone, as a tensor",
         )
     if loss.ndim != 0:
         raise ConfigError(
@@ -179,6 +181,7 @@ def check_loss(loss: Any, where: str) -> Tensor:
         raise ConfigError(
             f"the loss is of {str(loss.dtype).removeprefix('torch.')}, expected floating point",
             where=where,
+            remedy="compute it from the output: .float() of whole numbers has no gradient",
         )
     return loss
 

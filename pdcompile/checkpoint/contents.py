@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import (
+    ANOTHER,
     PLAN,
     Manifest,
     StoredFile,
@@ -146,7 +147,7 @@ class Contents:
 
     def _rest(self, key: str) -> Tensor:
         if key not in self._kept:
-            raise CheckpointError(f"{key} is in no file", where=str(self.place))
+            raise CheckpointError(f"{key} is in no file", where=str(self.place), remedy=ANOTHER)
         return self._file(self._kept[key]).tensor(key)
 
     # -- the optimizer -------------------------------------------------------------------------
@@ -158,7 +159,9 @@ class Contents:
                 where = f"{self.place}: optimizer state of {name}"
                 found = decode(stage.state[name], where, self._tensors_of(stage))
                 if not isinstance(found, dict):
-                    raise CheckpointError("the optimizer's state is malformed", where=where)
+                    raise CheckpointError(
+                        "the optimizer's state is malformed", where=where, remedy=ANOTHER
+                    )
                 return found
         return {}
 
@@ -170,7 +173,9 @@ class Contents:
                 where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
                 values = decode(group.values, where, self._tensors_of(stage))
                 if not isinstance(values, dict):
-                    raise CheckpointError("the optimizer's settings are malformed", where=where)
+                    raise CheckpointError(
+                        "the optimizer's settings are malformed", where=where, remedy=ANOTHER
+                    )
                 found.append(NamedGroup(n, group.names, values))
         return found
 
@@ -182,7 +187,9 @@ class Contents:
         data = self.manifest.schedulers or {}
         where = f"{self.place}: schedulers"
         if not isinstance(data, dict):
-            raise CheckpointError("the states of the schedulers are malformed", where=where)
+            raise CheckpointError(
+                "the states of the schedulers are malformed", where=where, remedy=ANOTHER
+            )
         return {name: decode(one, where) for name, one in data.items()}
 
     # -- files ---------------------------------------------------------------------------------
@@ -199,7 +206,9 @@ class Contents:
             data = path.read_bytes()
         except OSError as error:
             raise CheckpointError(
-                f"a file of the checkpoint is missing: {error.strerror}", where=str(path)
+                f"a file of the checkpoint is missing: {error.strerror}",
+                where=str(path),
+                remedy=ANOTHER,
             ) from error
         if zlib.crc32(data) != self.manifest.plan_crc32:
             raise CheckpointError(

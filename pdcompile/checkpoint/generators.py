@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdcompile.checkpoint.manifest import ANOTHER
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.errors import CheckpointError
 
@@ -36,7 +37,9 @@ def states_of(data: Any, where: str) -> dict[str, Any]:
     found = decode(data, where)
     if not isinstance(found, dict) or set(found) != {"torch", "random", "numpy"}:
         raise CheckpointError(
-            "the states of the random number generators are malformed", where=where
+            "the states of the random number generators are malformed",
+            where=where,
+            remedy=ANOTHER,
         )
     return found
 

@@ -18,6 +18,7 @@ from pdcompile.jsonio import MAX_BYTES, decode, dumps, loads
 VERSION = 1
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
+ANOTHER = "load another checkpoint of the folder"  # the remedy where one is damaged
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
 
@@ -145,7 +146,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     where = str(path)
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"the manifest has more than {MAX_BYTES} bytes", where=where)
+            raise CheckpointError(
+                f"the manifest has more than {MAX_BYTES} bytes", where=where, remedy=ANOTHER
+            )
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(
@@ -153,7 +156,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             where=where,
             remedy="give a folder that pipe.save wrote, or one checkpoint in it",
         ) from error
-    found = loads(data, where=where, error=CheckpointError)
+    found = loads(data, where=where, error=CheckpointError, remedy=ANOTHER)
     version = found.get("version") if isinstance(found, dict) else None
     if version != VERSION:
         raise CheckpointError(
@@ -174,7 +177,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _check(manifest: Manifest, where: str) -> None:
     def wrong(message: str, place: str) -> CheckpointError:
-        return CheckpointError(message, where=f"{where}: {place}")
+        return CheckpointError(message, where=f"{where}: {place}", remedy=ANOTHER)
 
     if min(manifest.minibatches, manifest.evaluations, manifest.ranks - 1) < 0:
         raise wrong("counts are negative", "minibatches")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.checkpoint.manifest import ANOTHER
 from pdcompile.errors import CheckpointError
 
 _DEPTH = 16  # JSON is read to 64 levels, and a level of values makes two or three
@@ -104,13 +105,15 @@ def decode(data: Any, where: str, tensor: Callable[[str], Tensor] | None = None)
                 return _mapping(tag, found)
         if tag == "tensor" and isinstance(part, str):
             if tensor is None:
-                raise CheckpointError(f"{part} is in no file", where=where)
+                raise CheckpointError(f"{part} is in no file", where=where, remedy=ANOTHER)
             return tensor(part)
         try:
             return _NUMBERS[tag](part)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
             pass
-    raise CheckpointError(f"{str(data)[:60]!r} is no value of a checkpoint", where=where)
+    raise CheckpointError(
+        f"{str(data)[:60]!r} is no value of a checkpoint", where=where, remedy=ANOTHER
+    )
 
 
 def tensor_names(data: Any) -> list[str]:

@@ -482,7 +482,9 @@ def _microbatches(text: str) -> Any:
         return int(text)
     except ValueError as error:
         raise ConfigError(
-            f"--microbatches {text} is neither a number nor auto", where="--microbatches"
+            f"--microbatches {text} is neither a number nor auto",
+            where="--microbatches",
+            remedy="--microbatches 8, or auto",
         ) from error
 
 

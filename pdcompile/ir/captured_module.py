@@ -183,7 +183,7 @@ def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
     for entry in program.inputs:
         leaf = flat.leaves.get(entry.path)
         if not isinstance(leaf, Tensor):
-            raise InputError("an input tensor is missing", where=entry.path)
+            raise InputError("an input tensor is missing", where=entry.path, remedy=_OTHER)
         # Another precision may do: the module may be converted.
         check_leaf(graph, entry, leaf, _OTHER, same_kind=True)
         if entry.batch_dim is not None:

@@ -80,7 +80,7 @@ def from_json(kind: type[OpGraph], text: str | bytes, *, where: str = "graph.jso
     Raises:
         PlanError: the text is not a graph; names the place in it.
     """
-    data = jsonio.loads(text, where=where)
+    data = jsonio.loads(text, where=where, remedy="write it anew: OpGraph.to_json")
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise PlanError(f"not a graph of format version {VERSION}", where=where)
     graph: OpGraph = _rebuild(kind, data, where)

@@ -236,7 +236,8 @@ class Plan:
             PlanError: not strict JSON, another schema, wrong types, or nonsense; `where` is the
                 place in the file, like ``plan.json: stages[1].ops[3]``.
         """
-        data = loads(text, where=where)
+        wanted = "give a plan.json, as `pdcompile plan TARGET -o plan.json` writes it"
+        data = loads(text, where=where, remedy=wanted)
         if isinstance(data, dict) and "ranks" in data and "stages" not in data:
             raise PlanError(
                 "this is the file of a schedule, and not a plan",

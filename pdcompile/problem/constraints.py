@@ -27,7 +27,10 @@ class Pin:
     def __post_init__(self) -> None:
         _check_patterns(self, (self.pattern,))
         if isinstance(self.stage, bool) or not isinstance(self.stage, int):
-            raise ConfigError(f"Pin needs a stage number, got {self.stage!r}")
+            raise ConfigError(
+                f"Pin needs a stage number, got {self.stage!r}",
+                remedy=f"such as Pin({self.pattern!r}, 0), or -1 for the last stage",
+            )
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -50,7 +53,10 @@ class Apart:
     def __init__(self, *patterns: str) -> None:
         _check_patterns(self, patterns)
         if len(patterns) < 2:
-            raise ConfigError(f"Apart needs two patterns or more, got {patterns!r}")
+            raise ConfigError(
+                f"Apart needs two patterns or more, got {patterns!r}",
+                remedy='such as Apart("encoder", "decoder")',
+            )
         object.__setattr__(self, "patterns", patterns)
 
 
@@ -108,7 +114,10 @@ class MaxStages:
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ConfigError(f"MaxStages needs a number from 1, got {self.count!r}")
+            raise ConfigError(
+                f"MaxStages needs a number from 1, got {self.count!r}",
+                remedy="such as MaxStages(4)",
+            )
 
 
 Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages

@@ -44,7 +44,10 @@ def reference(
     try:
         chosen = Options.given(options)
     except TypeError as error:
-        raise ConfigError(f"reference got an unknown argument: {error}") from None
+        raise ConfigError(
+            f"reference got an unknown argument: {error}",
+            remedy="give it what pdcompile.compile takes",
+        ) from None
     if isinstance(chosen.plan, Plan):
         refuse_others(chosen, chosen.plan)
         chosen = completed(chosen, chosen.plan)

@@ -17,7 +17,10 @@ from pdcompile.weights import materialise, open_source
 def chosen_model(model: nn.Module, options: Options) -> nn.Module:
     """The model to train, a copy where `keep_model` says so, with its values from `weights`."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is of type {type(model).__name__}, not an nn.Module")
+        raise ConfigError(
+            f"the model is of type {type(model).__name__}, not an nn.Module",
+            remedy="pass the model itself",
+        )
     chosen = copy_of(model) if options.keep_model else model
     if options.weights is not None:
         materialise(chosen, open_source(options.weights, seed=options.seed))

@@ -97,7 +97,9 @@ class ReferenceState:
         try:
             self._model.load_state_dict(state, strict=False)
         except RuntimeError as error:
-            raise InputError(f"the state does not fit the model: {error}") from None
+            raise InputError(
+                f"the state does not fit the model: {error}", remedy="load a state of this model"
+            ) from None
         self._versions.forget()
         found = as_position(position) or position_of(state) or self.position
         self._groups.resume(found.minibatches, accumulated_of(state, found))

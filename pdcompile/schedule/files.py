@@ -92,7 +92,8 @@ def from_csv(text: str, where: str, name: str) -> Written:
 
 def from_json(text: str, where: str, name: str) -> Written:
     """See `read`; the name is the file's where it has none of its own."""
-    data = loads(text, where=where, error=ScheduleError)
+    wanted = "give an object of 'ranks', as `pdcompile schedule PLAN -o mine.json` writes it"
+    data = loads(text, where=where, error=ScheduleError, remedy=wanted)
     ranks = data.get("ranks") if isinstance(data, dict) else None
     if not isinstance(ranks, list) or set(data) - {"schedule", "ranks"}:
         raise _no_schedule("it is not an object of 'ranks', with or without 'schedule'", where)

@@ -43,7 +43,10 @@ def to_argument(
         return ListOf(items) if isinstance(value, list) else items
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise TraceError("an operator receives a dict with keys that are not strings")
+            raise TraceError(
+                "an operator receives a dict with keys that are not strings",
+                remedy="pass strings as keys",
+            )
         return DictOf(
             tuple((str.__str__(k), to_argument(v, tensor, device)) for k, v in value.items())
         )

@@ -93,7 +93,11 @@ def find_loss(
             return None
     found = name(loss)
     if not isinstance(found, Ref):
-        raise TraceError("the loss is a tensor of the model itself", where="loss_fn")
+        raise TraceError(
+            "the loss is a tensor of the model itself",
+            where="loss_fn",
+            remedy="compute it from the output and the target",
+        )
     return found.name
 
 
