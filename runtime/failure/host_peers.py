@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pdcompile.runtime.failure.fate import fate, same_machine, stopped
 from pdcompile.runtime.failure.instruction_log import InstructionLog
+from pdcompile.schedule import Instruction
 
 _SHOWN = 5  # instructions of the rank that failed
 
@@ -74,8 +75,9 @@ class HostPeers:
 
     def before(self, rank: int) -> list[str]:
         """The last instructions of a rank of this host before that, the oldest first."""
-        entries = self._log_of(rank).before()[-_SHOWN:]
-        return [f"{time.monotonic() - one.seconds:.3f} s ago: {one}" for one in entries]
+        entries = self._log_of(rank).before()
+        shown = [one for one in entries if isinstance(one.doing, Instruction)][-_SHOWN:]
+        return [f"{time.monotonic() - one.seconds:.3f} s ago: {one}" for one in shown]
 
     def _log_of(self, rank: int) -> InstructionLog:
         return self.of_rank[rank].log if rank in self.of_rank else self.log

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pdcompile.schedule import Action, Instruction, Phase
 
-KEPT = 16  # entries
+KEPT = 32  # entries
 _ENTRY = struct.Struct("<Qdhhiiiq")  # serial number first: a reader sees whether it is whole
 _COUNT = struct.Struct("<Q")
 _ACTIONS = tuple(Action)
