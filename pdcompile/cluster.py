@@ -22,15 +22,14 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError
-from pdcompile.jsonio import decode
+from pdcompile.files import read_limited
+from pdcompile.jsonio import decode, loads_toml
 from pdcompile.problem import StageLimits
 from pdcompile.units import (
     exact_bytes,
@@ -199,32 +198,24 @@ class Cluster:
                 to the number of devices; names the file and the key.
         """
         try:
-            text = Path(path).read_bytes().decode("utf-8")
+            text = read_limited(path)
         except OSError as error:
             raise ClusterError(
                 f"cannot read the cluster file: {error.strerror or error}",
                 where=str(path),
                 remedy="give the path of a cluster.toml, or '2x4' (hosts x devices)",
             ) from error
-        except UnicodeDecodeError as error:
-            raise ClusterError(
-                "the cluster file is not UTF-8 text",
-                where=f"{path}: byte {error.start}",
-                remedy="save it as UTF-8",
-            ) from error
         return Cluster.from_toml(text, where=str(path))
 
     @staticmethod
-    def from_toml(text: str, *, where: str = "cluster.toml") -> Cluster:
+    def from_toml(text: str | bytes, *, where: str = "cluster.toml") -> Cluster:
         """Inverse of `to_toml`.  Raises ClusterError that names file and key."""
-        try:
-            data = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ClusterError(
-                f"the cluster file is not TOML: {str(error).lower()}",
-                where=where,
-                remedy="write [[devices]] and [[levels]] tables of key = value lines",
-            ) from error
+        data = loads_toml(
+            text,
+            where=where,
+            error=ClusterError,
+            remedy="write [[devices]] and [[levels]] tables of key = value lines",
+        )
         try:
             return _read(data, where)
         except ConfigError as error:  # a unit: the parser of units knows no clusters

@@ -1,9 +1,21 @@
-"""Writes files that are complete or absent, never half written."""
+"""Reads files up to a size; writes files that are complete or absent, never half written."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+MAX_BYTES = 64 * 2**20  # of a file that describes something: no tensors are in it
+
+
+def read_limited(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
+    """The contents of a file.  Raises OSError: it cannot be read, or has more bytes."""
+    with Path(path).open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"the file has more than {limit} bytes", str(path))
+    return data
 
 
 def write_whole(path: Path, data: bytes) -> None:

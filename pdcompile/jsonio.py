@@ -1,22 +1,24 @@
-"""Strict JSON to and from frozen dataclasses.
+"""Strict JSON to and from frozen dataclasses, and TOML as strict.
 
-Python's own reader takes NaN, Infinity, 1e999 and repeated keys, and a dataclass takes
-anything; a plan that people edit deserves better.  Everything wrong is reported with its place
-in the file, ``plan.json: stages[1].ops[3]``.
+Python's own readers take NaN, Infinity, 1e999, repeated keys and numbers of any length, and a
+dataclass takes anything; a plan that people edit deserves better.  Everything wrong is reported
+with its place in the file, ``plan.json: stages[1].ops[3]``.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import tomllib
 import types
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pdcompile.errors import PdcompileError, PlanError
+from pdcompile.files import MAX_BYTES
 
-MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 64
 #: metadata of a dataclass field that is written without defaults, its rows on one line each
 COMPACT = {"compact": True}
@@ -46,19 +48,7 @@ def loads(
     Raises:
         error: with the reason, and line and column where there is one.
     """
-    if len(text) > MAX_BYTES:
-        raise error(
-            f"the file has {len(text)} bytes, more than {MAX_BYTES}", where=where, remedy=remedy
-        )
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as wrong:
-            raise error(
-                "the file is not UTF-8 text",
-                where=f"{where}: byte {wrong.start}",
-                remedy=remedy,
-            ) from wrong
+    text = _text(text, where, error, remedy)
     try:
         data = json.loads(
             text,
@@ -77,6 +67,53 @@ def loads(
     except _Refused as wrong:
         raise error(str(wrong), where=where, remedy=remedy) from wrong
     return data
+
+
+def loads_toml(
+    text: str | bytes, *, where: str, error: type[PdcompileError], remedy: str | None = None
+) -> Any:
+    """Parse TOML within the same limits: of size, of levels, and of 63 bits a number.
+
+    `remedy`: what to do where it is not.
+
+    Raises:
+        error: with the reason, and line and column where there is one.
+    """
+    text = _text(text, where, error, remedy)
+    try:
+        if _LONG_KEY.search(text):  # which takes time by the square of its parts
+            raise _Refused(f"a key has more than {MAX_DEPTH} parts")
+        data = tomllib.loads(text)
+        _check_tree(data)
+    except RecursionError as wrong:
+        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where, remedy=remedy) from wrong
+    except _Refused as wrong:
+        raise error(str(wrong), where=where, remedy=remedy) from wrong
+    except ValueError as wrong:  # TOMLDecodeError, and a number of thousands of digits
+        reason = f"the file is not TOML: {str(wrong).lower()}"
+        raise error(reason, where=where, remedy=remedy) from wrong
+    return data
+
+
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEPTH}}}")
+
+
+def _text(text: str | bytes, where: str, error: type[PdcompileError], remedy: str | None) -> str:
+    """Of a file that is not too long."""
+    if len(text) > MAX_BYTES:
+        reason = f"the file has {len(text)} bytes, more than {MAX_BYTES}"
+        raise error(reason, where=where, remedy=remedy)
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        raise error(
+            "the file is not UTF-8 text",
+            where=f"{where}: byte {wrong.start}",
+            remedy=remedy or "save it as UTF-8",
+        ) from wrong
 
 
 def decode(kind: type[T], data: Any, *, where: str, error: type[PdcompileError] = PlanError) -> T:
@@ -175,7 +212,7 @@ def _small(text: str) -> int:
 
 
 def _check_tree(data: Any) -> None:
-    """Depth, and text that no file could hold (half a surrogate pair)."""
+    """Depth, whole numbers, and text that no file could hold (half a surrogate pair)."""
     stack = [(data, 1)]
     while stack:
         part, depth = stack.pop()
@@ -186,6 +223,8 @@ def _check_tree(data: Any) -> None:
             stack += [(item, depth + 1) for item in part.values()]
         elif isinstance(part, list):
             stack += [(item, depth + 1) for item in part]
+        elif isinstance(part, int) and not -(2**63) < part < 2**63:
+            raise _Refused("a whole number has more than 63 bits")
         elif isinstance(part, str) and any("\ud800" <= letter <= "\udfff" for letter in part):
             raise _Refused(f"text {_short(part)} holds half a surrogate pair")
 
@@ -226,7 +265,7 @@ def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileErr
     if not isinstance(data, dict):
         raise _mismatch(data, "an object", where, error)
     place = where.removesuffix(":")
-    hints = _hints(kind)
+    hints = hints_of(kind)
     known = {field.name: field for field in fields(kind)}
     for key in data:
         if key not in known:
@@ -240,7 +279,12 @@ def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileErr
     return kind(**parts)
 
 
-_hints = cache(get_type_hints)  # evaluating them takes longer than decoding a row
+@cache
+def hints_of(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields: evaluating them takes longer than decoding a row."""
+    return get_type_hints(kind)
+
+
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 

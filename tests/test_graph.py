@@ -188,7 +188,7 @@ def test_numbers_that_json_does_not_have() -> None:
         (lambda data: data["ops"][0].update(args={"tuple": [{"ref": "nobody"}]}), "'nobody'"),
         (lambda data: data["ops"][0].update(args={"tuple": [{"call": "f"}]}), "not an argument"),
         (lambda data: data["ops"][0].pop("name"), "incomplete"),
-        (lambda data: data["values"].pop(), "which is not a value"),
+        (lambda data: data["values"].pop(), "what is not a value"),
         (lambda data: data.update(batch_size="4"), "expected"),
         (lambda data: data.update(ops={}), "expected a list"),
     ],

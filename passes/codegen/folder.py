@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.files import write_whole
+from pdcompile.files import read_limited, write_whole
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
 _LOADS = itertools.count()
-MAX_BYTES = 64 * 2**20
 
 
 def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
@@ -116,14 +115,7 @@ def _remedy(edited: bool, error: Exception) -> str:
 
 def _text(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise SourceError(
-                f"{path.name} has {size:,} bytes, more than {MAX_BYTES:,}",
-                where=str(path),
-                remedy="write the folder again",
-            )
-        return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        return read_limited(path).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError as error:
         raise SourceError(
             f"{path.name} is missing", where=str(path), remedy="write the folder again"

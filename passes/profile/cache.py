@@ -19,14 +19,13 @@ from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
-from pdcompile.files import write_whole
+from pdcompile.files import read_limited, write_whole
 from pdcompile.ir.graph import Op
 from pdcompile.passes.profile.entries import Entry, validate
 
 VARIABLE = "PDCOMPILE_CACHE"
 OFF = ("off", "0", "")
 SCHEMA = "pdcompile.cached-profile/2"
-MAX_BYTES = 64 << 20
 # Where the same name means the same work, as long as torch is the same; a user's own function
 # or module may have been edited since, and is measured every time.
 LASTING = ("torch.", "operator.", "math.", "builtins.")
@@ -96,9 +95,7 @@ def load(environment: Environment, keys: Iterable[str]) -> Cached | None:
     if path is None or not path.is_file():
         return None
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CostError("the file is too large", where=str(path))
-        data = jsonio.loads(path.read_bytes(), where=str(path), error=CostError)
+        data = jsonio.loads(read_limited(path), where=str(path), error=CostError)
         found = jsonio.decode(Cached, data, where=str(path), error=CostError)
         validate(found.entries, str(path))
     except (CostError, OSError) as error:

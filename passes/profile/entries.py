@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
-from pdcompile.files import write_whole
+from pdcompile.files import read_limited, write_whole
 
 SCHEMA = "pdcompile.profile/2"
 _AGAIN = 'measure again (costs="measured"), or use costs="estimated"'
@@ -76,7 +76,7 @@ class Profile:
     def load(path: str | Path) -> Profile:
         """Reads a file; raises CostError when it cannot be read or does not hold a profile."""
         try:
-            text = Path(path).read_bytes()
+            text = read_limited(path)
         except OSError as error:
             raise CostError(
                 f"cannot read the profile: {error.strerror}",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Hashable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from pdcompile.errors import CostError
+from pdcompile.files import read_limited
 from pdcompile.passes.partition.lattice import by_priority, neighbours
 
 MAX_DEVICES = 65_536
@@ -22,7 +22,7 @@ def content(path: str | os.PathLike[str]) -> bytes:
         CostError: it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        return read_limited(path)
     except OSError as wrong:
         reason = (wrong.strerror or "unreadable").lower()
         raise CostError(

@@ -24,6 +24,7 @@ from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
 from pdcompile.checkpoint.tensor_file import TensorFile
 from pdcompile.errors import CheckpointError, some
+from pdcompile.files import read_limited
 from pdcompile.position import Accumulated, Position
 
 
@@ -203,20 +204,24 @@ class Contents:
         """The plan that it was saved with, as JSON."""
         path = self.place / PLAN
         try:
-            data = path.read_bytes()
+            data = read_limited(path)
         except OSError as error:
             raise CheckpointError(
-                f"a file of the checkpoint is missing: {error.strerror}",
+                f"a file of the checkpoint cannot be read: {error.strerror}",
                 where=str(path),
                 remedy=ANOTHER,
             ) from error
-        if zlib.crc32(data) != self.manifest.plan_crc32:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = None
+        if text is None or zlib.crc32(data) != self.manifest.plan_crc32:
             raise CheckpointError(
                 "the plan is damaged: its checksum does not fit",
                 where=str(path),
                 remedy="load with a plan of your own (plan=), or let it be planned anew",
             )
-        return data.decode()
+        return text
 
     def verify(self) -> list[CheckpointError]:
         """Read everything: what is damaged, [] where all is as it was written."""

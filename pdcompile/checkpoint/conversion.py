@@ -6,8 +6,9 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def _of_torch(folder: Path, prefix: str) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = _metadata(folder)
-    listed: Any = metadata.state_dict_metadata
+    listed = metadata.state_dict_metadata
     tensors = {n: one for n, one in listed.items() if isinstance(one, TensorStorageMetadata)}
     chosen = {name: one for name, one in tensors.items() if name.startswith(prefix)}
     if not chosen:
@@ -124,8 +125,8 @@ def _of_torch(folder: Path, prefix: str) -> dict[str, Tensor]:
         def read_metadata(self, *_: Any, **__: Any) -> Any:
             return metadata
 
-    found = {n: torch.empty(one.size, dtype=one.properties.dtype) for n, one in chosen.items()}
     try:
+        found = {n: torch.empty(one.size, dtype=one.properties.dtype) for n, one in chosen.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this is one process
             load(found, storage_reader=Reader(folder), no_dist=True)
@@ -138,8 +139,24 @@ def _of_torch(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-class _Restricted(pickle.Unpickler):
-    """Knows the classes of torch's metadata and no others: nothing is executed."""
+class _Restricted(pickle._Unpickler):
+    """Knows the classes of torch's metadata and no others: nothing is executed.
+
+    Python's own one: in the other one a pickle can set attributes of these classes themselves, for
+    all of the process.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+
+    def load_build(self) -> None:
+        """Give an object its state."""
+        kind = type(self.stack[-2])
+        if kind.__module__ not in _OF_TORCH or issubclass(kind, Enum):
+            raise pickle.UnpicklingError(f"it changes a {kind.__name__}, which no metadata needs")
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED or (module in _OF_TORCH and name in _NAMES):
@@ -171,6 +188,11 @@ def _metadata(folder: Path) -> Any:
             found = _Restricted(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError("it is none")
+        names = [name for name in found.state_dict_metadata if not isinstance(name, str)]
+        paths = [one.relative_path for one in (found.storage_data or {}).values()]
+        outside = [path for path in paths if Path(path).name != path]
+        if names or outside:
+            raise pickle.UnpicklingError(f"{(names + outside)[0]!r} is no name or no file in it")
     except Exception as error:  # whatever a pickle can raise
         raise CheckpointError(
             f"the metadata of a torch.distributed.checkpoint cannot be read: {error}",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pdcompile.errors import CheckpointError
-from pdcompile.jsonio import MAX_BYTES, decode, dumps, loads
+from pdcompile.files import read_limited
+from pdcompile.jsonio import decode, dumps, loads
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -145,11 +146,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     where = str(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(
-                f"the manifest has more than {MAX_BYTES} bytes", where=where, remedy=ANOTHER
-            )
-        data = path.read_bytes()
+        data = read_limited(path)
     except OSError as error:
         raise CheckpointError(
             f"there is no readable manifest: {error.strerror}",

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from pdcompile.checkpoint.manifest import ANOTHER
 from pdcompile.errors import CheckpointError
+from pdcompile.ir.targets import dtype_name
 
 _DEPTH = 16  # JSON is read to 64 levels, and a level of values makes two or three
 _LARGEST = 2**63
+_BITS = 1024  # of a whole number
 
 
 class Encoder:
@@ -44,6 +46,8 @@ class Encoder:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
+            if value.bit_length() > _BITS:
+                raise _cannot(value.bit_length(), name, "is a whole number of more bits than 1024")
             return value if abs(value) < _LARGEST else {"int": str(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
@@ -96,18 +100,18 @@ def decode(data: Any, where: str, tensor: Callable[[str], Tensor] | None = None)
         return [decode(part, where, tensor) for part in data]
     if isinstance(data, dict) and len(data) == 1:
         ((tag, part),) = data.items()
-        if tag in _LISTS and isinstance(part, list):
-            return _LISTS[tag](decode(one, where, tensor) for one in part)
-        pairs = isinstance(part, list) and all(isinstance(p, list) and len(p) == 2 for p in part)
-        if tag in _MAPPINGS and pairs:
-            found = [(decode(k, where, tensor), decode(v, where, tensor)) for k, v in part]
-            if all(_hashable(key) for key, _ in found):
-                return _mapping(tag, found)
         if tag == "tensor" and isinstance(part, str):
             if tensor is None:
                 raise CheckpointError(f"{part} is in no file", where=where, remedy=ANOTHER)
             return tensor(part)
-        try:
+        pairs = isinstance(part, list) and all(isinstance(p, list) and len(p) == 2 for p in part)
+        try:  # keys and members of sets may have no hash
+            if tag in _LISTS and isinstance(part, list):
+                return _LISTS[tag]([decode(one, where, tensor) for one in part])
+            if tag in _MAPPINGS and pairs:
+                found = [(decode(k, where, tensor), decode(v, where, tensor)) for k, v in part]
+                if all(_is_key(key) for key, _ in found):
+                    return _mapping(tag, found)
             return _NUMBERS[tag](part)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
             pass
@@ -134,17 +138,18 @@ def _mapping(tag: str, pairs: list[tuple[Any, Any]]) -> Any:
     return _MAPPINGS[tag](dict(pairs)) if tag == "counter" else _MAPPINGS[tag](pairs)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(name)
-    return found
-
-
 def _values(parts: Any) -> Tensor:
     dtype, shape, text = parts
-    flat = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-    return flat.view(_dtype(dtype)).reshape(shape).clone()
+    data = bytearray(base64.b64decode(text, validate=True))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(_DTYPES[dtype]).reshape(shape).clone()
+
+
+def _int(text: Any) -> int:
+    found = int(text)
+    if found.bit_length() > _BITS:
+        raise ValueError(text)
+    return found
 
 
 def _complex(parts: Any) -> complex:
@@ -158,19 +163,21 @@ def _float(text: Any) -> float:
     return float(text)
 
 
-def _hashable(key: Any) -> bool:
+def _is_key(key: Any) -> bool:
     return key is None or isinstance(key, bool | int | float | str | tuple)
 
 
+# A table: torch imports some of its modules where they are asked for by name.
+_DTYPES = {dtype_name(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, Any] = {
     "dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict,
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text) if len(text) < 400 else None,
+    "int": _int,
     "float": _float,
     "complex": _complex,
-    "dtype": _dtype,
+    "dtype": lambda name: _DTYPES[name],
     "values": _values,
 }
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +21,7 @@ from pdcompile import jsonio
 from pdcompile.errors import PlanError
 from pdcompile.ir.records import (
     CHECK,
+    DTYPE_BYTES,
     Affine,
     Argument,
     Attr,
@@ -33,6 +36,7 @@ from pdcompile.ir.records import (
     TorchLiteral,
     Value,
     rewritten,
+    walk,
 )
 
 if TYPE_CHECKING:
@@ -84,17 +88,46 @@ def from_json(kind: type[OpGraph], text: str | bytes, *, where: str = "graph.jso
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise PlanError(f"not a graph of format version {VERSION}", where=where)
     graph: OpGraph = _rebuild(kind, data, where)
-    for name, value in graph.values.items():
-        if value.name != name:
-            raise PlanError(f"value {name!r} is called {value.name!r}", where=where)
-    known = set(graph.values)
-    for op in graph.ops:
-        missing = [name for name in (*op.inputs, op.name) if name not in known]
-        if missing:
-            raise PlanError(
-                f"op {op.name!r} reads {missing[0]!r}, which is not a value", where=where
-            )
+    for place, message in _nonsense(graph):
+        raise PlanError(message, where=f"{where}: {place}", remedy="write the graph again")
     return graph
+
+
+def _nonsense(graph: OpGraph) -> Iterator[tuple[str, str]]:
+    """What no graph is: (place, message)."""
+    if graph.batch_size < 1:
+        yield "batch_size", f"{graph.batch_size} samples"
+    for name, value in graph.values.items():
+        if value.is_tensor and value.dtype not in DTYPE_BYTES:
+            yield "values", f"{name!r} has the unknown dtype {value.dtype!r}"
+    for name, info in graph.tensors.items():
+        if info.dtype not in DTYPE_BYTES or min(info.shape, default=0) < 0:
+            yield "tensors", f"{name!r} is {info.dtype} {info.shape}"
+    made = {entry.name for entry in graph.inputs}
+    for name in made - graph.values.keys():
+        yield "inputs", f"{name!r} is not a value"
+    for i, op in enumerate(graph.ops):
+        place = f"ops[{i}]"
+        if op.name in made:
+            yield place, f"the name {op.name!r} is there twice"
+        if op.name not in graph.values:
+            yield place, f"op {op.name!r} makes what is not a value"
+        for name in op.inputs:
+            if name not in made:
+                yield place, f"op {op.name!r} reads {name!r}, which nothing before it makes"
+        for name in op.mutates:
+            if name not in graph.values:
+                yield place, f"op {op.name!r} writes {name!r}, which is not a value"
+        if len(op.args) < _LEAST_ARGUMENTS.get(op.kind, _LEAST_ARGUMENTS.get(op.target, 0)):
+            yield place, f"op {op.name!r} has {len(op.args)} arguments"
+        made.add(op.name)
+    loss = () if graph.loss is None else (graph.loss,)
+    for name in (*loss, *(ref.name for ref in walk(graph.output, Ref))):
+        if name not in made:
+            yield "output", f"{name!r} is not a value"
+
+
+_LEAST_ARGUMENTS = {"method": 1, "getattr": 1, "operator.getitem": 2, "operator.setitem": 3}
 
 
 def _record(value: Any, without: frozenset[str]) -> dict[str, Any]:
@@ -167,7 +200,7 @@ def decode(data: Any, where: str) -> Argument:
     match kind, content:
         case "float", "nan" | "inf" | "-inf":
             return float(content)
-        case "int", str() if content.lstrip("-").isdigit() and len(content) < 400:
+        case "int", str() if re.fullmatch(r"-?[0-9]{1,400}", content):
             return int(content)
         case "complex", [real, imaginary]:
             parts = [decode(part, where) for part in (real, imaginary)]
@@ -201,10 +234,10 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)
 
 
-def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
+def _rebuild(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise PlanError(f"expected a {kind.__name__}", where=where)
-    hints = get_type_hints(kind)
+    hints = jsonio.hints_of(kind)
     known = {entry.name for entry in fields(kind)} - _NOT_SAVED
     unknown = sorted(set(data) - known)
     if unknown:
@@ -216,7 +249,7 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
             if not isinstance(part, list):
                 raise PlanError("expected a list", where=place)
             items = [_rebuild(_KINDS[name], x, f"{place}[{i}]") for i, x in enumerate(part)]
-            built[name] = _keyed(name, items)
+            built[name] = _keyed(name, items, place)
         elif name in _ARGUMENT_FIELDS:
             built[name] = _checked(name, decode(part, place), place)
         else:
@@ -246,9 +279,12 @@ def _checked(name: str, argument: Argument, where: str) -> Argument:
     raise PlanError(f"expected a tuple {form}", where=where)
 
 
-def _keyed(name: str, items: list[Any]) -> Any:
-    if name == "values":
-        return {item.name: item for item in items}
-    if name == "tensors":
-        return {item.fqn: item for item in items}
-    return tuple(items)
+def _keyed(name: str, items: list[Any], where: str) -> Any:
+    key = {"values": "name", "tensors": "fqn"}.get(name)
+    if key is None:
+        return tuple(items)
+    found: dict[str, Any] = {}
+    for item in items:
+        if found.setdefault(getattr(item, key), item) is not item:
+            raise PlanError(f"{getattr(item, key)!r} is there twice", where=where)
+    return found

@@ -157,7 +157,8 @@ def _find(target: str) -> Any:
     if parts[:2] == ["torch", "ops"]:
         return _registered_op(parts[2:])
     prefix, _, name = target.rpartition(".")
-    value = getattr(dict(NAMESPACES).get(prefix), name, None)
+    # vars: torch imports some of its modules where they are asked for by name
+    value = vars(dict(NAMESPACES).get(prefix, object)).get(name)
     return value if value is not None and _is_operator(value) else None
 
 
@@ -190,7 +191,7 @@ def _function_class(parts: list[str]) -> Any:
     for cut in range(len(parts) - 1, 0, -1):
         value: Any = sys.modules.get(".".join(parts[:cut]))
         for part in parts[cut:]:
-            value = vars(value).get(part) if value is not None else None
+            value = getattr(value, "__dict__", {}).get(part)
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             return value
     return None
@@ -213,8 +214,11 @@ def literal(value: Any, own_device: torch.device | None = None) -> TorchLiteral:
 def from_literal(value: TorchLiteral, own_device: torch.device) -> Any:
     """The torch object that a TorchLiteral stands for, on the given device."""
     if value.kind == "device":
-        return own_device if value.text == "self" else torch.device(value.text)
-    found = getattr(torch, value.text, None)
+        try:
+            return own_device if value.text == "self" else torch.device(value.text)
+        except (RuntimeError, ValueError) as error:
+            raise SourceError(f"torch has no device called {value.text!r}") from error
+    found = vars(torch).get(value.text)
     kinds = {
         "dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format,
     }  # fmt: skip

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from pdcompile.errors import PlanError
+from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
 from pdcompile.plan.validate import validate
 from pdcompile.problem import PartitionProblem
@@ -261,7 +261,7 @@ class Plan:
     def load(path: str | PathLike[str]) -> Plan:
         """Read plan.json.  Raises PlanError: there is no such file, or as `from_json`."""
         try:
-            content = Path(path).read_bytes()
+            content = read_limited(path)
         except (OSError, TypeError) as error:
             raise PlanError(
                 f"cannot read the plan: {getattr(error, 'strerror', None) or error}",

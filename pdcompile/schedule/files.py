@@ -26,7 +26,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pdcompile.errors import ScheduleError
+from pdcompile.errors import PdcompileError, ScheduleError
+from pdcompile.files import read_limited
 from pdcompile.jsonio import loads
 from pdcompile.schedule.written import Written, parse, read_rows
 
@@ -48,7 +49,7 @@ def read(path: str | PathLike[str]) -> Written:
             remedy="name the file for what is in it",
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_limited(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(
             f"cannot read the schedule: {getattr(error, 'strerror', None) or error}",
@@ -62,8 +63,8 @@ def read(path: str | PathLike[str]) -> Written:
 def is_plan(path: Path) -> bool:
     """Is it the file of a plan, which has stages, and not of a schedule alone?"""
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        data = loads(read_limited(path), where=str(path))
+    except (OSError, PdcompileError):
         return False  # who reads it says what is wrong
     return isinstance(data, dict) and "stages" in data
 
@@ -84,7 +85,12 @@ def named(schedule: Any) -> Any:
 
 def from_csv(text: str, where: str, name: str) -> Written:
     """See `read`."""
-    rows = list(csv.reader(io.StringIO(text)))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(
+            f"the file is not CSV: {error}", where=where, remedy="one row a rank, such as 0F0,0B0"
+        ) from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     return read_rows(name, rows, where)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError
+from pdcompile.files import read_limited
+from pdcompile.jsonio import loads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MAX_INDEX_BYTES = 256 * 2**20
 
 
 class TensorFiles:
@@ -148,11 +148,11 @@ def _index(place: Path) -> dict[str, Path]:
         )
 
     try:
-        if place.stat().st_size > _MAX_INDEX_BYTES:
-            raise bad("is larger than any index")
-        content = json.loads(place.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise bad(f"cannot be read: {error}") from error
+        content = loads(read_limited(place), where=str(place), error=ConfigError)
+    except OSError as error:
+        raise bad(f"cannot be read: {error.strerror}") from error
+    except ConfigError as error:
+        raise bad(f"cannot be read: {error.message}") from error
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise bad("has no weight_map of names to files")

@@ -1,0 +1,470 @@
+"""Every format that pdcompile reads from a disk: small whole files, and what reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from pdcompile import jsonio
+from pdcompile.checkpoint.contents import open_checkpoint
+from pdcompile.checkpoint.folder import LATEST
+from pdcompile.checkpoint.generators import states_of
+from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, StoredStage, read_manifest
+from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.cluster import Cluster
+from pdcompile.compiled import Compiled
+from pdcompile.errors import PdcompileError, SourceError
+from pdcompile.given import given_sources
+from pdcompile.ir.graph import OpGraph, fingerprint
+from pdcompile.ir.graph_json import encode
+from pdcompile.ir.records import Affine, Attr, DictOf, LeftOut, ListOf, Ref, Slice, TorchLiteral
+from pdcompile.ir.targets import resolve
+from pdcompile.options import Options
+from pdcompile.passes.profile import cache
+from pdcompile.passes.profile.entries import Entry, Profile
+from pdcompile.passes.published import pipedream_model, piper_model, placement_model
+from pdcompile.plan import Plan
+from pdcompile.plan.embedded import problem_of
+from pdcompile.schedule import files as schedules
+from pdcompile.schedule.registry import kind_of
+from pdcompile.weights import TensorFiles
+from pdcompile.weights.tensor_files import INDEX
+from tests.helpers import mutants
+from tests.helpers.fuzzing import Format, unaudited
+from tests.helpers.graphs import residual
+from tests.helpers.planned import planned
+from tests.helpers.profiles import Writer
+from tests.helpers.report_data import plan as drawn_plan
+from tests.helpers.resuming import pipeline, train
+
+JSON = mutants.chain(mutants.of_json, mutants.of_json, mutants.of_json, mutants.of_bytes)
+TEXT = mutants.chain(mutants.of_text, mutants.of_text, mutants.of_bytes)
+WRITTEN = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
+ENVIRONMENT = cache.Environment("2.13", "cpu", "a processor", 1, 4)
+
+
+VALUES = {
+    "last_epoch": 3, "base_lrs": [0.1, 1e-3], "betas": (0.9, 0.999), "none": None, "on": True,
+    "huge": 2**70, "inf": float("inf"), "z": 1 + 2j, "dtype": torch.float64, "set": {1, "a"},
+    "values": torch.ones(2, 2), "empty": torch.ones(0), "counter": Counter({5: 1}),
+    "ordered": OrderedDict(a=1), "default": defaultdict(dict, {(1, "a"): {}}), "queue": deque([1]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that was saved: what was compiled for it, and its folder of checkpoints."""
+
+    compiled: Compiled
+    saved: Path
+
+    @staticmethod
+    def make(folder: Path) -> Training:
+        pipe = pipeline("2bw", 2, tied=True)
+        train(pipe, 0, 1)
+        pipe.save(folder / "saved")
+        compiled = pipe._session.compiled
+        pipe.close()
+        (made,) = (folder / "saved").glob("save-*")
+        # The states of random generators are long; of other values there is one of every kind.
+        whole = replace(
+            read_manifest(made),
+            random_state=None,
+            schedulers={"lr": Encoder(inline=True).encode(VALUES, "lr")},
+        )
+        text = whole.to_text().encode()
+        (made / MANIFEST).write_bytes(text)
+        (folder / "saved" / LATEST).write_text(f"{made.name} {zlib.crc32(text):08x}\n")
+        return Training(compiled, folder / "saved")
+
+
+def formats(folder: Path, only: Collection[str] = ()) -> Iterator[Format]:
+    """All formats, or these; each with a folder of its own in `folder`."""
+    training = Training.make(folder)
+    for name, make in MAKERS.items():
+        if not only or name in only:
+            own = folder / name
+            own.mkdir()
+            yield make(own, training)
+
+
+def _put(place: Path, data: bytes) -> Path:
+    with unaudited():
+        place.write_bytes(data)
+    return place
+
+
+def _plan(folder: Path, training: Training) -> Format:
+    def read(data: bytes) -> Plan:
+        plan = Plan.load(_put(folder / PLAN, data))
+        plan.hash()
+        Cluster.from_toml(plan.cluster)
+        if plan.problem is not None:
+            problem_of(plan, PLAN)
+        return plan
+
+    searched = planned(residual(3), Cluster.local(3))
+    written = training.compiled.plan
+    written = replace(
+        written, training=replace(written.training, schedule=WRITTEN, num_microbatches=2)
+    )
+    seeds = (searched, drawn_plan(), training.compiled.plan, written)
+    return Format(
+        "plan", tuple(plan.to_json().encode() for plan in seeds), JSON, read, folder,
+        lambda plan: (Plan.from_json(plan.to_json()), plan),
+    )  # fmt: skip
+
+
+def _graph(folder: Path, training: Training) -> Format:
+    def read(data: bytes) -> OpGraph:
+        graph = OpGraph.from_json(data)
+        str(graph)
+        fingerprint(graph)
+        for op in graph.ops:
+            _known(op.target)
+        return graph
+
+    graph = training.compiled.capture.train
+    some = (
+        Affine(2, 1), Attr("first.weight"), LeftOut("x"), ListOf((1, 2.5)),
+        TorchLiteral("dtype", "float32"), Slice(0, Ref(graph.inputs[0].name), None),
+        DictOf((("a", 1j), ("b", ...))), 2**70,
+        float("inf"), -(2**70), (True, None, "text"),
+    )  # fmt: skip
+    assert all(encode(one) is not None for one in some)
+    first = replace(graph.ops[-1], kwargs=(*graph.ops[-1].kwargs, ("some", some)))
+    rich = replace(graph, ops=(*graph.ops[:-1], first))
+    seeds = (residual(2).to_json(), graph.to_json(), rich.to_json())
+    return Format(
+        "graph", tuple(text.encode() for text in seeds), JSON, read, folder,
+        lambda found: (OpGraph.from_json(found.to_json()).to_json(), found.to_json()),
+    )  # fmt: skip
+
+
+def _known(target: str) -> bool:
+    """Whether an operator is called so: what planning and generating ask of every op."""
+    try:
+        resolve(target)
+    except SourceError:
+        return False
+    return True
+
+
+def _schedule(suffix: str, mutate: mutants.Mutation, folder: Path, _: Training) -> Format:
+    write = schedules.to_json if suffix == "json" else schedules.to_csv
+    place = folder / f"mine.{suffix}"
+
+    def read(data: bytes) -> Any:
+        _put(place, data)
+        schedules.is_plan(place)
+        found = schedules.read(place)
+        kind_of(str(found))
+        return found
+
+    def again(found: Any) -> tuple[Any, Any]:
+        text = write(found)
+        back = schedules.from_json if suffix == "json" else schedules.from_csv
+        return back(text, "again", found.name), found
+
+    split = "split: 0F0 0F1 0I0 0W0 0I1 0W1 | 1F0 1I0 1W0 1F1 1I1 1W1"
+    seeds = [schedules.parse(text, "") for text in (WRITTEN, "one: 0F0 0B0", split)]
+    texts = [write(one) for one in seeds]
+    texts += ["0F0,(0F1;0B0)OVERLAP_F_B,0B1,0UNSHARD\n"] if suffix == "csv" else []
+    return Format(
+        f"schedule {suffix}", tuple(text.encode() for text in texts), mutate, read, folder, again
+    )
+
+
+def _cluster(folder: Path, _: Training) -> Format:
+    full = """
+notes = ["a note"]
+[[devices]]
+count = 3
+kind = "cuda"
+memory = "80 GB"
+speed = 1.5
+[[devices]]
+speed = 1
+[[levels]]
+name = "nvlink"
+size = 2
+bandwidth = "100 GB/s"
+latency = "5 us"
+duplex = "half"
+[[levels]]
+size = 2
+bandwidth = 1e9
+latency = 0.5
+"""
+    seeds = (full, Cluster.local(2, memory="1 GB").to_toml(), Cluster.parse("2x4").to_toml())
+    mutate = mutants.chain(mutants.of_toml, mutants.of_toml, mutants.of_text, mutants.of_bytes)
+    return Format(
+        "cluster", tuple(text.encode() for text in seeds), mutate,
+        lambda data: Cluster.load(str(_put(folder / "cluster.toml", data))), folder,
+        lambda found: (Cluster.from_toml(found.to_toml()), found),
+    )  # fmt: skip
+
+
+ENTRIES = (Entry("one", "torch.relu", 1e-3), Entry("two", "torch.tanh", 2e-3, 1e-3))
+
+
+def _profile(folder: Path, _: Training) -> Format:
+    whole = Profile("2.13", "cpu", 4, ENTRIES).to_json().encode()
+    return Format(
+        "profile", (whole,), JSON,
+        lambda data: Profile.load(_put(folder / "profile.json", data)), folder,
+        lambda found: (Profile.from_json(found.to_json()), found),
+    )  # fmt: skip
+
+
+def _cached(folder: Path, _: Training) -> Format:
+    def read(data: bytes) -> Any:
+        _put(place, data)
+        with patch.object(cache, "folder", lambda: folder):
+            return cache.load(ENVIRONMENT, ("one", "two"))
+
+    with patch.object(cache, "folder", lambda: folder):
+        cache.save(ENVIRONMENT, ("one", "two"), ENTRIES)
+    (place,) = folder.iterdir()
+    return Format("cached profile", (place.read_bytes(),), JSON, read, folder)
+
+
+def _placement(folder: Path, _: Training) -> Format:
+    node = {"fpgaLatency": 1.0, "cpuLatency": 2, "size": 3.5, "supportedOnFpga": 1}
+    data = {
+        "maxFPGAs": 2,
+        "maxSizePerFPGA": 16.0,
+        "maxCPUs": 1,
+        "nodes": [
+            node | {"id": 0, "isBackwardNode": 0},
+            node | {"id": 1, "colorClass": 7},
+            node | {"id": "two", "colorClass": 7, "isBackwardNode": 1},
+        ],
+        "edges": [
+            {"sourceId": 0, "destId": 1, "cost": 0.25},
+            {"sourceId": 1, "destId": "two", "cost": 4},
+        ],
+    }
+    return Format(
+        "placement", (json.dumps(data).encode(),), JSON,
+        lambda data: placement_model.read(_put(folder / "placement.json", data)), folder,
+    )  # fmt: skip
+
+
+def _piper(folder: Path, _: Training) -> Format:
+    plain = {
+        "id": "vanilla", "timePerSample": 1.0, "parameterSize": 2.0, "memoryUsageA": 3.0,
+        "memoryUsageB": 4.0, "syncTimeFw": {}, "syncTimeBw": {},
+    }  # fmt: skip
+    data = {
+        "maxDevices": 4,
+        "maxMemoryPerDevice": None,
+        "mbsInBatch": 8,
+        "bandwidth": 10.0,
+        "nodes": [
+            {"id": 7, "TMPCs": {"1": [plain | {"syncTimeBw": {"3": 5.0}}]}},
+            {"id": 3, "name": "last", "TMPCs": {"2": [plain | {"syncTimeFw": {"7": 6.0}}]}},
+        ],
+        "edges": [{"sourceId": 7, "destId": 3, "communicationCost": 9.0}],
+    }
+    return Format(
+        "piper", (json.dumps(data).encode(),), JSON,
+        lambda data: piper_model.read(_put(folder / "piper.json", data)), folder,
+    )  # fmt: skip
+
+
+def _pipedream(folder: Path, _: Training) -> Format:
+    graph = Writer(0)
+    first = graph.add("Input0", [])
+    second = graph.add("Linear(8, 8)", [first], time=1.0, activation=2.0, parameters=3.0)
+    third = graph.add("Split", [second], time=1.0, parts=(1.0, 2.0))
+    graph.add("__getitem__(0)", [third])
+    graph.add("Add", [second, third], time=2.0, activation=1.0)
+    return Format(
+        "pipedream", (graph.text().encode(),), TEXT,
+        lambda data: pipedream_model.read(_put(folder / "graph.txt", data)), folder,
+    )  # fmt: skip
+
+
+def _copied(folder: Path, training: Training) -> Path:
+    """The one checkpoint in a copy of the folder of checkpoints."""
+    (made,) = Path(shutil.copytree(training.saved, folder / "saved")).glob("save-*")
+    return made
+
+
+def _manifest(folder: Path, training: Training) -> Format:
+    place = _copied(folder, training)
+
+    def mutate(data: bytes, draw: Any) -> bytes:
+        """Mostly with the checksum that belongs to it."""
+        changed = JSON(data, draw)
+        if draw.random() < 0.1:
+            return changed
+        try:
+            found = jsonio.decode(Manifest, json.loads(changed), where="")
+            return found.to_text().encode()
+        except (PdcompileError, ValueError, RecursionError):
+            return changed
+
+    def read(data: bytes) -> Manifest:
+        _put(place / MANIFEST, data)
+        contents = open_checkpoint(place)
+        try:
+            _everything(contents)
+        finally:
+            contents.close()
+        return contents.manifest
+
+    return Format(
+        "manifest", ((place / MANIFEST).read_bytes(),), mutate, read, folder,
+        lambda found: (found, jsonio.decode(Manifest, json.loads(found.to_text()), where="")),
+    )  # fmt: skip
+
+
+def _everything(contents: Any) -> None:
+    """What loading reads, and what `pdcompile checkpoint show --verify` does."""
+    contents.verify()
+    contents.groups()
+    contents.schedulers()
+    if contents.manifest.random_state is not None:
+        states_of(contents.manifest.random_state, "random_state")
+    for name in contents.names:
+        contents.weight(name)
+        contents.optimizer_state(name)
+        contents.accumulated(name)
+        for version in contents.versions(name)[:-1]:
+            contents.older(name, version)
+
+
+def _saved_plan(folder: Path, training: Training) -> Format:
+    """With a manifest that has its checksum."""
+    place = _copied(folder, training)
+    manifest = replace(read_manifest(place), stages=(), aliases=(), schedulers=None)
+
+    def read(data: bytes) -> Plan:
+        _put(place / PLAN, data)
+        its = replace(manifest, plan_crc32=zlib.crc32(data))
+        _put(place / MANIFEST, its.to_text().encode())
+        return Plan.from_json(open_checkpoint(place).plan_text(), where=PLAN)
+
+    return Format("saved plan", ((place / PLAN).read_bytes(),), JSON, read, folder)
+
+
+def _pointer(folder: Path, training: Training) -> Format:
+    _copied(folder, training)
+    saved = folder / "saved"
+    return Format(
+        "pointer", ((saved / LATEST).read_bytes(),), TEXT,
+        lambda data: open_checkpoint(_put(saved / LATEST, data).parent).position, folder,
+    )  # fmt: skip
+
+
+def _tensors(folder: Path, training: Training) -> Format:
+    """As weights=, and in the place of a file of a checkpoint."""
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.int64)}
+    save_file(state, folder / "whole.safetensors", {"format": "pt"})
+    whole = (folder / "whole.safetensors").read_bytes()
+    place = _copied(folder, training)
+    manifest = read_manifest(place)
+    weights = manifest.stages[0].weights
+    stage = StoredStage(0, weights, None, None, (), 0, (), 0, (), {})
+    manifest = replace(manifest, stages=(stage,), aliases=(), schedulers=None)
+    (place / MANIFEST).write_bytes(manifest.to_text().encode())
+    shard = place / weights.name
+
+    def read(data: bytes) -> Any:
+        _put(shard, data)
+        open_checkpoint(place).verify()
+        files = TensorFiles([_put(folder / "model.safetensors", data)])
+        like = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in state.items()}
+        found = [files.tensor(name, like.get(name, like["a"])) for name in files.files]
+        files.close()
+        return found
+
+    mutate = mutants.chain(mutants.of_safetensors, mutants.of_safetensors, mutants.of_bytes)
+    return Format("safetensors", (whole,), mutate, read, folder)
+
+
+def _index(folder: Path, _: Training) -> Format:
+    for name in ("x", "y"):
+        save_file({name: torch.ones(2)}, folder / f"{name}.safetensors")
+    data = {
+        "metadata": {"total_size": 16},
+        "weight_map": {"x": "x.safetensors", "y": "y.safetensors"},
+    }
+
+    def read(data: bytes) -> Any:
+        files = TensorFiles([_put(folder / INDEX, data).parent])
+        return [files.tensor(name, torch.empty(2)) for name in files.files]
+
+    return Format("weights index", (json.dumps(data).encode(),), JSON, read, folder)
+
+
+def _distributed(folder: Path, _: Training) -> Format:
+    """The metadata of a torch.distributed.checkpoint, which is a pickle; writes what it is for."""
+    state = {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, "steps": 3}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    place = folder / "dcp" / ".metadata"
+    whole = place.read_bytes()
+
+    def read(data: bytes) -> Any:
+        _put(place, data)
+        return reading(folder / "dcp")
+
+    mutate = mutants.chain(mutants.of_pickle, mutants.of_pickle, mutants.of_bytes)
+    return Format("torch metadata", (whole,), mutate, read, folder)
+
+
+def reading(folder: Path) -> list[str]:
+    """The names in a torch.distributed.checkpoint, as `pdcompile checkpoint convert` reads them."""
+    from pdcompile.checkpoint import conversion
+
+    return [*conversion._of_torch(folder, "model.")]
+
+
+def _sources(folder: Path, training: Training) -> Format:
+    """A stage's file that was edited is not executed: it is refused, unless that is allowed."""
+    generated = training.compiled.sources
+    for name, text in generated.files.items():
+        (folder / name).write_text(text)
+    options = Options.given({"sources": str(folder)})
+
+    def read(data: bytes) -> Any:
+        _put(folder / "stage_0.py", data)
+        return given_sources(options, generated).files
+
+    seeds = (generated.files["stage_0.py"].encode(),)
+    return Format("sources", seeds, TEXT, read, folder)
+
+
+MAKERS: dict[str, Callable[[Path, Training], Format]] = {
+    "plan": _plan,
+    "graph": _graph,
+    "schedule-json": partial(_schedule, "json", JSON),
+    "schedule-csv": partial(_schedule, "csv", TEXT),
+    "cluster": _cluster,
+    "profile": _profile,
+    "cached-profile": _cached,
+    "placement": _placement,
+    "pipedream": _pipedream,
+    "piper": _piper,
+    "manifest": _manifest,
+    "pointer": _pointer,
+    "saved-plan": _saved_plan,
+    "safetensors": _tensors,
+    "weights-index": _index,
+    "torch-metadata": _distributed,
+    "sources": _sources,
+}

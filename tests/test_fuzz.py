@@ -1,0 +1,239 @@
+"""Damaged and hostile files of every format: refused with an error of ours, and never executed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pdcompile.checkpoint.conversion import convert
+from pdcompile.checkpoint.plain_values import Encoder, decode
+from pdcompile.cluster import Cluster
+from pdcompile.errors import CheckpointError, ClusterError, PdcompileError, PlanError, ScheduleError
+from pdcompile.files import read_limited
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.targets import resolve
+from pdcompile.plan import Plan
+from pdcompile.schedule import files
+from tests.helpers.file_formats import MAKERS, Training
+from tests.helpers.fuzzing import Format, TooSlow, fuzz
+from tests.helpers.graphs import residual
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return Training.make(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """A cached profile that is refused is only logged."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def fuzzed(kind: Format, count: int) -> None:
+    found = fuzz(kind, count, seed=1)
+    assert [(one.what, one.data[:500]) for one in found.findings] == []
+    assert found.files == count
+    assert found.refused > 0 or kind.name == "cached profile"  # which is measured again
+    assert found.kept > 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_some_files_of_every_format(name: str, training: Training, tmp_path: Path) -> None:
+    fuzzed(MAKERS[name](tmp_path, training), 50 if name in SLOW else 150)
+
+
+SLOW = ("plan", "graph", "manifest", "safetensors", "saved-plan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_many_files_of_every_format(name: str, training: Training, tmp_path: Path) -> None:
+    fuzzed(MAKERS[name](tmp_path, training), 2000)
+
+
+def _open(data: bytes) -> None:
+    Path("/etc/hostname").read_bytes()
+
+
+def _endless(data: bytes) -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (lambda data: exec(data.decode()), "compile"),
+        (lambda data: json.loads(data)["a"], "TypeError in outside"),
+        (lambda data: os.system("true"), "os.system"),
+        (lambda data: Path("written").write_bytes(data), "writes .*written"),
+        (_open, "opens /etc/hostname"),
+        (_endless, "takes more than"),
+    ],
+)
+def test_what_no_reader_may_do_is_found(
+    read: Callable[[bytes], Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.helpers.fuzzing.SECONDS", 0.2)
+    monkeypatch.chdir(tmp_path)
+    whole = b'{"a": 1}'
+
+    def careless(data: bytes) -> Any:
+        return None if data == whole else read(b"1")
+
+    kind = Format("mine", (whole,), lambda data, _: data + b" ", careless, tmp_path / "folder")
+    (found,) = fuzz(kind, 3, 0).findings
+    assert re.match(what, found.what)
+
+
+def test_another_value_that_is_read_back_is_found(tmp_path: Path) -> None:
+    kind = Format(
+        "mine", (b"1",), lambda data, _: b"2", int, tmp_path, lambda found: (found, 1)
+    )  # fmt: skip
+    assert [one.what for one in fuzz(kind, 3, 0).findings] == ["reads back as another value"]
+
+
+def test_equal_seeds_read_equal_files(training: Training, tmp_path: Path) -> None:
+    kind = MAKERS["cluster"](tmp_path, training)
+    one, other = fuzz(kind, 40, 5), fuzz(kind, 40, 5)
+    assert (one.read, one.refused, one.kept) == (other.read, other.refused, other.kept)
+
+
+# -- what was found once -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"speed = {'9' * 5000}", "not TOML"),
+        (f"[[devices]]\nspeed = {'9' * 400}", "more than 63 bits"),
+        (f"{'a.' * 70_000}a = 1", "a key has more than 64 parts"),
+        (f"notes = [{'[' * 100}{']' * 100}]", "deeper than 64"),
+        (f"notes = [{'[' * 10_000}{']' * 10_000}]", "deeper than 64"),
+    ],
+)
+def test_toml_beyond_the_limits(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_toml(text)
+
+
+def test_a_file_without_an_end() -> None:
+    with pytest.raises(OSError, match="more than"):
+        read_limited("/dev/zero", 1000)
+    with pytest.raises(PlanError, match="cannot read the plan: the file has more than"):
+        Plan.load("/dev/zero")
+
+
+def test_a_schedule_that_only_nests(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert not files.is_plan(tmp_path / "deep.json")
+    with pytest.raises(ScheduleError, match="deeper"):
+        files.read(tmp_path / "deep.json")
+
+
+@pytest.mark.parametrize("text", ["0F0," + "0" * 200_000, "0F0\x00,0B0", '"0F0\r'])
+def test_csv_that_the_library_refuses(text: str) -> None:
+    with pytest.raises(ScheduleError):
+        files.from_csv(text, "mine.csv", "mine")
+
+
+def test_names_that_lead_to_no_operator() -> None:
+    for target in ("math.pi.x.apply", "torch.onnx", "torch._inductor", "x", "", "torch.ops.a.b"):
+        with pytest.raises(PdcompileError, match="no operator"):
+            resolve(target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["values"].append(data["values"][0]), "is there twice"),
+        (lambda data: data["ops"].append(data["ops"][0]), "is there twice"),
+        (lambda data: data["ops"].reverse(), "nothing before it makes"),
+        (lambda data: data["values"][0].update(dtype="float31"), "unknown dtype"),
+        (lambda data: data["inputs"].append({"name": "z", "path": "z", "batch_dim": 0}), "'z'"),
+        (lambda data: data.update(loss="z"), "'z' is not a value"),
+        (lambda data: data.update(output={"ref": "z"}), "'z' is not a value"),
+        (lambda data: data.update(batch_size=0), "0 samples"),
+        (lambda data: data["ops"][0].update(args={"tuple": [{"int": "²"}]}), "not an argument"),
+        (lambda data: data["ops"][0].update(kind="method", args={"tuple": []}), "0 arguments"),
+    ],
+)
+def test_graphs_that_are_none(change: Callable[[Any], Any], message: str) -> None:
+    data = json.loads(residual(2).to_json())
+    OpGraph.from_json(json.dumps(data))
+    change(data)
+    with pytest.raises(PlanError, match=message):
+        OpGraph.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"set": [[]]}, {"dict": [[{"tuple": [[]]}, 1]]}, {"counter": [[{"dict": []}, 1]]},
+        {"int": "9" * 400}, {"int": "9" * 5000}, {"dtype": "_inductor"}, {"dtype": "nn"},
+        {"dtype": []}, {"values": ["nn", [1], ""]}, {"complex": [1]},
+    ],
+)  # fmt: skip
+def test_values_that_are_none(data: Any) -> None:
+    with pytest.raises(CheckpointError, match="no value of a checkpoint"):
+        decode(data, "here")
+
+
+def test_a_number_that_could_not_be_read_is_not_written() -> None:
+    assert decode(Encoder().encode(2**1023, "n"), "here") == 2**1023
+    with pytest.raises(CheckpointError, match="more bits than 1024"):
+        Encoder().encode(-(2**1024), "n")
+
+
+def test_an_empty_tensor_comes_back() -> None:
+    found = decode(Encoder(inline=True).encode(torch.ones(0, 3), "t"), "here")
+    assert found.shape == (0, 3)
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("state", [{"open": "b"}, (None, {"open": "b"})])
+@pytest.mark.parametrize(
+    "place",
+    ["pathlib PosixPath", "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING"],
+)
+def test_metadata_changes_no_class(place: str, state: Any, tmp_path: Path) -> None:
+    """A pickle can set attributes of what it names."""
+    module, name = place.split()
+    text = pickle.dumps(state, protocol=2).removesuffix(b".")
+    (tmp_path / "dcp").mkdir()
+    data = f"c{module}\n{name}\n".encode() + text + b"b."
+    (tmp_path / "dcp" / ".metadata").write_bytes(data)
+    before = Path.open
+    with pytest.raises(CheckpointError, match="which no metadata needs"):
+        convert(tmp_path / "dcp", tmp_path / "x.safetensors")
+    assert Path.open is before
+
+
+def test_metadata_that_leads_out_of_its_folder(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    place = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(place.read_bytes())
+    ((key, one),) = metadata.storage_data.items()
+    (tmp_path / one.relative_path).write_bytes((tmp_path / "dcp" / one.relative_path).read_bytes())
+    metadata.storage_data = {key: replace(one, relative_path=f"../{one.relative_path}")}
+    place.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'\.\./.*' is no name or no file in it"):
+        convert(tmp_path / "dcp", tmp_path / "x.safetensors")
+
+
+def test_a_time_limit_is_no_exception() -> None:
+    assert not issubclass(TooSlow, Exception)
