@@ -211,6 +211,40 @@ def test_a_save_that_takes_long_is_no_deadlock(tmp_path: Path) -> None:
     assert done.output.count("saved by rank") == 2, done.output
 
 
+LAST_WORDS = """
+import atexit, os, sys, threading, time
+from tests.helpers import models
+from tests.helpers.pipelines import by_hand
+
+rank = os.environ["RANK"]
+atexit.register(lambda: print(f"rank {rank} at exit", flush=False))
+threading.Thread(target=lambda: (time.sleep(0.5), print(f"rank {rank} thread"))).start()
+inputs, target = models.batch_for("gpt", 8)
+pipe = by_hand(models.gpt(layers=2), 2, inputs, target, loss_fn=models.loss_for("gpt"),
+               microbatches=4, schedule="1f1b", optimizer=None).prepare()
+if rank == "0":
+    inputs[5, 3] = 1000
+if len(sys.argv) > 1:  # a program that gets over it ends as every program does
+    try:
+        pipe.step(inputs, target=target)
+    except Exception:
+        print(f"rank {rank} goes on")
+    sys.exit(7)
+print(f"rank {rank} begins")
+pipe.step(inputs, target=target)
+"""
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_rank_that_failed_ends_at_once_and_loses_nothing(catches: bool, tmp_path: Path) -> None:
+    done = processes(LAST_WORDS, 2, tmp_path, *["catch"] * catches)
+    assert done.code == (7 if catches else 1), done
+    for rank in range(2):
+        for said in ("goes on" if catches else "begins", "thread", "at exit"):
+            assert f"rank {rank} {said}\n" in done.output, done.output
+    assert catches or done.output.count("Traceback") == 2, done.output
+
+
 @pytest.mark.parametrize("wanted", ["message", "all"])
 def test_an_unknown_kind_of_debugging_is_refused(
     wanted: str, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,7 @@ class Guarded:
         self.failed = first.message
         self._failures.conclude()
         self._abandon()
-        self.world.close()
+        self.world.close(failed=True)
         raise first from None
 
     def _forgot(self, minibatch: int) -> bool:
@@ -129,7 +129,7 @@ class Guarded:
         self._failures.conclude()
         self._abandon()
         self._failures.wait_for_peers()
-        self.world.close()
+        self.world.close(failed=True)
 
     def _place(self, error: BaseException) -> str:
         worker = self.workers[0]

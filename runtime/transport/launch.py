@@ -96,9 +96,9 @@ class World:
             self.group = None
             gc.collect()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Disconnect, and stop watching."""
-        self.ending.over()
+        self.ending.over(failed=failed)
         self.disconnect()
 
 

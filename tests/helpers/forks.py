@@ -8,6 +8,7 @@ ranks run, the exit codes when all have ended.  A fork runs its script as the in
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -50,6 +51,8 @@ def become(rank: dict[str, Any]) -> None:
 
 
 torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # a collection in a fork would copy all that is shared
 rank = rank_to_run()
 become(rank)
 main = types.ModuleType("__main__")
