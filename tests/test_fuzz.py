@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pdcompile.checkpoint.conversion import convert
+from pdcompile.checkpoint.generators import generator_states, states_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.cluster import Cluster
 from pdcompile.errors import CheckpointError, ClusterError, PdcompileError, PlanError, ScheduleError
@@ -28,6 +30,7 @@ from pdcompile.schedule import files
 from tests.helpers.file_formats import MAKERS, Training
 from tests.helpers.fuzzing import Format, TooSlow, fuzz
 from tests.helpers.graphs import residual
+from tests.helpers.planned import planned
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +206,73 @@ def test_an_empty_tensor_comes_back() -> None:
     found = decode(Encoder(inline=True).encode(torch.ones(0, 3), "t"), "here")
     assert found.shape == (0, 3)
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("torch", lambda state: state[:100]),
+        ("torch", lambda state: "text"),
+        ("random", lambda state: (3, state[1][:-1], None)),
+        ("random", lambda state: (3, (*state[1][:-1], 10**6), None)),
+        ("numpy", lambda state: (state[0], state[1], 10**6, 0, 0.0)),
+        ("numpy", lambda state: (state[0], state[1], -1, 0, 0.0)),
+        ("numpy", lambda state: (state[0], [-1] * 624, 1, 0, 0.0)),
+        ("numpy", lambda state: (state[0], state[1][:10], 1, 0, 0.0)),
+        ("numpy", lambda state: None),
+        ("other", lambda state: None),
+    ],
+)
+def test_states_of_generators_that_are_none(name: str, change: Callable[[Any], Any]) -> None:
+    """They are tried out before anything is loaded."""
+    states = states_of(generator_states(), "here")
+    before = torch.get_rng_state(), random.getstate()
+    changed = Encoder(inline=True).encode(states | {name: change(states.get(name))}, "states")
+    with pytest.raises(CheckpointError, match="random number generators are malformed"):
+        states_of(changed, "here")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+HOSTILE = "[/red]{0.__class__}%s</script><script>alert(1)</script>\x1b]0;x\x07\x1b[2J\x9b2J "
+
+
+def hostile(data: Any, key: str = "") -> Any:
+    """The plan with such text wherever one may stand."""
+    if isinstance(data, dict):
+        return {name: hostile(part, name) for name, part in data.items()}
+    if isinstance(data, list):
+        return [hostile(part, key) for part in data]
+    free = ("value", "fqn", "parameters", "fingerprint", "prover", "scope", "notes", "name", "text")
+    return data + HOSTILE if isinstance(data, str) and key in free else data
+
+
+@pytest.mark.parametrize("verb", ["explain", "simulate", "diff", "whatif", "schedule"])
+def test_hostile_text_in_a_plan_is_shown_and_does_nothing(
+    verb: str, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    plan = planned(residual(3), Cluster.local(3))
+    cluster = Cluster.from_toml(plan.cluster)
+    levels = tuple(replace(level, name=HOSTILE) for level in cluster.levels)
+    devices = tuple(replace(device, kind=HOSTILE) for device in cluster.devices)
+    data = hostile(json.loads(plan.to_json()))
+    data["cluster"] = replace(cluster, levels=levels, devices=devices, notes=(HOSTILE,)).to_toml()
+    data["notes"] = [HOSTILE]
+    place, whole = tmp_path / "plan.json", tmp_path / "whole.json"
+    place.write_text(json.dumps(data))
+    whole.write_text(plan.to_json())
+    before = sorted(tmp_path.iterdir())
+    more = {"diff": [str(whole)], "simulate": ["--html", str(tmp_path / "page.html")]}.get(verb, [])
+    code, out, err = call(verb, str(place), *more)
+    assert (code, "Traceback" in err) == (0, False), err
+    assert not set("\x1b\x07\x9b") & set(out + err)
+    if verb == "explain":
+        assert "note: [/red]{0.__class__}%s</script>" in out
+    if verb == "simulate":
+        page = tmp_path / "page.html"
+        assert "<script>alert" not in page.read_text()
+        page.unlink()
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("state", [{"open": "b"}, (None, {"open": "b"})])

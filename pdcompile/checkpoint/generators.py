@@ -35,18 +35,28 @@ def states_of(data: Any, where: str) -> dict[str, Any]:
         CheckpointError: they are none.
     """
     found = decode(data, where)
-    if not isinstance(found, dict) or set(found) != {"torch", "random", "numpy"}:
+    try:  # on generators that nobody draws from
+        if set(found) != {"torch", "random", "numpy"}:
+            raise ValueError(found)
+        _set(found, torch.Generator(), random.Random(), np.random.RandomState())
+    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             "the states of the random number generators are malformed",
             where=where,
             remedy=ANOTHER,
-        )
-    return found
+        ) from error
+    return dict(found)
 
 
 def restore(states: dict[str, Any]) -> None:
     """Set this process's generators to these states."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["random"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    _set(states, torch.default_generator, random, np.random)
+
+
+def _set(states: dict[str, Any], of_torch: Any, of_python: Any, of_numpy: Any) -> None:
+    of_torch.set_state(states["torch"])
+    of_python.setstate(states["random"])
+    kind, keys, position, *rest = states["numpy"]
+    if not 0 <= position <= len(keys):  # numpy would read beyond them
+        raise ValueError(position)
+    of_numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))

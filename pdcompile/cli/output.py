@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdcompile.errors import ConfigError, InfeasibleError, NotFoundError, PdcompileError
+from pdcompile.report.labels import Terminal
 
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
@@ -28,7 +29,7 @@ def stderr() -> Console:
 
 def _console(file: TextIO) -> Console:
     # A pipe or a log has no width: 100 columns, so that tables are not cut to 80.
-    return Console(file=file, highlight=False, width=None if file.isatty() else 100)
+    return Terminal(file=file, width=None if file.isatty() else 100)
 
 
 def is_first_rank() -> bool:
@@ -109,7 +110,7 @@ def show_warning(
     if filename.endswith(".py"):  # a user's, not the command itself
         text.append("\n  where: ", style="bold")
         text.append(f"{filename}:{lineno}")
-    Console(file=file or sys.stderr, highlight=False).print(text, soft_wrap=True)
+    Terminal(file=file or sys.stderr).print(text, soft_wrap=True)
 
 
 def fail(error: PdcompileError, *, as_json: bool = False) -> int:

@@ -1,13 +1,35 @@
-"""The words and the table that all reports share: module names, ranges, counts, changes."""
+"""What all reports share: names of modules, ranges, counts, changes, the table, the console."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+#: C0 without tab and line feed, DEL, and C1: what terminals obey
+_CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})
+
+
+class Terminal(Console):
+    """A console on which text from files is text: no markup, and no control characters in it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The segments that are printed; rich's own controls are marked as such."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(segment.text.translate(_CONTROL), segment.style)
 
 
 def modules(parameters: Sequence[str], ops: Sequence[str] = ()) -> str:

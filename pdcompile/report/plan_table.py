@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from io import StringIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
 from pdcompile.report import labels
-from pdcompile.report.labels import counted
+from pdcompile.report.labels import Terminal, counted
 from pdcompile.schedule.registry import kind_of, name_of
 from pdcompile.units import format_bytes, format_seconds
 
@@ -33,9 +33,7 @@ NOTICED = 1.02  # times what is certified
 def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
     """The tables of `plan_report` as text of at most `width` columns."""
     file = StringIO()
-    console = Console(
-        file=file, width=width, force_terminal=color, highlight=False, no_color=not color
-    )
+    console = Terminal(file=file, width=width, force_terminal=color, no_color=not color)
     console.print(plan_report(plan))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 

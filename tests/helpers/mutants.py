@@ -56,7 +56,7 @@ def chain(*mutations: Mutation) -> Mutation:
     """One of some mutations, or several after another."""
 
     def apply(data: bytes, draw: random.Random) -> bytes:
-        for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        for _ in range(draw.choice((1, 1, 1, 1, 2))):
             data = draw.choice(mutations)(data, draw)
         return data
 
@@ -110,23 +110,22 @@ def of_json(data: bytes, draw: random.Random) -> bytes:
     """Changes values, keys and lengths of lists in JSON."""
     try:
         tree = json.loads(data, object_pairs_hook=_object)
+        tree = _changed(tree, draw, NO_JSON)
+        return _json(tree).encode("utf-8", "surrogatepass")
     except (ValueError, RecursionError):
         return of_text(data, draw)
-    tree = _changed(tree, draw, NO_JSON)
-    return _json(tree).encode("utf-8", "surrogatepass")
 
 
 def of_toml(data: bytes, draw: random.Random) -> bytes:
     """The same in TOML; tables are written inline."""
     try:
-        tree = tomllib.loads(data.decode())
+        changed = _changed(_pairs(tomllib.loads(data.decode())), draw, NO_TOML)
+        if not isinstance(changed, Object):
+            changed = Object([["devices", changed]])
+        lines = (f"{_toml_key(key)} = {_toml(value)}\n" for key, value in changed)
+        return "".join(lines).encode("utf-8", "surrogatepass")
     except (ValueError, RecursionError):
         return of_text(data, draw)
-    changed = _changed(_pairs(tree), draw, NO_TOML)
-    if not isinstance(changed, Object):
-        changed = Object([["devices", changed]])
-    lines = (f"{_toml_key(key)} = {_toml(value)}\n" for key, value in changed)
-    return "".join(lines).encode("utf-8", "surrogatepass")
 
 
 def of_safetensors(data: bytes, draw: random.Random) -> bytes:
@@ -192,10 +191,13 @@ def _pairs(tree: Any) -> Any:
 def _changed(tree: Any, draw: random.Random, raw: tuple[str, ...]) -> Any:
     """The tree after some changes at places that are drawn evenly."""
     holder = [tree]
-    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+    for _ in range(draw.choice((1, 1, 1, 1, 2, 4))):
         places = list(_places(holder))
         owner, index = draw.choice(places)
-        _change(owner, index, places, draw, raw)
+        if draw.random() < 0.5:
+            _replace(owner, index, places, draw)
+        else:
+            _change(owner, index, places, draw, raw)
     return holder[0] if holder else Raw("")
 
 
@@ -212,6 +214,22 @@ def _places(holder: list[Any]) -> list[tuple[list[Any], int]]:
         elif isinstance(value, list):
             stack += [(value, i) for i in range(len(value))]
     return found
+
+
+def _replace(
+    owner: list[Any], index: int, places: list[tuple[list[Any], int]], draw: random.Random
+) -> None:
+    """Put another value of the same type there: types are right, what they say may not be."""
+    kind = type(owner[index])
+    alike = [there[at] for there, at in places if type(there[at]) is kind]
+    other: Any = _copied(draw.choice(alike))
+    if kind is int:
+        other = draw.choice((other, owner[index] + 1, owner[index] - 1, 0, 1, 2, 2**40, -1))
+    elif kind is float:
+        other = draw.choice((other, owner[index] * 2, owner[index] / 2, 0.0, 1e300, 5e-324, -1.0))
+    elif kind is bool:
+        other = not owner[index]
+    owner[index] = other
 
 
 def _change(
