@@ -139,7 +139,8 @@ class Cluster:
         """
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_DEVICES:
             raise ClusterError(
-                f"a local cluster of {n!r} stages", remedy="give a whole number from 1: local(2)"
+                f"a local cluster of {n!r} stages",
+                remedy=f"give a whole number from 1 to {MAX_DEVICES}: local(2)",
             )
         limit = None if memory is None else parse_bytes(memory, what="memory")
         level = Level("memory", n, math.inf)

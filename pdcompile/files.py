@@ -11,11 +11,18 @@ MAX_BYTES = 64 * 2**20  # of a file that describes something: no tensors are in 
 
 def read_limited(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
     """The contents of a file.  Raises OSError: it cannot be read, or has more bytes."""
+    if not is_path(path):
+        raise OSError(errno.EINVAL, f"{path!r} is no path")
     with Path(path).open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"the file has more than {limit} bytes", str(path))
     return data
+
+
+def is_path(given: object) -> bool:
+    """Whether a file or folder can be called so."""
+    return isinstance(given, str | os.PathLike) and "\0" not in os.fsdecode(given)
 
 
 def write_whole(path: Path, data: bytes) -> None:

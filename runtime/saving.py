@@ -13,6 +13,7 @@ from pdcompile.checkpoint.contents import Contents
 from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.errors import ConfigError
+from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.session import Session
@@ -74,13 +75,14 @@ class Saving(PipelineState):
         states = {n: encoder.encode(one.state_dict(), n) for n, one in named.items()}
         if any(parameter.grad is not None for parameter in self.parameters()):
             warn("gradients in .grad are in no checkpoint: save after optimizer.step()")
+        place = _place(folder)
         with self._call("save") as session:
             session.drain(self._num_minibatches, together=False)
             apart = replicas_apart(session)
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
             saved = save(
-                session, self._told(session), Path(folder), self.position,
+                session, self._told(session), place, self.position,
                 keep=keep, verify=verify, schedulers=states, apart=apart,
             )  # fmt: skip
             part_again(session, apart)
@@ -111,9 +113,10 @@ class Saving(PipelineState):
             CheckpointError: it is damaged, or of another model; nothing was changed.
         """
         wanted = Wanted(optimizer, random_state, _named(schedulers))
+        place = _place(folder)
         with self._call("load") as session:
             session.drain(self._num_minibatches)
-            loaded = load(session, self._told(session), Path(folder), wanted)
+            loaded = load(session, self._told(session), place, wanted)
         if loaded.error is not None:
             raise loaded.error
         assert loaded.place is not None
@@ -158,6 +161,12 @@ class Saving(PipelineState):
         if self._exchange is None:
             self._exchange = Exchange(session)
         return self._exchange
+
+
+def _place(folder: Folder) -> Path:
+    if not is_path(folder):
+        raise ConfigError(f"{folder!r} is no path", remedy="name a folder, such as 'checkpoints'")
+    return Path(folder)
 
 
 def _found(folder: Path) -> Contents | None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.files import read_limited, write_whole
+from pdcompile.files import is_path, read_limited, write_whole
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
 _LOADS = itertools.count()
@@ -142,6 +142,8 @@ def write(
     Raises:
         SourceError: the target is a symbolic link or a file, or cannot be written.
     """
+    if not is_path(folder):
+        raise SourceError(f"{folder!r} is no path", where="dump", remedy="name a folder")
     root = Path(folder)
     contents = {name: text.encode() for name, text in sources.files.items()}
     if model is not None:

@@ -249,6 +249,12 @@ def rebuild(argument: Argument, leaves: Mapping[str, Any]) -> Any:
 
 def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
     if isinstance(leaf, Tensor):
+        if leaf.is_nested or leaf.is_quantized:
+            raise InputError(
+                f"a {'nested' if leaf.is_nested else 'quantized'} tensor cannot be captured",
+                where=path,
+                remedy="pass a plain one: padded with a mask, or dequantized",
+            )
         if leaf.layout is not torch.strided:
             raise InputError(
                 f"a tensor of layout {leaf.layout} cannot be split into microbatches",

@@ -47,7 +47,8 @@ def make_optimizer(
     schedulers work alike on every rank.
 
     Raises:
-        ConfigError: the result is not an optimizer, or its step needs a closure.
+        ConfigError: the result is not an optimizer, its step needs a closure, or it holds
+            parameters that are not among `named` and would never have a gradient.
     """
     import torch
 
@@ -63,6 +64,17 @@ def make_optimizer(
         raise ConfigError(
             f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
             remedy=_REMEDY,
+        )
+    given = {id(parameter) for _, parameter in pairs}
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    foreign = [one for one in held if id(one) not in given]
+    if foreign:
+        raise ConfigError(
+            f"the optimizer holds {len(foreign)} of {len(held)} parameters that it was not given, "
+            f"the first of shape {tuple(foreign[0].shape)}",
+            where="optimizer",
+            remedy="make it of the parameters that it is called with: lambda parameters: "
+            "torch.optim.SGD(parameters, lr=0.1)",
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

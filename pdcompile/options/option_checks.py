@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from pdcompile.batch import check_batch_dims
 from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError
+from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.options.configuration import (
     SEARCHED,
@@ -95,7 +95,7 @@ def check_options(options: Options) -> None:
     ):
         given = getattr(options, name)
         plan = name == "plan" and isinstance(given, Plan)
-        if not (given is None or plan or isinstance(given, str | PathLike)):
+        if not (given is None or plan or is_path(given)):
             raise ConfigError(f"{name}={given!r} is not a path", remedy=f"the path of {made}")
 
 
