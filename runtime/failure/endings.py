@@ -57,6 +57,7 @@ class Ending:
 
     def over(self, *, failed: bool = False) -> None:
         """The pipeline is closed, or its failure is known."""
+        self._owner = None  # at the interpreter's end its callback would find nothing here
         if self in _open:
             _open.remove(self)
         if self.watchdog is not None:
