@@ -21,12 +21,20 @@ from pdcompile.checkpoint.conversion import convert
 from pdcompile.checkpoint.generators import generator_states, states_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.cluster import Cluster
-from pdcompile.errors import CheckpointError, ClusterError, PdcompileError, PlanError, ScheduleError
+from pdcompile.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    PdcompileError,
+    PlanError,
+    ScheduleError,
+)
 from pdcompile.files import read_limited
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.targets import resolve
 from pdcompile.plan import Plan
 from pdcompile.schedule import files
+from pdcompile.weights import TensorFiles
 from tests.helpers.file_formats import MAKERS, Training
 from tests.helpers.fuzzing import Format, TooSlow, fuzz
 from tests.helpers.graphs import residual
@@ -168,6 +176,10 @@ def test_names_that_lead_to_no_operator() -> None:
         (lambda data: data["ops"].reverse(), "nothing before it makes"),
         (lambda data: data["values"][0].update(dtype="float31"), "unknown dtype"),
         (lambda data: data["inputs"].append({"name": "z", "path": "z", "batch_dim": 0}), "'z'"),
+        (
+            lambda data: data["tensors"][0].update(shape={"tuple": [{"affine": [1, 0]}]}),
+            "Affine",
+        ),
         (lambda data: data.update(loss="z"), "'z' is not a value"),
         (lambda data: data.update(output={"ref": "z"}), "'z' is not a value"),
         (lambda data: data.update(batch_size=0), "0 samples"),
@@ -303,6 +315,13 @@ def test_metadata_that_leads_out_of_its_folder(tmp_path: Path) -> None:
     place.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"'\.\./.*' is no name or no file in it"):
         convert(tmp_path / "dcp", tmp_path / "x.safetensors")
+
+
+def test_an_index_that_names_what_no_file_is_called(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": f"{'a' * 5000}.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="which is not there"):
+        TensorFiles([tmp_path])
 
 
 def test_a_time_limit_is_no_exception() -> None:

@@ -101,7 +101,7 @@ def _nonsense(graph: OpGraph) -> Iterator[tuple[str, str]]:
         if value.is_tensor and value.dtype not in DTYPE_BYTES:
             yield "values", f"{name!r} has the unknown dtype {value.dtype!r}"
     for name, info in graph.tensors.items():
-        if info.dtype not in DTYPE_BYTES or min(info.shape, default=0) < 0:
+        if info.dtype not in DTYPE_BYTES or any(type(n) is not int or n < 0 for n in info.shape):
             yield "tensors", f"{name!r} is {info.dtype} {info.shape}"
     made = {entry.name for entry in graph.inputs}
     for name in made - graph.values.keys():

@@ -160,8 +160,12 @@ def _index(place: Path) -> dict[str, Path]:
         # A name with a folder in it could lead anywhere; writers of indexes use plain names.
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise bad(f"names {file!r}, which is not a safetensors file beside it")
-        if not (place.parent / file).is_file():
-            raise bad(f"names {file!r}, which is not there")
+        try:
+            there = (place.parent / file).is_file()
+        except OSError:  # a name longer than any
+            there = False
+        if not there:
+            raise bad(f"names {file[:100]!r}, which is not there")
     return {name: place.parent / file for name, file in found.items()}
 
 
