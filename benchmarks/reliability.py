@@ -1,6 +1,7 @@
 """Kills and flipped bits: what is resumed is the training that never stopped.
 
     python benchmarks/reliability.py [--resumes 50] [--kills 1000] [--flips 1000] [--ranks 10]
+        [--restarts 100]
 
 --resumes: trainings in one process, killed at random moments (also while they save) and resumed,
 on another cut each time where that changes no bit, until they end; weights and optimizer are then
@@ -10,6 +11,7 @@ be whole, and the training after the minibatch that it says.
 --flips: single bits of files of a checkpoint; each has to be found, with the file and the tensor.
 --ranks: trainings on two and three ranks over gloo, of which one is killed at a random moment, each
 resumed until it ends; replicated ones may differ by 2e-5.
+--restarts: the same under torchrun --max-restarts, which starts the ranks again by itself.
 
 Prints a row each; the exit code is 1 where anything went wrong.
 """
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=10)
+    parser.add_argument("--restarts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -63,6 +66,11 @@ def main() -> int:
         ("kills", asked.kills, lambda place, n: killed_saves(place, n, seed)),
         ("flips", asked.flips, lambda place, n: flipped_bits(place, n, seed)),
         ("ranks", asked.ranks, lambda place, n: killed_ranks(place, n, seed)),
+        (
+            "restarts",
+            asked.restarts,
+            lambda place, n: killed_ranks(place, n, seed, restarts=True),
+        ),
     ):
         if not count:
             continue

@@ -19,7 +19,7 @@ import torch
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.folder import LATEST, newest
 from pdcompile.errors import CheckpointError, PdcompileError
-from tests.helpers.launch import processes
+from tests.helpers.launch import processes, torchrun
 from tests.helpers.pipelines import states_equal
 from tests.helpers.resuming import pipeline, same, train
 
@@ -211,18 +211,23 @@ RANKS = """
     from tests.test_resuming import compiled
 
     folder, schedule, replicas, seed, last = sys.argv[1:]
-    folder, rank, draw = Path(folder), int(os.environ["RANK"]), random.Random(seed)
+    folder, rank = Path(folder), int(os.environ["RANK"])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    (folder / f"attempt.{attempt}").touch()
+    draw = random.Random(f"{seed} {attempt}")
     victim = draw.randrange(int(os.environ["WORLD_SIZE"]))
     counts = tuple(map(int, replicas.split(",")))
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     pipe = compiled(folder, cluster="auto", schedule=schedule, optimizer=sgd, replicas=counts,
                     microbatches=1 if schedule in ("stash", "vsync") else 4, stages=len(counts))
     pipe.prepare(batch(0)[0], target=batch(0)[1])
-    if seed != "none" and rank == victim:
-        wait = threading.Timer(draw.uniform(0.0, 2.0), os.kill, (os.getpid(), signal.SIGKILL))
-        wait.daemon = True
-        wait.start()
-    for t in range(pipe.position.minibatches, int(last)):
+    first = pipe.position.minibatches
+    killed = draw.randrange(first, int(last)) if first < int(last) else first
+    for t in range(first, int(last)):
+        if seed != "none" and rank == victim and attempt < 5 and t == killed:
+            wait = threading.Timer(draw.uniform(0.0, 0.2), os.kill, (os.getpid(), signal.SIGKILL))
+            wait.daemon = True
+            wait.start()
         pipe.step(batch(t)[0], target=batch(t)[1])
         pipe.save(folder, keep=2)
     state = pipe.full_state_dict()
@@ -233,8 +238,11 @@ RANKS = """
 _ON_RANKS = [("2bw", "1,1"), ("1f1b", "1,1,1"), ("stash", "1,1"), ("2bw", "2,1"), ("vsync", "1,1")]
 
 
-def killed_ranks(folder: Path, trials: int, seed: int) -> Outcome:
-    """Kill one of the ranks of a training and start all anew, until it ends."""
+def killed_ranks(folder: Path, trials: int, seed: int, *, restarts: bool = False) -> Outcome:
+    """Kill one of the ranks of a training and start all anew, until it ends.
+
+    `restarts`: torchrun starts them anew by itself.
+    """
     outcome, expected = Outcome(), {}
     for trial in range(trials):
         schedule, replicas = _ON_RANKS[trial % len(_ON_RANKS)]
@@ -247,8 +255,8 @@ def killed_ranks(folder: Path, trials: int, seed: int) -> Outcome:
         place = folder / str(trial)
         for attempt in range(20):
             number = "none" if attempt == 19 else str(draw.randrange(10**6))
-            found = _ended(place, schedule, replicas, size, outcome, number)
-            if found is not None:
+            found = _ended(place, schedule, replicas, size, outcome, number, restarts=restarts)
+            if found is not None or restarts:
                 break
             outcome.kills += 1
             outcome.during_save += any(p.name.startswith(".") for p in place.glob(".writing-*"))
@@ -265,15 +273,21 @@ def killed_ranks(folder: Path, trials: int, seed: int) -> Outcome:
 
 
 def _ended(
-    place: Path, schedule: str, replicas: str, size: int, outcome: Outcome, seed: str = "none"
-) -> Any:
+    place: Path, schedule: str, replicas: str, size: int, outcome: Outcome, seed: str = "none",
+    *, restarts: bool = False,
+) -> Any:  # fmt: skip
     """The state that a training has come to, None where it was killed."""
     place.mkdir(exist_ok=True)
-    run = processes(RANKS, size, place, str(place), schedule, replicas, seed, "6")
+    given = str(place), schedule, replicas, seed, "6"
+    if restarts:
+        run = torchrun(RANKS, size, place, *given, restarts=9)
+    else:
+        run = processes(RANKS, size, place, *given)
     if "CheckpointError" in run.output:
         outcome.wrong.append(run.output[-2000:])
     if run.code:
         return None
+    outcome.kills += len([*place.glob("attempt.*")]) - 1
     found = torch.load(place / "whole.pt", weights_only=True)
     shutil.rmtree(place)
     return found

@@ -30,14 +30,16 @@ class Run:
         return f"exit code {self.code}\n{self.output}"
 
 
-def torchrun(script: str, num_ranks: int, folder: Path, *arguments: str) -> Run:
+def torchrun(script: str, num_ranks: int, folder: Path, *arguments: str, restarts: int = 0) -> Run:
     """Write the script (dedented) into the folder and run it on `num_ranks` ranks.
 
-    Every rank has one thread, and can import `tests.helpers`.  Ranks that still run after the
+    Every rank has one thread, and can import `tests.helpers`.  torchrun starts all again after a
+    failure, `restarts` times.  Ranks that still run after the
     time limit are killed, all of them.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={num_ranks}", str(_write(script, folder)), *arguments]
+    command += [f"--nproc-per-node={num_ranks}", f"--max-restarts={restarts}"]
+    command += [str(_write(script, folder)), *arguments]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
