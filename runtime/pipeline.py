@@ -124,6 +124,12 @@ class Pipeline(Saving):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
     ) -> StepResult:
         """`step` for a model whose forward has an argument named ``target``."""
+        if not isinstance(args, tuple | list) or not isinstance(kwargs or {}, Mapping):
+            raise InputError(
+                f"arguments of type {type(args).__name__} and {type(kwargs).__name__}",
+                where="step_call",
+                remedy="a tuple of them, and a dict: step_call((inputs,), {'mask': mask})",
+            )
         return self._train("step", args, kwargs or {}, target)
 
     def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:

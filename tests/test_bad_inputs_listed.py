@@ -501,6 +501,8 @@ RUN: dict[str, Case] = {
     "an unknown argument": ("INPUT", "'foo'", stepped(X, foo=1)),
     "complex": ("INPUT", "complex64", stepped(X.to(torch.complex64))),
     "nested": ("INPUT", "nested", lambda g: g.pipe.step(nested(), target=X)),
+    "no tuple of arguments": ("INPUT", "of type int", lambda g: g.pipe.step_call(3, target=X)),
+    "a list of names": ("INPUT", "and list", lambda g: g.pipe.step_call((X,), ["mask"])),
     "step after close": ("CLOSED", "was closed", lambda g: closed(g).step(X, target=X)),
     "predict after close": ("CLOSED", "was closed", lambda g: closed(g).predict(X)),
     "save after close": ("CLOSED", "was closed", lambda g: closed(g).save("x")),
