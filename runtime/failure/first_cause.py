@@ -116,7 +116,8 @@ class Failures:
         return FirstCause.unpacked(str(self._store.get("failure"), "utf-8"))
 
     def wait_for_peers(self) -> None:
-        """Stay until all others have read the cause or end too, or for a few seconds."""
+        """Stay until all others raise the cause or end too, or for a few seconds: torchrun ends
+        them as soon as this rank has ended."""
         deadline = time.monotonic() + _WAIT_FOR_PEERS_SECONDS
         # Without the store there is nobody to wait for: the process that held it has ended.
         with suppress(RuntimeError):
@@ -125,6 +126,11 @@ class Failures:
                 time.sleep(0.01)
                 seen = self._store.add("seen", 0)
 
+    def seen(self) -> None:
+        """This rank is about to raise the cause: the rank that failed may end."""
+        with suppress(RuntimeError):
+            self._store.add("seen", 1)
+
     def cause(self, lost: PeerLost, where: str) -> RankError:
         """The error to raise when the connection to a peer broke."""
         try:
@@ -132,7 +138,6 @@ class Failures:
             if self.known() is None:
                 self.of_ended(lost.peer, f"{where}: {lost}", wait=True)
             found = self.known()
-            self._store.add("seen", 1)
         except RuntimeError:  # the store went down with the process that held it
             found = None
         text = f"{where}: {lost}" if found is None else found.text

@@ -96,6 +96,7 @@ class Guarded:
         self.failed = first.message
         self._failures.conclude()
         self._abandon()
+        self._failures.seen()
         self.world.close(failed=True)
         raise first from None
 
