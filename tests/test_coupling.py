@@ -85,11 +85,7 @@ def test_other_updates_are_not(build: Any, recwarn: pytest.WarningsRecorder) -> 
     assert not list(recwarn)
 
 
-@pytest.mark.skip(reason="an optimizer of foreign parameters is refused now: give the test another one")
 def test_what_cannot_be_tried_is_told() -> None:
-    elsewhere = nn.Parameter(torch.ones(2))
-    with pytest.warns(UserWarning, match="other parameters than it was given"):
-        refuse_coupled(lambda _: Own([elsewhere], lr=0.1), PARAMETERS, STAGES)
     with pytest.warns(UserWarning, match="draws random numbers"):
         refuse_coupled(partial(Noisy, lr=0.1), PARAMETERS, STAGES)
     with pytest.warns(UserWarning, match=r"cannot be run on small copies(.|\n)*no embedding"):

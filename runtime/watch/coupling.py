@@ -42,8 +42,7 @@ def refuse_coupled(
         parameters: of the whole model, by name; only shapes and dtypes matter.
         stages: the names that each stage updates.
 
-    An optimizer that draws random numbers, or that does not use the parameters it is given,
-    cannot be tried; a warning says so.
+    An optimizer that draws random numbers cannot be tried; a warning says so.
     """
     trained = [names for names in stages if names]
     if build is None or len(trained) < 2:
@@ -82,18 +81,13 @@ def _after_steps(
 ) -> Copies | None:
     """Small copies of the parameters after three steps, each part by part.
 
-    None for one of torch's own optimizers, which update parameter by parameter, and for one that
-    has other parameters than it was given.
+    None for one of torch's own optimizers, which update parameter by parameter.
     """
     values = torch.Generator().manual_seed(0)
     copies = {name: _copy(parameter, values) for name, parameter in parameters.items()}
     optimizer = make_optimizer(build, copies.items())
     assert optimizer is not None
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if _is_plain(optimizer):
-        return None
-    if not held <= {id(p) for p in copies.values()}:
-        warn(f"{_UNTRIED}, because it has other parameters than it was given")
         return None
     updater = Updater(optimizer, reach=0)
     torch.manual_seed(seed)
