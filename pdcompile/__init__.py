@@ -19,6 +19,7 @@ if not (_Path(__file__).parent / "passes").is_dir():
 # Modules and the public names that they define.
 _HOMES = {
     "pdcompile.driver": "compile",
+    "pdcompile.export": "export",
     "pdcompile.runtime.pipeline": "Pipeline",
     "pdcompile.reference": "reference",
     "pdcompile.checkpoint.into_eager": "load_checkpoint",
@@ -64,6 +65,7 @@ if _TYPE_CHECKING:
     from pdcompile.errors import SourceError as SourceError
     from pdcompile.errors import TraceError as TraceError
     from pdcompile.errors import VerifyError as VerifyError
+    from pdcompile.export import export as export
     from pdcompile.ir.graph import OpGraph as OpGraph
     from pdcompile.passes.costs.symbolic import SymbolicCosts as SymbolicCosts
     from pdcompile.passes.costs.symbolic import symbolic_costs as symbolic_costs

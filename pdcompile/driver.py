@@ -25,7 +25,7 @@ from pdcompile.given import (
     with_given_plan,
     with_saved_plan,
 )
-from pdcompile.ir.graph import Capture
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
@@ -49,12 +49,18 @@ from pdcompile.warn import each_once, warn
 
 
 def build(
-    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None = None
+    model: nn.Module,
+    flat: FlatCall,
+    options: Options,
+    num_ranks: int | None = None,
+    *,
+    replan: Callable[[Plan, OpGraph], Plan] | None = None,
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
     `num_ranks` is the number of processes, None for one process.  A plan or sources given in the
-    options take the place of the passes that would make them, and are checked instead.
+    options take the place of the passes that would make them, and are checked instead.  `replan`
+    makes another plan of a plan and the model's graph, before anything is proved of it.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
@@ -63,17 +69,22 @@ def build(
     with each_once(), compiling(lines=shown is True, quiet=shown is False) as listener:
         try:
             return run_passes(
-                model, flat, with_saved_plan(options, num_ranks), num_ranks, Steps(listener)
+                model, flat, with_saved_plan(options, num_ranks), num_ranks, Steps(listener), replan
             )
         except PdcompileError as error:
             if options.resume is None or options.plan is not None:
                 raise
             warn(f"the plan in the checkpoint is not used: {error.message}")
-        return run_passes(model, flat, options, num_ranks, Steps(listener))
+        return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
 
 
 def run_passes(
-    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None, step: Steps
+    model: nn.Module,
+    flat: FlatCall,
+    options: Options,
+    num_ranks: int | None,
+    step: Steps,
+    replan: Callable[[Plan, OpGraph], Plan] | None = None,
 ) -> Compiled:
     """`build`, every pass run by `step`, which times it and writes its form."""
     options = with_given_plan(options)
@@ -95,6 +106,8 @@ def run_passes(
         partial(resize, flat, layout),
         step,
     )
+    if replan is not None:
+        plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     plan = _noted(replace(plan, forecast=forecast), model, captured, options)

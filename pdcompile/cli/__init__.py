@@ -10,12 +10,12 @@ from pdcompile.cli import (  # noqa: F401
     checkpoint,
     costs,
     diff,
-    dump,
     explain,
     plan,
     run,
     schedule,
     simulate,
+    sources,
     verify,
     whatif,
 )

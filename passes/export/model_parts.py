@@ -1,0 +1,92 @@
+"""Parts of a model: the modules that other pipelines place whole, and the stages they are on.
+
+A part is a numbered entry of a container (``transformer.h.3``), or a module beside those
+(``transformer.wte``, ``lm_head``).  Modules around the containers (``transformer``) are no parts:
+what runs in their own forward lies between parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdcompile.eager.randomness import LOSS_PATH
+from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs.costed_op import costed_ops
+from pdcompile.passes.form.module_tree import ancestors
+from pdcompile.plan import Plan
+
+
+def part_paths(graph: OpGraph) -> tuple[str, ...]:
+    """The parts that run, in the order of their first op."""
+    around = _around(op.module_path for op in graph.ops)
+    found = (part_at(op.module_path, around) for op in graph.ops)
+    return tuple(dict.fromkeys(path for path in found if path))
+
+
+def parts_of_ops(graph: OpGraph) -> dict[str, str]:
+    """The part that each op runs in, "" between parts."""
+    around = _around(op.module_path for op in graph.ops)
+    return {op.name: part_at(op.module_path, around) for op in graph.ops}
+
+
+def part_at(module_path: str, around: frozenset[str]) -> str:
+    """The part that holds a module, "" where that is one of those around parts, or the loss."""
+    if ancestors(module_path)[:1] == (LOSS_PATH,):
+        return ""
+    for path in ancestors(module_path):
+        if path.rpartition(".")[2].isdecimal() or path not in around:
+            return path
+    return ""
+
+
+def _around(paths: Iterable[str]) -> frozenset[str]:
+    """Modules that hold the outermost numbered ones."""
+    found: set[str] = set()
+    for path in paths:
+        chain = ancestors(path)
+        first = next((i for i, one in enumerate(chain) if _is_numbered(one)), 0)
+        found.update(chain[:first])
+    return frozenset(found)
+
+
+def _is_numbered(path: str) -> bool:
+    return path.rpartition(".")[2].isdecimal()
+
+
+def views(graph: OpGraph) -> frozenset[str]:
+    """Ops that compute nothing: an item keeps them beside the op that makes or reads the bytes."""
+    return frozenset(call.op.name for call in costed_ops(graph, graph.batch_size) if call.is_view)
+
+
+def stages_of_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The stages on which each part computes something, ascending; parts in order of running."""
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
+    part_of, idle = parts_of_ops(graph), views(graph)
+    found: dict[str, set[int]] = {path: set() for path in part_paths(graph)}
+    for op in graph.ops:
+        if part_of[op.name] and op.name in stage_of and op.name not in idle:
+            found[part_of[op.name]].add(stage_of[op.name])
+    return {path: tuple(sorted(stages)) for path, stages in found.items()}
+
+
+def whole_parts(graph: OpGraph, plan: Plan) -> dict[str, int]:
+    """The stage of each part.  A part that computes nothing is where the part before it is.
+
+    Raises:
+        ConfigError: a part runs on several stages.
+    """
+    found: dict[str, int] = {}
+    last = 0
+    for path, stages in stages_of_parts(graph, plan).items():
+        if len(stages) > 1:
+            raise ConfigError(
+                f"module {path!r} runs on stages {', '.join(map(str, stages))}, and this target "
+                "places each module once",
+                where="plan: stages",
+                remedy="--to torch-pipelining, whose stages hold what they run; or plan with "
+                f"Together({path!r}) (--together {path})",
+            )
+        last = stages[0] if stages else last
+        found[path] = last
+    return found

@@ -1,0 +1,183 @@
+"""Rounding: a plan whose cuts lie between the parts of a model, found by solving again.
+
+The problem that the planner solved is in the plan, with its costs and limits; it is solved again
+with one more constraint, and all else as in the plan: as under `CutAt` of every part no cut lies
+inside of one, and none before what runs between it and the next one (``x + tanh(layer(x))``), which
+a model's own forward runs where the part is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import InfeasibleError
+from pdcompile.ir.graph import OpCost, OpGraph
+from pdcompile.passes.coarsen.wishes import between_borders
+from pdcompile.passes.export.model_parts import part_paths, parts_of_ops, views
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.solved_problem import placed
+from pdcompile.passes.simulate import simulate
+from pdcompile.passes.stages.kept_outputs import planned
+from pdcompile.plan import Plan
+from pdcompile.plan.embedded import problem_of
+from pdcompile.plan.schema import ranks_of
+from pdcompile.problem import Item, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem.space import SearchSpace
+from pdcompile.schedule.registry import kind_of
+
+WISH = "cuts between modules"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A plan, the same one with rounded cuts, and the objective of both in seconds.
+
+    `after` is `before` itself where its cuts lie between parts already.
+    """
+
+    before: Plan
+    after: Plan
+    before_seconds: float
+    after_seconds: float
+
+    @property
+    def percent(self) -> float:
+        """What rounding costs: below 0 where the first plan was not the best one."""
+        if self.before_seconds <= 0:
+            return 0.0
+        return 100 * (self.after_seconds / self.before_seconds - 1)
+
+    @property
+    def moved(self) -> bool:
+        """Whether any cut had to move."""
+        return self.after is not self.before
+
+
+def rounded(
+    plan: Plan, graph: OpGraph, *, time_limit: float | None = None, where: str = "plan.json"
+) -> Rounding:
+    """The best plan with cuts between parts alone; times are by the costs in the plan.
+
+    Args:
+        graph: of the model, in training.
+        time_limit: of the search, in seconds; None: as `best_plan`.
+
+    Raises:
+        PlanError: the plan does not hold its problem, or tears apart what that keeps together.
+        InfeasibleError: no such cut satisfies the plan's limits and constraints.
+    """
+    now = placed(plan, where)
+    groups = _groups(graph, problem_of(plan, where))
+    stage_of = now.stage_of
+    if all(len({stage_of[i] for i in group}) == 1 for group in groups):
+        return Rounding(plan, plan, seconds_of(now), seconds_of(now))
+    try:
+        found = _solved(plan, graph, groups, time_limit)
+    except InfeasibleError as error:
+        raise type(error)(
+            f"no cut between modules is within the limits of the plan: {error.message}",
+            where=error.where,
+            remedy=f"{error.remedy or 'plan with fewer stages'}; modules between which cuts "
+            f"may lie: {', '.join(part_paths(graph)[:8])}, …",
+        ) from error
+    found = replace(found, notes=tuple(dict.fromkeys((*plan.notes, *found.notes))))
+    return Rounding(plan, found, seconds_of(now), seconds_of(placed(found)))
+
+
+def _groups(graph: OpGraph, problem: PartitionProblem) -> list[tuple[int, ...]]:
+    """Items that no cut may part: a part, and what runs after it before the next one begins.
+
+    An item lies where its ops compute; views that it keeps beside them may be of the next part.
+    """
+    idle, part_of = views(graph), parts_of_ops(graph)
+    item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
+    runs: list[set[str]] = [set()]
+    begun = False
+    for run in between_borders(graph, part_paths(graph)):
+        names = {graph.ops[position].name for position in run}
+        inside = bool(part_of[next(iter(names))])
+        if inside and begun:
+            runs.append(set())
+        runs[-1] |= names
+        begun = begun or inside
+    found: list[tuple[int, ...]] = []
+    taken: set[int] = set()
+    for names in runs:
+        items = {item_of[name] for name in names if name in item_of} - taken
+        here = {i for i in items if _computes_in(problem.items[i], names, idle)}
+        taken |= here
+        if len(here) > 1:
+            found.append(tuple(sorted(here)))
+    return found
+
+
+def _computes_in(item: Item, names: Collection[str], idle: Collection[str]) -> bool:
+    busy = [name for name in item.ops if name not in idle] or item.ops
+    return any(name in names for name in busy)
+
+
+def _solved(
+    plan: Plan, graph: OpGraph, groups: list[tuple[int, ...]], time_limit: float | None
+) -> Plan:
+    """The best plan that keeps these items together."""
+    problem, training = problem_of(plan), plan.training
+    count, m = len(plan.stages), plan.training.num_microbatches
+    again = tuple(stage.recompute for stage in plan.stages)
+    replicas = tuple(stage.replicas for stage in plan.stages)
+    ranks = ranks_of(plan.stages)
+    shared = len({own[0] for own in ranks}) < count
+    bound = replace(
+        problem,
+        together=tuple(dict.fromkeys((*problem.together, *groups))),
+        wishes=(*problem.wishes, Wish(WISH, together=tuple(groups))),
+        stages=(StageLimits(),) * count,
+        memory=MemoryRule(in_flight=(1,) * count),
+        scope=f"{problem.scope}; {WISH}",
+    )
+    space = SearchSpace(
+        replicas="1" if set(replicas) == {1} else replicas,
+        recompute=tuple(sorted(set(again))),
+        schedules=(training.schedule,),
+        microbatches=(m,),
+        stages=count,
+        in_order=shared or set(replicas) == {1},
+        recomputed=again if len(set(again)) > 1 else (),
+        placement=kind_of(training.schedule).placement(count, len({own[0] for own in ranks}))
+        if shared
+        else (),
+    )
+    costed = _costed(planned(graph, training), problem)
+    found = best_plan(
+        lambda _: costed,
+        lambda _: bound,
+        Cluster.from_toml(plan.cluster, where="plan: cluster"),
+        space,
+        replace(training, warmup=()),
+        time_limit=time_limit,
+        seed=training.seed,
+    )
+    found = replace(found, fingerprint=plan.fingerprint)
+    return replace(found, forecast=simulate(found, timeline=False).forecast)
+
+
+def _costed(graph: OpGraph, problem: PartitionProblem) -> OpGraph:
+    """The graph with the seconds of the problem: those of an item are its first op's that
+    computes."""
+    idle = views(graph)
+    costs: dict[str, OpCost] = {}
+    for item in problem.items:
+        busy = next((name for name in item.ops if name not in idle), "")
+        name = busy or next(iter(item.ops), "")
+        costs[name] = OpCost(
+            forward_seconds=item.forward_seconds,
+            backward_seconds=item.backward_seconds,
+            saved_bytes=item.saved_bytes,
+            workspace_bytes=item.workspace_bytes,
+            microbatch_size=graph.batch_size,
+        )
+    none = OpCost(microbatch_size=graph.batch_size)
+    ops = tuple(replace(op, cost=costs.get(op.name, none)) for op in graph.ops)
+    return replace(graph, ops=ops)

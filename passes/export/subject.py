@@ -1,0 +1,67 @@
+"""Subject: what is exported.  Exported: what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a script gets model and data: a function of a file, by its path from the script, or of
+    an importable module."""
+
+    place: str
+    function: str
+    is_file: bool
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCall:
+    """A class of torch.optim, and its keyword arguments."""
+
+    name: str = "AdamW"
+    arguments: tuple[tuple[str, Any], ...] = (("lr", 3e-4),)
+
+    def __str__(self) -> str:
+        given = "".join(f", {name}={value!r}" for name, value in self.arguments)
+        return f"torch.optim.{self.name}(parameters{given})"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A captured model and a plan whose cuts lie between its parts.
+
+    Args:
+        capture: as planned, of training and evaluation.
+        sources: generated of it.
+        source, optimizer: for scripts.
+        tensors: names of the model's parameters and buffers as ``state_dict()`` has them, each
+            with its canonical name (tied ones have the same).
+        on_meta: the model has no values.
+    """
+
+    capture: Capture
+    plan: Plan
+    sources: Sources
+    source: Source
+    optimizer: OptimizerCall
+    tensors: Mapping[str, str]
+    on_meta: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Text files by name, and notes for the reader; `stages`: the generated ones go with them."""
+
+    files: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    stages: bool = False

@@ -1,0 +1,150 @@
+"""torch.distributed.pipelining: the generated stages, and a script that trains them.
+
+What it gets wrong (measured on torch 2.13) is handled in the script or refused: tied weights are
+summed over the ranks that hold them; values that skip stages are handed on; shapes are given, so
+that no stage runs on made-up values first (batch norm would count them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import Op, written_buffers
+from pdcompile.ir.stage_interface import Port
+from pdcompile.passes.costs.costed_op import plain_name
+from pdcompile.passes.export.crossings import NeighbourStage, neighbour_stages
+from pdcompile.passes.export.subject import Exported, Subject
+from pdcompile.passes.export.train_file import SCHEDULES, random_ops, train_file
+from pdcompile.plan import Plan
+from pdcompile.schedule.registry import name_of
+
+TO = "torch-pipelining"
+#: random ops that the script can keep from drawing, by plain name
+_QUIET = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "featurealphadropout"),
+    *("scaleddotproductattention", "multiheadattentionforward"),
+}
+
+
+def torch_pipelining(subject: Subject) -> Exported:
+    """``train.py`` beside the stages.  Raises ConfigError: see `refused`."""
+    stages = neighbour_stages(subject.sources.interfaces)
+    for error in refused(subject, stages):
+        raise error
+    text = train_file(subject.capture, subject.plan, stages, subject.source, subject.optimizer)
+    return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)), stages=True)
+
+
+def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
+    """What such a script would get wrong."""
+    plan, training = subject.plan, subject.plan.training
+    if training.schedule not in SCHEDULES:
+        yield _error(
+            f"schedule {name_of(training.schedule)!r} has no counterpart in torch, whose schedules "
+            "update once all microbatches are over",
+            f"plan with schedule {', '.join(SCHEDULES)}",
+        )
+    for stage in plan.stages:
+        if stage.replicas > 1:
+            yield _error(
+                f"stage {stage.index} has {stage.replicas} replicas",
+                "plan with replicas=1, and wrap each part in fully_shard or "
+                "DistributedDataParallel over ranks of your own (docs/export.md)",
+            )
+    if training.loss_reduction == "callable":
+        yield _error(
+            "loss_reduction is a function, and torch weighs all microbatches alike",
+            "plan with loss_reduction='mean' or 'sum'",
+        )
+    if training.batch_size % training.num_microbatches:
+        yield _error(
+            f"{training.batch_size} samples in {training.num_microbatches} microbatches: torch "
+            "wants microbatches of one size",
+            "plan with a number of microbatches that divides the minibatch",
+        )
+    if subject.on_meta:
+        yield _error(
+            "the model is on the meta device, and the script compares it with plain PyTorch",
+            "export with a model that has values; a smaller one of the same class will do",
+        )
+    yield from _refused_inputs(stages)
+    yield from _refused_loss(stages[-1])
+    yield from _refused_ops(subject, stages)
+
+
+def _refused_inputs(stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
+    ports: list[Port] = [p for one in stages for p in (*one.from_call, *one.received)]
+    ports += stages[-1].interface.train.loss_inputs
+    for port in ports:
+        if port.path is None:
+            continue
+        if not port.path.isidentifier():
+            yield _error(
+                f"input {port.path!r} is inside of a container, and torch splits whole tensors",
+                "give the model (or loss_fn) its tensors one by one",
+            )
+        elif port.batch_dim != 0:
+            yield _error(
+                f"input {port.path!r} has no row for each sample",
+                "give it samples as its first dimension, or make it inside of the model",
+            )
+    if not stages[0].received:
+        yield _error("the first stage reads no input", "plan with fewer stages")
+
+
+def _refused_loss(last: NeighbourStage) -> Iterator[ConfigError]:
+    signature = last.interface.train
+    if signature.loss is None:
+        yield _error(
+            "the model has no loss to train on", "give the workload a loss_fn, and batches"
+        )
+    given = {port.value for port in last.sent}
+    asked = [port for port in signature.loss_inputs if port.path != "target"]
+    for port in asked:
+        if port.value not in given:
+            yield _error(
+                f"the loss reads {port.name!r}, which the last stage does not have",
+                "pin what makes it to the last stage (--pin)",
+            )
+
+
+def _refused_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
+    graph, plan = subject.capture.train, subject.plan
+    for op in random_ops(graph, stages):
+        if plain_name(op) not in _QUIET:
+            yield _error(
+                f"{op.target} at {op.source} draws random numbers, and a pipeline draws others "
+                "than plain PyTorch, so that the two could not be compared",
+                "leave it out of the model that is exported",
+            )
+    for stage in plan.stages:
+        held = {*stages[stage.index].interface.buffers}
+        own: list[Op] = [op for op in graph.ops if op.name in set(stage.ops)]
+        if stage.recompute and (written := sorted(written_buffers(own) & held)):
+            yield _error(
+                f"stage {stage.index} recomputes and writes buffer {written[0]!r}, which "
+                "torch.utils.checkpoint would write twice",
+                "plan with recompute=False",
+            )
+
+
+def _error(message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, where=f"--to {TO}", remedy=remedy)
+
+
+def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
+    count = plan.num_ranks
+    yield f"torchrun --nproc-per-node={count} train.py  trains and compares"
+    for one in plan.tied:
+        yield (
+            f"tied weight {one.fqn} is on stages {', '.join(map(str, one.stages))}: train.py sums "
+            "its gradients over them, which torch leaves to you"
+        )
+    for stage in stages:
+        if stage.handed_on:
+            names = ", ".join(port.name for port in stage.handed_on)
+            yield f"stage {stage.interface.index} hands on {names} to a later one"
+    usual = tuple(reversed(range(len(plan.stages))))
+    if plan.training.schedule == "1f1b" and plan.training.warmup not in ((), usual):
+        yield "torch's 1F1B has a warm-up of its own: the plan's is deeper, to hide transfers"

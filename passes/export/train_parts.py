@@ -1,0 +1,211 @@
+"""The parts of ``train.py`` that are the same for every model; words in capitals are filled in."""
+
+WORKLOAD_FILE = '''\
+def workload():
+    """The model, its loss function (None: it has its own), and minibatches (inputs, target)."""
+    spec = importlib.util.spec_from_file_location(TARGET.stem, TARGET)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[TARGET.stem] = module
+    sys.path.append(str(TARGET.parent))
+    spec.loader.exec_module(module)
+    made = module.FUNCTION()
+'''
+
+WORKLOAD_MODULE = '''\
+def workload():
+    """The model, its loss function (None: it has its own), and minibatches (inputs, target)."""
+    made = importlib.import_module("PLACE").FUNCTION()
+'''
+
+FIELDS = '''\
+    if not isinstance(made, tuple):
+        made = (made.model, made.example_inputs, made.loss_fn, made.batches)
+    model, inputs, loss_fn, batches = (*made, None, None)[:4]
+    if batches is None:
+        return model, loss_fn, [(inputs, None)] * STEPS
+    return model, loss_fn, list(itertools.islice(batches(), STEPS))
+
+
+def call_of(model, inputs):
+    """The model's call: inputs by the names that forward has for them."""
+    signature = inspect.signature(model.forward)
+    if isinstance(inputs, dict):
+        return signature.bind(**inputs)
+    return signature.bind(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+
+
+def examples(k):
+    """What goes into stage k as tensors without memory: with these torch runs no stage to see."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=gradient)
+        for shape, dtype, gradient in CROSSING[k]
+    )
+'''
+
+MAKE_PARTS = '''\
+def make_parts(rank, model, device):
+    """The stages of this rank, with the model's weights, by number."""
+    parts = {k: part() for k, part in enumerate(PARTS) if RANKS[k] == rank}
+    state = model.state_dict()
+    FILL
+    for k, part in parts.items():
+        load(part, HERE / f"stage_{k}.pt")  # buffers that state_dict() does not have
+        own = {name: state[name] for name in part.state_dict() if name in state}
+        part.load_state_dict(own, strict=False)
+        part.to(device)
+    return parts
+'''
+
+TIED = '''\
+def tied_groups():
+    """For each tied weight the group of the ranks that hold it; every rank calls this."""
+    return [dist.new_group(sorted({RANKS[k] for k, _ in holders})) for holders in TIED]
+
+
+def sum_tied(parts, groups):
+    """Adds up the gradients of tied weights over stages: copies then stay equal."""
+    for holders, group in zip(TIED, groups, strict=True):
+        own = [parts[k].get_parameter(name) for k, name in holders if k in parts]
+        if own:
+            total = sum((p.grad for p in own if p.grad is not None), torch.zeros_like(own[0]))
+            dist.all_reduce(total, group=group)
+            for parameter in own:
+                parameter.grad = total.clone()
+'''
+
+CLIP = '''\
+def clip(parts, device):
+    """As clip_grad_norm_ of the whole model; a tied weight counts once."""
+    copies = TIED_COPIES
+    gradients = {
+        parameter: (k, name) in copies
+        for k, part in parts.items()
+        for name, parameter in part.named_parameters()
+        if parameter.grad is not None
+    }
+    squares = [p.grad.pow(2).sum() for p, copied in gradients.items() if not copied]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    dist.all_reduce(total)
+    for parameter in gradients:
+        parameter.grad.mul_((LIMIT / (total.sqrt() + 1e-6)).clamp(max=1.0))
+'''
+
+NO_DROPOUT = '''\
+class NoDropout(TorchFunctionMode):
+    """Dropout keeps everything: a pipeline draws other numbers than plain PyTorch does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "dropout" in getattr(func, "__name__", ""):
+            return args[0] if args else kwargs["input"]
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+'''
+
+PLAIN = '''\
+def rows(value, i):
+    """Microbatch i of a tensor with a row for each sample; all else is for every microbatch."""
+    split = isinstance(value, torch.Tensor) and value.ndim and len(value) == BATCH
+    return value.chunk(MICROBATCHES)[i] if split else value
+
+
+def plain(model, loss_fn, batches):
+    """The same steps in plain PyTorch: losses; the model has the weights."""
+    optimizer, means = make_optimizer(model.parameters()), []
+    for inputs, target in batches:
+        optimizer.zero_grad()
+        call, losses = call_of(model, inputs), []
+        for i in range(MICROBATCHES):
+            call_i = copy.copy(call)
+            call_i.arguments = {name: rows(value, i) for name, value in call.arguments.items()}
+            with REGION:
+                output = model(*call_i.args, **call_i.kwargs)
+                if loss_fn is not None:
+                    loss = loss_fn(output, rows(target, i))
+                elif isinstance(output, torch.Tensor):
+                    loss = output
+                else:
+                    loss = output["loss"] if isinstance(output, dict) else output.loss
+            loss.backward()
+            losses.append(loss.detach())
+        DIVIDE
+        CLIP_MODEL
+        optimizer.step()
+        means.append(torch.stack(losses).MEAN().item())
+    return means
+'''
+
+COMPARE = '''\
+def difference(parts, begin, end):
+    """The largest difference of a tensor of these stages from `end`, by name: of parameters as a
+    share of how far they came from `begin`, of buffers as a share of their own size."""
+    worst = (0.0, "all are equal bit for bit")
+    for part in parts.values():
+        parameters = dict(part.named_parameters(remove_duplicate=False))
+        for name, value in part.state_dict().items():
+            if name in end:
+                last, first = end[name].double(), begin[name].double()
+                size = (last - first) if name in parameters else last
+                off = (value.double() - last).norm().item()
+                share = off / max(size.norm().item(), 1e-30) if off else 0.0
+                worst = max(worst, (share, name)) if off else worst
+    return worst
+'''
+
+MAIN = """\
+def main():
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if int(os.environ["WORLD_SIZE"]) != max(RANKS) + 1:
+        raise SystemExit(f"start it with torchrun --nproc-per-node={max(RANKS) + 1}")
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    model, model_loss, batches = workload()
+    model.to(device).train()
+    batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batches)
+    begin = copy.deepcopy(model.state_dict())
+    with QUIET:
+        parts, means = train(rank, model, device, batches)
+        expected = plain(model, model_loss, batches)
+    found = [None] * (max(RANKS) + 1)
+    dist.all_gather_object(found, (means, difference(parts, begin, model.state_dict())))
+    means, (share, name) = next(m for m, _ in found if m), max(worst for _, worst in found)
+    loss = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(means, expected, strict=True))
+    if rank == 0:
+        print("loss of each step:", *(f"{mean:.6f}" for mean in means))
+        print("in plain PyTorch: ", *(f"{mean:.6f}" for mean in expected))
+        print(f"largest difference of a loss: {loss:.1e} of it, tolerance {LOSS_TOLERANCE:.0e}")
+        print(f"of a tensor: {share:.1e} of its change, tolerance {TOLERANCE:.0e}: {name}")
+    dist.destroy_process_group()
+    if not (loss <= LOSS_TOLERANCE and share <= TOLERANCE):  # NaN is not equal either
+        sys.exit(1)
+"""
+
+TRAIN = '''\
+def train(rank, model, device, batches):
+    """STEPS steps of this rank: its stages, and on the last stage's rank the losses."""
+    parts, last, means = make_parts(rank, model, device), len(PARTS) - 1, []
+    TIE
+    stages = [
+        PipelineStage(
+            part, k, len(PARTS), device, input_args=examples(k), output_args=examples(k + 1)
+        )
+        for k, part in parts.items()
+    ]
+    schedule = SCHEDULE_CLASS(STAGES_OF_RANK, MICROBATCHES, loss_fn=make_loss(parts)SCALE)
+    optimizer = make_optimizer({p: None for part in parts.values() for p in part.parameters()})
+    for inputs, target in batches:
+        call, losses = call_of(model, inputs).arguments, []
+        first = [call[name] for name in INPUTS] if 0 in parts else []
+        later = {name: call[name] for name in LATER}
+        optimizer.zero_grad()
+        OWN
+        schedule.step(*first, target=target, losses=losses, return_outputs=False, **later)
+        SUM
+        CLIP_PARTS
+        optimizer.step()
+        if last in parts:
+            means.append(torch.stack(losses).MEAN().item())
+    return parts, means
+'''

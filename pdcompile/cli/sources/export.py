@@ -1,0 +1,116 @@
+"""``pdcompile export``: a plan for somebody else's runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson, PlanFile, Target
+
+if TYPE_CHECKING:
+    from pdcompile.export import Export
+
+TARGETS = ("torch-pipelining", "torchtitan", "megatron", "accelerate")
+
+
+@app.command()
+def export(
+    plan: PlanFile,
+    target: Target,
+    to: Annotated[
+        str, typer.Option("--to", metavar="|".join(TARGETS), help="Whose runtime it is for.")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
+    ] = Path("exported"),
+    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, for train.py.")] = "AdamW",
+    lr: Annotated[float, typer.Option(help="Its learning rate.")] = 3e-4,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0, help="Of the search for cuts between modules; default: 20."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan for torch.distributed.pipelining, torchtitan, Megatron-LM or Accelerate.
+
+    They place whole modules, so the cuts are rounded to borders of modules first: the plan's own
+    problem, with its costs and limits, is solved again with that constraint. What it costs is
+    printed in percent of the plan's objective; 0 % where the cuts lie there already.
+
+    torch-pipelining: the stages as source, and train.py, which trains three steps with torch's own
+    schedule and exits 1 unless losses and weights equal those of plain PyTorch within a tolerance
+    that it prints. Tied weights and skip connections are handled there.
+
+    torchtitan: parallelism.toml with the module names of each stage. megatron: arguments.txt with
+    --pipeline-model-parallel-layout. accelerate: device_map.json. Notes give DeepSpeed's parts.
+    What a target would get wrong, it refuses by name.
+
+    Examples:
+
+      pdcompile plan gpt.py:build --cluster 1x2 -o plan.json
+
+      pdcompile export plan.json gpt.py:build --to torch-pipelining -o exported/
+
+      torchrun --nproc-per-node=2 exported/train.py
+
+      pdcompile export plan.json gpt.py:build --to accelerate -o exported/
+    """
+    import os
+
+    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.errors import ConfigError
+
+    if to not in TARGETS:
+        raise ConfigError(
+            f"there is no target {to!r}", where="--to", remedy=f"one of {', '.join(TARGETS)}"
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from pdcompile.export import export as exported
+
+    found = exported(
+        plan, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
+        progress=True,
+    )  # fmt: skip
+    if as_json:
+        emit_json(document(found))
+        return
+    console = stdout()
+    console.print(cost_line(found), markup=False, soft_wrap=True)
+    for name in found.files:
+        console.print(str(output / name), markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def cost_line(found: Export) -> str:
+    """What rounding cost, with both objectives."""
+    from pdcompile.units import format_seconds
+
+    rounding = found.rounding
+    if not rounding.moved:
+        return "cuts lie between modules already: rounding costs 0 %"
+    before, after = rounding.before_seconds, rounding.after_seconds
+    each = "a step" if rounding.after.training.num_microbatches > 1 else "a minibatch"
+    return (
+        f"cuts between modules cost {rounding.percent:+.2g} %: {format_seconds(after)} {each} "
+        f"instead of {format_seconds(before)}, by the costs in the plan"
+    )
+
+
+def document(found: Export) -> dict[str, Any]:
+    """The JSON form."""
+    return {
+        "status": "done",
+        "folder": str(found.folder),
+        "files": list(found.files),
+        "rounded": found.rounding.moved,
+        "percent": found.percent,
+        "before_seconds": found.rounding.before_seconds,
+        "after_seconds": found.rounding.after_seconds,
+        "notes": list(found.notes),
+    }

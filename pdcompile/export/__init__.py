@@ -1,0 +1,170 @@
+"""Plans without our runtime: what `pdcompile export` does, as a function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdcompile import driver
+from pdcompile.batch import example_call
+from pdcompile.errors import ConfigError
+from pdcompile.files import is_path, write_whole
+from pdcompile.ir.graph import OpGraph
+from pdcompile.options import Options
+from pdcompile.passes import export as targets
+from pdcompile.passes.export.rounding import Rounding, rounded
+from pdcompile.passes.export.subject import Exported, OptimizerCall, Source, Subject
+from pdcompile.plan import Plan
+from pdcompile.workload import Workload, load_target
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written, and what the cuts cost.
+
+    `percent`: how much longer the objective of the plan is since its cuts lie between modules;
+    both by the costs in the plan.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    rounding: Rounding
+    notes: tuple[str, ...]
+
+    @property
+    def percent(self) -> float:
+        return self.rounding.percent
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with cuts between modules."""
+        return self.rounding.after
+
+
+def export(
+    plan: Plan | str | os.PathLike[str],
+    target: str,
+    *,
+    to: str,
+    folder: str | os.PathLike[str],
+    optimizer: str = "AdamW",
+    lr: float = 3e-4,
+    time_limit: float | None = None,
+    progress: bool = False,
+) -> Export:
+    """Write a plan in the form of another runtime; ``pdcompile export --help`` says more.
+
+    Args:
+        plan: a plan or the path of one, made for this model.
+        target: ``file.py:function`` or ``package.module:function`` that returns the workload.
+        to: "torch-pipelining" (stages and a script that trains and compares them), "torchtitan",
+            "megatron" or "accelerate" (the lines of their configuration).
+        folder: where the files go; others in it are left alone.
+        optimizer, lr: of the script: a class of torch.optim, and its learning rate.
+        time_limit: seconds for the search of cuts between modules.
+
+    Raises:
+        ConfigError: the target of `to` cannot express the plan or the model; says what.
+        InfeasibleError: no cut between modules fits.
+        PdcompileError: as `pdcompile.compile` where plan, model or folder are wrong.
+    """
+    where = str(plan) if not isinstance(plan, Plan) else "plan"
+    given = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if to not in targets.KINDS:
+        raise ConfigError(
+            f"there is no target {to!r}", where="to", remedy=f"one of {', '.join(targets.KINDS)}"
+        )
+    if not is_path(folder):
+        raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
+    call = optimizer_call(optimizer, lr)
+    workload = load_target(target)
+    inputs, expected = workload.example()
+    rounding: list[Rounding] = []
+
+    def replan(first: Plan, graph: OpGraph) -> Plan:
+        rounding.append(rounded(first, graph, time_limit=time_limit, where=where))
+        return rounding[0].after
+
+    result = driver.build(
+        workload.model,
+        example_call(workload.model, inputs, expected),
+        Options(loss_fn=workload.loss_fn, plan=given, progress=progress, weights=workload.weights),
+        replan=replan,
+    )
+    found = targets.export(
+        Subject(
+            result.capture,
+            result.plan,
+            result.sources,
+            source_of(target, Path(folder)),
+            call,
+            tensor_names(workload.model),
+            on_meta=any(p.is_meta for p in workload.model.parameters()),
+        ),
+        to,
+    )
+    files = dict(found.files)
+    if found.stages:
+        result.dump(str(folder), workload.model)
+        files |= result.sources.files
+    else:
+        files["plan.json"] = result.sources.files["plan.json"]
+    _write(Path(folder), found.files if found.stages else files)
+    return Export(Path(folder), tuple(sorted(files)), rounding[0], found.notes)
+
+
+def optimizer_call(name: str, lr: float) -> OptimizerCall:
+    """A class of torch.optim with its learning rate.  Raises ConfigError: there is none."""
+    import torch
+
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"there is no optimizer {name!r} in torch.optim",
+            where="optimizer",
+            remedy="such as 'AdamW' or 'SGD'",
+        )
+    if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
+        raise ConfigError(f"lr={lr!r} is no learning rate", where="lr", remedy="such as 3e-4")
+    return OptimizerCall(name, (("lr", lr),))
+
+
+def source_of(target: str, folder: Path) -> Source:
+    """How a script in a folder reaches the target."""
+    place, _, function = target.rpartition(":")
+    if not (place.endswith(".py") or "/" in place or os.sep in place):
+        return Source(place, function, False)
+    relative = os.path.relpath(Path(place).resolve(), folder.resolve())
+    return Source(Path(relative).as_posix(), function, True)
+
+
+def tensor_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters and buffers in ``state_dict()``, each with the first of its tensor."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "untyped_storage"):  # not extra state
+            found[name] = first.setdefault(id(tensor), name)
+    return found
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_whole(folder / name, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the folder: {error.strerror or error}",
+            where=str(folder),
+            remedy="name a folder that you may write to",
+        ) from error
+
+
+__all__ = ["Export", "Exported", "Workload", "export"]

@@ -1,0 +1,162 @@
+"""Workloads that are exported, as command-line targets: ``tests.helpers.exported:mlp``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdcompile import Cluster, Plan, Workload, driver
+from pdcompile.batch import example_call
+from pdcompile.options import Options
+from tests.helpers import models
+
+BATCH = 8
+
+
+def planned(workload: Workload, stages: int, **options: Any) -> Plan:
+    """A plan with estimated costs."""
+    inputs, target = workload.example()
+    defaults: dict[str, Any] = {"cluster": Cluster.local(stages), "microbatches": 4}
+    given = Options(
+        loss_fn=workload.loss_fn, costs="estimated", verify="off", progress=False,
+        **(defaults | options),
+    )  # fmt: skip
+    flat = example_call(workload.model, inputs, target)
+    return driver.build(workload.model, flat, given).plan
+
+
+class Residuals(nn.Module):
+    """Layers in a list, in the form that torchtitan's models have: what is missing is passed by."""
+
+    def __init__(self, layers: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) if self.first is not None else x
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x) if self.last is not None else x
+
+
+def mlp() -> Workload:
+    torch.manual_seed(0)
+    return _workload(Residuals(), lambda g: torch.randn(BATCH, 4, generator=g), _classes(3))
+
+
+class Crossing(nn.Module):
+    """A skip connection over two blocks: the gradient of `kept` comes from the last stage."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        kept = torch.tanh(self.blocks[0](x))
+        y = kept
+        for block in self.blocks[1:]:
+            y = torch.tanh(block(y))
+        return (y + kept) * scale
+
+
+def crossing() -> Workload:
+    """A value from the first stage to the last one, and an input that only the last one reads."""
+    torch.manual_seed(0)
+
+    def inputs(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randn(BATCH, 16, generator=generator), torch.rand(
+            BATCH, 1, generator=generator
+        )
+
+    return _workload(Crossing(), inputs, lambda g: torch.randn(BATCH, 16, generator=g), F.mse_loss)
+
+
+def gpt() -> Workload:
+    """With tied weights and dropout."""
+    model = models.gpt(layers=2, dropout=0.1)
+    inputs, _ = models.batch_for(model, BATCH)
+
+    def ids(generator: torch.Generator) -> Tensor:
+        return torch.randint(int(inputs.max()) + 1, inputs.shape, generator=generator)
+
+    return _workload(model, ids, ids, models.token_loss)
+
+
+class VGG(nn.Module):
+    """Convolutions with batch norm, in-place activations and dropout; images (b, 3, 16, 16)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in (8, 0, 16, 0, 16):
+            if not width:
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)]
+            layers.append(nn.ReLU(inplace=True))
+            channels = width
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.Linear(16 * 16, 32), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(32, 5)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.features(images), 1))
+
+
+def vgg() -> Workload:
+    torch.manual_seed(0)
+    return _workload(VGG(), lambda g: torch.randn(BATCH, 3, 16, 16, generator=g), _classes(5))
+
+
+def gpt2() -> Workload:
+    """Hugging Face's GPT-2 in small: tied weights, dropout, a loss of its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=4, n_embd=32, n_head=2, n_positions=32, vocab_size=128, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+
+    def batches() -> Iterator[tuple[dict[str, Tensor], None]]:
+        generator = torch.Generator().manual_seed(1)
+        while True:
+            ids = torch.randint(128, (BATCH, 16), generator=generator)
+            yield {"input_ids": ids, "labels": ids}, None
+
+    return Workload(GPT2LMHeadModel(config), next(batches())[0], None, batches)
+
+
+def as_tuple() -> tuple[Any, ...]:
+    """A workload without the class, and with its data as a list."""
+    made = mlp()
+    assert made.batches is not None
+    pairs = list(itertools.islice(made.batches(), 3))
+    return made.model, made.example_inputs, made.loss_fn, lambda: pairs
+
+
+def _classes(count: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda g: torch.randint(count, (BATCH,), generator=g)
+
+
+def _workload(
+    model: nn.Module,
+    inputs: Callable[[torch.Generator], Any],
+    target: Callable[[torch.Generator], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] = F.cross_entropy,
+) -> Workload:
+    def batches() -> Iterator[tuple[Any, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        while True:
+            yield inputs(generator), target(generator)
+
+    return Workload(model, next(batches())[0], loss_fn, batches)

@@ -1,0 +1,405 @@
+"""Plans for other runtimes: cuts between modules, scripts that equal plain PyTorch, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdcompile import ConfigError, InfeasibleError, Workload
+from pdcompile.export import Export, export, source_of
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.export.model_parts import part_paths, stages_of_parts, whole_parts
+from pdcompile.passes.export.rounding import rounded
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.trace import trace
+from pdcompile.plan.embedded import problem_of
+from pdcompile.plan.evaluate import Evaluation
+from tests.helpers import exported, launch
+from tests.helpers.alike import Call
+
+HERE = "tests.helpers.exported"
+
+
+def made(name: str, stages: int, to: str, folder: Path, **options: Any) -> Export:
+    """One of the workloads, planned and exported."""
+    workload: Workload = getattr(exported, name)()
+    return export(
+        exported.planned(workload, stages, **options), f"{HERE}:{name}", to=to, folder=folder
+    )
+
+
+def trained(folder: Path, ranks: int, *changes: tuple[str, str]) -> launch.Run:
+    """Runs train.py in forks, with some of its text changed."""
+    text = (folder / "train.py").read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    script = f"""
+        import os, runpy, sys
+        os.environ["LOCAL_RANK"] = os.environ["RANK"]
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        sys.path.insert(0, {str(folder)!r})
+        runpy.run_path({str(folder / "train.py")!r}, run_name="__main__")
+    """
+    work = folder / "run"
+    work.mkdir(exist_ok=True)
+    return launch.processes(script, ranks, work)
+
+
+# Parts and rounding
+
+
+def graph_of(workload: Workload) -> OpGraph:
+    return trace(workload.model, workload.example_inputs)
+
+
+def test_parts_are_numbered_modules_and_those_beside_their_containers() -> None:
+    layers = [f"layers.{i}" for i in range(6)]
+    assert part_paths(graph_of(exported.mlp())) == ("first", *layers, "last")
+    features = part_paths(graph_of(exported.vgg()))
+    assert features[0] == "features.0"
+    assert features[-1] == "classifier.3"
+    blocks = part_paths(graph_of(exported.gpt()))
+    assert [path for path in blocks if path.rpartition(".")[2].isdecimal()] == [
+        "blocks.0", "blocks.1",
+    ]  # fmt: skip
+
+
+def test_rounded_cuts_lie_between_parts_and_are_the_best_of_those() -> None:
+    """By brute force over all cuts before a part."""
+    workload = exported.mlp()
+    plan = exported.planned(workload, 3, cut_tolerance=0.0)
+    graph, problem = graph_with_loss(workload), problem_of(plan)
+    found = rounded(plan, graph)
+    assert all(len(stages) == 1 for stages in stages_of_parts(graph, found.after).values())
+    assert found.after_seconds >= found.before_seconds * (1 - 1e-9)
+
+    paths = part_paths(graph)
+    best = float("inf")
+    for cut in itertools.combinations(range(1, len(paths)), 2):
+        begins = [first_item(graph, problem, paths[k]) for k in cut]
+        stage_of = tuple(sum(i >= b for b in begins) for i in range(len(problem.items)))
+        best = min(best, seconds_of(Evaluation(problem, stage_of)))
+    assert found.after_seconds == pytest.approx(best, rel=1e-9)
+
+
+def graph_with_loss(workload: Workload) -> OpGraph:
+    from pdcompile.batch import example_call, resolve_batch
+    from pdcompile.passes.trace import capture
+
+    inputs, target = workload.example()
+    flat = example_call(workload.model, inputs, target)
+    found = capture(
+        workload.model, flat, resolve_batch(flat, 0), workload.loss_fn, microbatch_size=2
+    )
+    return found.train
+
+
+def first_item(graph: OpGraph, problem: Any, path: str) -> int:
+    """The first item of a part."""
+    at = {op.name: op.module_path for op in graph.ops}
+    inside = [
+        i
+        for i, item in enumerate(problem.items)
+        if any((at[name] + ".").startswith(path + ".") for name in item.ops)
+    ]
+    return min(inside)
+
+
+def test_a_plan_with_such_cuts_stays_as_it_is() -> None:
+    workload = exported.mlp()
+    graph = graph_with_loss(workload)
+    once = rounded(exported.planned(workload, 3), graph).after
+    again = rounded(once, graph)
+    assert again.after is once
+    assert not again.moved
+    assert again.percent == 0
+
+
+def test_fewer_modules_than_stages_is_said(tmp_path: Path) -> None:
+    workload = exported.mlp()
+    plan = exported.planned(workload, 10)
+    with pytest.raises(InfeasibleError, match="no cut between modules is within the limits"):
+        rounded(plan, graph_with_loss(workload))
+
+
+# torch.distributed.pipelining
+
+
+def test_a_script_equals_plain_pytorch_bit_for_bit(tmp_path: Path) -> None:
+    done = made("mlp", 3, "torch-pipelining", tmp_path)
+    run = trained(tmp_path, 3)
+    assert run.code == 0, run
+    assert "0.0e+00 of its change" in run.output
+    assert "bit for bit" in run.output
+    assert {"train.py", "stage_0.py", "pipeline.py", "plan.json"} <= {*done.files}
+
+
+@pytest.mark.slow
+def test_tied_weights_stay_tied_and_a_script_that_unties_them_fails(tmp_path: Path) -> None:
+    done = made("gpt", 2, "torch-pipelining", tmp_path)
+    assert any("tied weight" in note for note in done.notes)
+    run = trained(tmp_path, 2)
+    assert run.code == 0, run
+    broken = trained(tmp_path, 2, ("        sum_tied(parts, groups)\n", ""))
+    assert broken.code == 1, broken
+
+
+def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
+    done = made("crossing", 3, "torch-pipelining", tmp_path)
+    assert any("hands on" in note for note in done.notes)
+    assert "*, scale, **_" in (tmp_path / "train.py").read_text(encoding="utf-8")
+    run = trained(tmp_path, 3)
+    assert run.code == 0, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("vgg", 3, {}),
+        ("gpt", 2, {"schedule": "gpipe"}),
+        ("gpt", 2, {"schedule": "interleaved", "cluster": "2", "stages": 4}),
+        ("gpt", 2, {"schedule": "zb-v", "cluster": "2"}),
+        ("gpt", 2, {"max_grad_norm": 0.1, "recompute": True}),
+        ("mlp", 2, {"loss_reduction": "sum"}),
+        ("mlp", 2, {"autocast": "bfloat16"}),
+        ("as_tuple", 2, {}),
+    ],
+)
+def test_other_models_and_schedules(
+    name: str, ranks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    workload = exported.mlp() if name == "as_tuple" else getattr(exported, name)()
+    plan = exported.planned(workload, ranks, **options)
+    export(plan, f"{HERE}:{name}", to="torch-pipelining", folder=tmp_path)
+    run = trained(tmp_path, ranks)
+    assert run.code == 0, run
+    assert "tolerance" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "vgg", "mlp"])
+def test_scripts_run_under_torchrun(name: str, tmp_path: Path) -> None:
+    """GPT-2 of Hugging Face, a VGG-like net and an MLP under torch's Schedule1F1B."""
+    made(name, 2, "torch-pipelining", tmp_path)
+    text = (tmp_path / "train.py").read_text(encoding="utf-8")
+    assert "schedule = Schedule1F1B(" in text
+    run = launch.torchrun(text, 2, tmp_path)
+    assert run.code == 0, run
+
+
+def test_a_script_says_what_differs(tmp_path: Path) -> None:
+    """Other weights than the model's are found: 1 is the exit code."""
+    made("mlp", 2, "torch-pipelining", tmp_path)
+    run = trained(tmp_path, 2, ("        part.load_state_dict(own, strict=False)\n", ""))
+    assert run.code == 1, run
+
+
+def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    found = source_of(str(tmp_path / "train.py") + ":build", folder)
+    assert found.is_file
+    assert found.place == "../../train.py"  # not the script of that name
+    assert source_of("package.module:build", folder).place == "package.module"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "2bw"}, "schedule '2bw' has no counterpart"),
+        ({"replicas": 2, "cluster": "4"}, "stage 0 has 2 replicas"),
+        ({"microbatches": 3}, "8 samples in 3 microbatches"),
+    ],
+)
+def test_plans_that_torch_cannot_run_are_refused(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    stages = 4 if "replicas" in options else 2
+    with pytest.raises(ConfigError, match=said):
+        made("mlp", stages, "torch-pipelining", tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+# torchtitan, Megatron, Accelerate: by their own rules (see configurations.py)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_megatron_reads_the_layout(name: str, tmp_path: Path) -> None:
+    done = made(name, 2, "megatron", tmp_path)
+    text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
+    (layout,) = [line.split("'")[1] for line in text.splitlines() if "layout" in line]
+    stages = read_layout(layout)
+    assert stages[0][0] == "E"
+    assert stages[-1][-1] == "L"
+    placed = whole_parts(graph_with_loss(getattr(exported, name)()), done.plan)
+    blocks = [stage for path, stage in placed.items() if path.rpartition(".")[2].isdecimal()]
+    assert [row.count("t") for row in stages] == [blocks.count(0), blocks.count(1)]
+    assert f"--num-layers {len(blocks)}\n" in text
+    assert "untie" not in text
+    assert any(note.startswith("DeepSpeed: parts = [0, ") for note in done.notes)
+
+
+def read_layout(layout: str) -> list[str]:
+    """As Megatron-LM reads one (megatron/core/transformer/pipeline_parallel_layer_layout.py):
+    commas mean nothing; ``(…)*n`` and then ``x*n`` repeat; ``|`` is between stages."""
+    text = layout.replace(",", "")
+    while (end := text.find(")*")) >= 0:
+        begin, digits = text.rindex("(", 0, end), end + 2
+        while digits < len(text) and text[digits].isdecimal():
+            digits += 1
+        text = text[:begin] + text[begin + 1 : end] * int(text[end + 2 : digits]) + text[digits:]
+    while (star := text.find("*")) >= 0:
+        digits = star + 1
+        while digits < len(text) and text[digits].isdecimal():
+            digits += 1
+        text = text[: star - 1] + text[star - 1] * int(text[star + 1 : digits]) + text[digits:]
+    assert set(text) <= set("EtmL|"), text
+    return text.split("|")
+
+
+def test_long_rows_of_layers_are_written_short(tmp_path: Path) -> None:
+    assert read_layout("Et*3|(tt|)*2,t*12L") == ["Ettt", "tt", "tt", "t" * 12 + "L"]
+    made("mlp", 1, "megatron", tmp_path)
+    text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
+    assert "'Et*6L'" in text
+    assert "--untie-embeddings-and-output-weights" in text
+
+
+def test_torchtitan_splits_the_model(tmp_path: Path) -> None:
+    """What `pipeline_module_split` keeps for each stage, one after the other, is the model."""
+    import tomllib
+
+    from torch import nn
+
+    made("mlp", 3, "torchtitan", tmp_path)
+    document = tomllib.loads((tmp_path / "parallelism.toml").read_text(encoding="utf-8"))
+    names = document["parallelism"]["module_fqns_per_model_part"]
+    assert document["parallelism"]["pipeline_parallel_degree"] == len(names) == 3
+    workload = exported.mlp()
+    value = workload.example_inputs
+    expected = workload.model(value)
+    for stage in names:
+        model = exported.mlp().model
+        for name, child in list(model.named_children()):
+            if isinstance(child, nn.ModuleList):
+                kept = [layer for i, layer in enumerate(child) if f"{name}.{i}" in stage]
+                setattr(model, name, nn.ModuleList(kept))
+            elif name not in stage:
+                setattr(model, name, None)
+        value = model(value)
+    assert value.equal(expected)
+    everything = [name for stage in names for name in stage]
+    assert len(everything) == len(set(everything)) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        ("gpt", ("wte", "lm_head")),
+        pytest.param("gpt2", ("transformer.wte", "lm_head"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_map_covers_every_tensor_and_keeps_tied_ones_together(
+    name: str, tied: tuple[str, str], tmp_path: Path
+) -> None:
+    """The rules of accelerate/utils/modeling.py: `check_device_map` and
+    `check_tied_parameters_on_same_device`."""
+    done = made(name, 2, "accelerate", tmp_path)
+    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
+    model = getattr(exported, name)().model
+    modules = dict(model.named_modules())
+    assert set(devices) <= set(modules)
+    for tensor in model.state_dict():
+        assert any(tensor.startswith(f"{module}.") for module in devices), tensor
+    assert set(devices.values()) == {0, 1}
+    assert devices[tied[0]] == devices[tied[1]] == 0
+    assert any("lm_head is on device 0" in note for note in done.notes)
+    assert any("no_split_module_classes" in note for note in done.notes)
+
+
+@pytest.mark.slow
+def test_accelerate_dispatches_it(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    import torch
+
+    made("gpt2", 2, "accelerate", tmp_path)
+    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
+    workload = exported.gpt2()
+    with torch.no_grad():
+        expected = workload.model.eval()(**workload.example_inputs).logits
+        # On a machine without accelerators all devices are the CPU; hooks are set as elsewhere.
+        model = accelerate.dispatch_model(
+            exported.gpt2().model.eval(), dict.fromkeys(devices, "cpu"), force_hooks=True
+        )
+        found = model(**workload.example_inputs).logits
+    assert found.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "said"),
+    [
+        ("gpt", "torchtitan", "weight 'wte.weight' is tied over stages 0, 1"),
+        ("vgg", "torchtitan", "is neither a child of the model nor an entry"),
+        ("vgg", "megatron", "blocks in 2 containers"),
+        ("crossing", "torchtitan", "a skip connection"),
+        ("crossing", "megatron", "a skip connection"),
+    ],
+)
+def test_models_that_a_target_gets_wrong_are_refused(
+    name: str, to: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(name, 3 if name == "crossing" else 2, to, tmp_path)
+
+
+def test_schedules_and_replicas_of_other_runtimes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="megatron has no schedule 'gpipe'"):
+        made("mlp", 2, "megatron", tmp_path, schedule="gpipe")
+    with pytest.raises(ConfigError, match="have \\[1, 2\\] replicas"):
+        made("mlp", 3, "accelerate", tmp_path, replicas=(2, 1))
+
+
+# The function and the command
+
+
+def test_wrong_words_are_refused_before_the_target_is_loaded(tmp_path: Path, call: Call) -> None:
+    plan = exported.planned(exported.mlp(), 2)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    for options, said in (
+        ({"to": "horovod"}, "no target 'horovod'"),
+        ({"optimizer": "Adams"}, "no optimizer 'Adams'"),
+        ({"lr": -1.0}, "lr=-1.0 is no learning rate"),
+        ({"folder": 3}, "3 is no path"),
+    ):
+        given = {"to": "megatron", "folder": tmp_path} | options
+        with pytest.raises(ConfigError, match=said):
+            export(plan, "no.such:module", **given)
+    code, _, err = call("export", str(path), "no.such:module", "--to", "horovod")
+    assert code == 2
+    assert "one of torch-pipelining, torchtitan, megatron, accelerate" in err
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot write to the folder"):
+        export(plan, f"{HERE}:mlp", to="megatron", folder=tmp_path / "file")
+
+
+def test_the_command_prints_what_rounding_costs(tmp_path: Path, call: Call) -> None:
+    plan = exported.planned(exported.mlp(), 3, cut_tolerance=0.0)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    words = ("export", str(path), f"{HERE}:mlp", "--to", "megatron", "-o", str(tmp_path / "out"))
+    code, out, err = call(*words)
+    assert code == 0, err
+    assert "cuts between modules cost +" in out or "rounding costs 0 %" in out
+    assert "arguments.txt" in out
+    code, out, _ = call(*words, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["percent"] >= 0
+    assert found["files"] == ["arguments.txt", "plan.json"]
