@@ -196,8 +196,9 @@ class Worker:
             self.feeds.pop(minibatch, None)
             self.weights.gradients.pop(minibatch, None)
         mine = self._receiving, self._arrived, self._slots, self._outgoing, self._sending
-        for part in (*mine, self.norms.posted, self._compute.flights):
+        for part in (*mine, self._compute.flights):
             part.clear()
+        self.norms.abandon()
         if self.replicas is not None:
             self.replicas.abandon()
         self.transport.abandon()
@@ -340,10 +341,8 @@ class Worker:
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
         """Of all stages of the rank, by name."""
-        if self._clips_to is not None:
-            parts = [one.weights.present_gradients() for one in self.held.values()]
-        else:
-            parts = [one.weights.harvest(minibatch) for one in self.held.values()]
+        held, shown = [one.weights for one in self.held.values()], self._clips_to is not None
+        parts = [one.present_gradients() if shown else one.harvest(minibatch) for one in held]
         return {fqn: gradient for part in parts for fqn, gradient in part.items()}
 
     def _of_replicas(self, ins: Instruction) -> None:

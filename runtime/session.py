@@ -25,7 +25,7 @@ from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.stage.replicas import ReplicaWeights
 from pdcompile.runtime.stage.wiring import Wiring, wire
 from pdcompile.runtime.state.initial import initial_state
-from pdcompile.runtime.transport.launch import World
+from pdcompile.runtime.transport.launch import World, orders_data
 from pdcompile.runtime.watch.coupling import refuse_coupled
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
@@ -62,7 +62,7 @@ class Session(Guarded):
         self._uncompared = False  # nor are its weights known to be those of the others
         self.agreement: Agreement | None = None
         self.wirings = _wirings(compiled, self.stages)
-        self._programs = Programs(plan, compiled.eval_edges)
+        self._programs = Programs(plan, compiled.eval_edges, ordered=orders_data())
         made = Workers(compiled, model, self.state, self.ranks, world)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
         self._buffers_part, self._weights_part = made.buffers_part, made.weights_part

@@ -21,9 +21,11 @@ from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
 from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
 from pdcompile.runtime.transport.launch import World
+from pdcompile.runtime.transport.links import DeviceOrder, OrderedLink, pairs
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Sums
+from pdcompile.schedule.spec import with_edges
 
 
 class Workers:
@@ -42,6 +44,7 @@ class Workers:
         self._spec = compiled.stream.spec
         self._streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
+        self._order = DeviceOrder() if world is not None and world.ordered else None
         self._boards: dict[int, Board] = defaultdict(dict)
         self.buffers_part = any(
             len(held) > 1 and compiled.written_buffers(stage)
@@ -55,7 +58,7 @@ class Workers:
         self._stages = sorted({stage for _, stages in here for stage in stages})
         for rank, stages in here:
             transport = self._transport(rank)
-            norms = Norms(transport, state.owned, state.dtypes)
+            norms = Norms(self._sums(-1, rank), rank, state.owned, state.dtypes)
             held = {stage: self._worker(stage, norms, transport) for stage in stages}
             for worker in held.values():
                 worker.held = held
@@ -67,8 +70,33 @@ class Workers:
         if self._world is None:
             return LocalTransport(rank, self._wires)
         plan = int(self._compiled.plan.hash()[:15], 16)
-        reach, sealed = self._spec.reach, self._world.sealed
-        return GroupTransport(self._world.group, rank, plan, reach, sealed=sealed)
+        world, reach, data = self._world, self._spec.reach, None
+        if self._order is not None:
+            evaluation = with_edges(self._spec, self._compiled.eval_edges)
+            data = OrderedLink(
+                rank,
+                {
+                    sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair)
+                    for pair in pairs(self._spec, evaluation)
+                    if rank in pair
+                },
+                self._order,
+            )
+        return GroupTransport(world.group, rank, plan, reach, sealed=world.sealed, data=data)
+
+    def _sums(self, stage: int, rank: int) -> Sums:
+        """Over the replicas of a stage, or (−1) over all ranks that hold stages.
+
+        Groups are made in one order on all ranks: pairs, all ranks, then stage by stage.
+        """
+        holders = tuple(sorted(rank for rank, _ in self._spec.holders))
+        ranks, name = holders, "norms"
+        if stage >= 0:
+            ranks, name = self._spec.ranks[stage], f"replicas/{stage}"
+        index = ranks.index(rank)
+        if self._world is None:
+            return LocalSums(self._boards[stage], len(ranks), index)
+        return GroupSums(self._world.subgroup(name, ranks), ranks, index, self._order)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
         plan, train = self._compiled.plan, self._compiled.capture.train
@@ -122,13 +150,11 @@ class Workers:
         ranks = self._spec.ranks[stage]
         if len(ranks) == 1:
             return None
-        index = ranks.index(rank)
-        if self._world is None:
-            sums: Sums = LocalSums(self._boards[stage], len(ranks), index)
-        else:
-            sums = GroupSums(self._world.subgroup(f"replicas/{stage}", ranks), ranks, index)
         compiled = self._compiled
         once = not compiled.interfaces[stage].opaque and not compiled.edited(stage)
+        # In device order a sum begins where the program says, and no bucket of it before.
+        once = once and self._order is None
+        sums = self._sums(stage, rank)
         return Replicas(sums, weights, compiled.written_buffers(stage), once=once)
 
 

@@ -23,7 +23,7 @@ from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.runtime.failure.first_cause import Failures
 from pdcompile.runtime.transport.contract import Channel, Expected, read_header
-from pdcompile.runtime.transport.point_to_point import PeerLost
+from pdcompile.runtime.transport.links import PeerLost
 from pdcompile.schedule import Kind, files
 from tests.helpers import models
 from tests.helpers.cuts import cut

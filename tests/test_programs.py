@@ -199,8 +199,7 @@ def test_programs_are_proved_when_they_are_asked_for(monkeypatch: pytest.MonkeyP
 SENDING = {"send", "receive", "recv", "isend", "irecv", "broadcast", "allreduce", "allgather"}
 SENDERS = {
     "pdcompile.runtime.interpreter": {"send", "receive"},
-    "pdcompile.runtime.transport.norms": {"send", "receive"},  # a collective, as a whole
-    "pdcompile.runtime.transport.point_to_point": {"send", "recv"},  # gloo's own
+    "pdcompile.runtime.transport.links": {"send", "recv"},  # gloo's own
     "pdcompile.runtime.transport.reductions": {"allreduce"},  # a collective, as a whole
     "pdcompile.runtime.failure.agreement": {"send", "receive"},
     "pdcompile.runtime.state.same_start": {"broadcast"},

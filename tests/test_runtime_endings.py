@@ -16,7 +16,7 @@ from pdcompile.runtime.failure import endings
 from pdcompile.runtime.failure.endings import Ending
 from pdcompile.runtime.failure.fate import fate, identity
 from pdcompile.runtime.failure.first_cause import Failures, describe
-from pdcompile.runtime.transport.point_to_point import PeerLost
+from pdcompile.runtime.transport.links import PeerLost
 from tests.helpers.launch import processes, torchrun
 
 

@@ -27,6 +27,7 @@ from pdcompile.runtime.transport.contract import (
 from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport
+from pdcompile.runtime.transport.reductions import Board, LocalSums
 from pdcompile.schedule import Action, Instruction, Kind
 
 DTYPES = [
@@ -178,10 +179,10 @@ def test_a_message_is_sent_from_where_it_lies_also_when_its_channel_opens() -> N
 
 
 def test_norms_are_those_of_torch() -> None:
-    wires: Wires = defaultdict(Wire)
     dtypes = dict.fromkeys(["a", "b", "c", "d"], torch.float32)
     owned = [["a", "d"], ["b", "c"]]
-    ranks = [Norms(LocalTransport(rank, wires), owned, dtypes) for rank in range(2)]
+    board: Board = {}
+    ranks = [Norms(LocalSums(board, 2, rank), rank, owned, dtypes) for rank in range(2)]
     gradients = {name: torch.randn(5, 7) for name in "abd"}  # c got none
     plain = [torch.nn.Parameter(torch.zeros(5, 7)) for _ in gradients]
     for parameter, gradient in zip(plain, gradients.values(), strict=True):

@@ -15,7 +15,7 @@ from pdcompile.passes.check.walk import EVALUATION, Walk
 from pdcompile.passes.schedules.stream import Stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
-from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
+from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec, spec_of, with_edges
 
 __all__ = ["ChannelModel", "Proof", "check", "check_programs"]
 
@@ -77,7 +77,8 @@ def check(
 def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) -> Proof:
     begin = time.perf_counter()
     full = spec.num_microbatches
-    walk, stream = Walk(spec, channels), Stream.begin(spec)
+    ordered = channels == "device_order"
+    walk, stream = Walk(spec, channels), Stream.begin(spec, ordered=ordered)
     stream, calls = _repeat(walk, stream, full)
     walks, steady = [walk], dict[int, tuple[object, ...]]()  # by phase
     for _ in range(spec.period):
@@ -93,7 +94,8 @@ def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) 
         walks.append(_flushed(other, after))
         walks.append(_settled(other, after, after != stream, steady, f"{short} microbatches"))
     for phase in range(1, spec.period):
-        other, after = Walk(spec, channels, minibatches=phase), Stream.begin(spec, phase)
+        other = Walk(spec, channels, minibatches=phase)
+        after = Stream.begin(spec, phase, ordered=ordered)
         walks.append(_settled(other, after, True, steady, f"a flush of {phase} calls"))
     sequences = [f"{full}, {full}, …"] + [f"{full}, {short}, {full}, …" for short in shorts]
     every = f" every {spec.period} calls" if spec.period > 1 else ""
@@ -166,7 +168,8 @@ def _flushed(walk: Walk, stream: Stream) -> Walk:
     program, after = stream.flush()
     other.run(program)
     fresh = Walk(spec, walk.exchange.model, minibatches=walk.base)
-    if other.state() != fresh.state() or after != Stream.begin(spec, walk.base):
+    begin = Stream.begin(spec, walk.base, ordered=stream.half_begun is not None)
+    if other.state() != fresh.state() or after != begin:
         raise ScheduleError("the flush program leaves something behind", where=program.name)
     return other
 
@@ -188,11 +191,13 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     lags = [spec.lag(stage) for stage in range(num_stages)]
     versions = [spec.versions(stage) for stage in range(num_stages)]
     groups = [spec.group(stage) for stage in range(num_stages)]
+    ordered = walks[0].exchange.model == "device_order"
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         f"pairing: {transfers:,} transfers on {len(channels)} channels, each receive has its "
         f"send, first in first out; channels {walks[0].exchange.model}",
-        "no deadlock, even where a send ends only when its receiver has come to the wait",
+        "no deadlock, even where a send ends only when its receiver has come to the wait"
+        + (f"; at most {OPERATIONS} unfinished on a rank" if ordered else ""),
         f"coverage: {microbatches:,} microbatches once {directions} on each of "
         f"{num_stages} stages, on one replica, in {_order(spec)} order",
     ]

@@ -7,6 +7,12 @@ buffered sends too: conditions only become true, never false, and channels are f
 out, so no order of events can lead elsewhere.  For the same reason one order of walking is enough.
 
 Each program must complete without the next one having begun: in one process it has to.
+
+Channel models: `per_direction` (gloo with tags), `per_pair` (one communicator for both directions
+of two ranks: both ends begin their transfers in one order), and `device_order` (the same, and a
+rank has at most `OPERATIONS` transfers and collectives begun and not waited for: on a device they
+occupy it).  There a rank waits before it begins the next one; a device that queues them instead
+waits for less.
 """
 
 from __future__ import annotations
@@ -18,10 +24,18 @@ from typing import Literal
 
 from pdcompile.passes.check.transfers import Label
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import POST_RECV, REPLICATED, SEND, WAIT_RECV, WAIT_SEND
-from pdcompile.schedule.spec import Broadcast, PipelineSpec
+from pdcompile.schedule.instruction import (
+    DATA,
+    ENDS,
+    POST_RECV,
+    REPLICATED,
+    SEND,
+    WAIT_RECV,
+    WAIT_SEND,
+)
+from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec
 
-ChannelModel = Literal["per_direction", "per_pair"]
+ChannelModel = Literal["per_direction", "per_pair", "device_order"]
 Told = tuple[int, Action, int, int, int]  # rank, action, item, microbatch, peer
 Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
@@ -32,6 +46,7 @@ class ChannelTokens:
 
     sender: int
     receiver: int
+    stage: int  # that receives
     sent: deque[Label] = field(default_factory=deque)  # of those not yet received
     posted: deque[Label] = field(default_factory=deque)
     waits: deque[Label] = field(default_factory=deque)  # posted, not yet waited for
@@ -77,6 +92,38 @@ class Misfit(Exception):
         super().__init__(message)
 
 
+class Unfinished:
+    """In device order: what each rank has begun as data and not waited for."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, dict[Instruction, Instruction]] = {}  # by what waits for it
+
+    def passed(self, rank: int, position: int, one: Instruction) -> None:
+        """A rank has come past an instruction.  Raises Misfit where its device is occupied."""
+        kind, phase = one.action.kind, one.action.phase
+        if kind not in DATA or one.peer == rank:
+            return
+        mine = self._begun.setdefault(rank, {})
+        if phase not in ENDS:
+            mine.pop(one, None)
+            return
+        if len(mine) >= OPERATIONS:
+            first = next(iter(mine.values()))
+            raise Misfit(
+                rank,
+                position,
+                f"begins while {first} is unfinished, and occupies the device: {OPERATIONS} at a "
+                "time in device order",
+            )
+        mine[one._replace(action=ENDS[phase][kind])] = one
+
+    def all_over(self, columns: Sequence[Sequence[Instruction]]) -> None:
+        """The program has ended.  Raises Misfit where something was not waited for."""
+        for rank, mine in self._begun.items():
+            for one in mine.values():
+                raise Misfit(rank, max(0, len(columns[rank]) - 1), f"{one} was not waited for")
+
+
 class Exchange:
     """The state of all channels between calls; `run` executes one program."""
 
@@ -97,6 +144,7 @@ class Exchange:
                 }
         self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
+        self.unfinished = Unfinished()
         self.told: Counter[Told] = Counter()  # this program's part in broadcasts
         #: what executes an instruction: the ranks that it waits for when it cannot go on
         self.by_phase: dict[Phase, Rule] = {
@@ -139,6 +187,8 @@ class Exchange:
                     for other in waits_for:
                         sleeping.setdefault(other, set()).add(rank)
                     break
+                if rule is not None and self.model == "device_order":
+                    self.unfinished.passed(rank, position, one)
                 position += 1
             positions[rank] = position
             if before is not None and before.position == position:
@@ -149,6 +199,7 @@ class Exchange:
                     ready.append(other)
         if blocked:
             raise Stuck(blocked)
+        self.unfinished.all_over(columns)
 
     def _share(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
         """A part in a broadcast; who tells or hears of a loss waits for nobody."""
@@ -229,7 +280,7 @@ class Exchange:
         key = (one.action.kind, one.edge, sender, receiver, stage)
         found = self.channels.get(key)
         if found is None:
-            found = self.channels[key] = ChannelTokens(sender, receiver)
+            found = self.channels[key] = ChannelTokens(sender, receiver, stage)
         return found
 
     def _every(self, stage: int) -> int:
@@ -258,9 +309,11 @@ class Exchange:
         """One communicator for both directions: both ends must post in the same order."""
         if self.model == "per_direction":
             return
+        if self.model == "device_order" and one.action.kind not in DATA:
+            return  # goes with tags
         mine = self.pairs.setdefault((rank, one.peer), deque())
         other = self.pairs.setdefault((one.peer, rank), deque())
-        mine.append((channel.sender, SEND[one.action.kind], one.edge, label))
+        mine.append((channel.sender, SEND[one.action.kind], one.edge, label, channel.stage))
         while mine and other:
             if mine[0] != other[0]:
                 raise Misfit(
@@ -313,7 +366,7 @@ class Exchange:
 
 
 def _transfer(one: tuple[object, ...]) -> str:
-    sender, action, edge, label = one
+    sender, action, edge, label, _ = one
     return f"{action} {edge} {label} from rank {sender}"
 
 

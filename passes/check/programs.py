@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcompile.passes.check import check, check_programs
+from pdcompile.passes.check import ChannelModel, check, check_programs
+from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
 from pdcompile.passes.schedules.stream import (
     Stream,
     buffers,
@@ -23,27 +24,32 @@ from pdcompile.schedule.spec import Broadcast
 class Programs:
     """The programs of one plan, call after call; `eval_edges` cross stages in evaluation.
 
-    Every method raises ScheduleError or DeadlockError for a program that cannot be proved.
+    `ordered`: in device order, which they are then proved for.  Every method raises ScheduleError
+    or DeadlockError for a program that cannot be proved.
     """
 
-    def __init__(self, plan: Plan, eval_edges: tuple[Edge, ...]) -> None:
+    def __init__(self, plan: Plan, eval_edges: tuple[Edge, ...], *, ordered: bool = False) -> None:
         self._plan, self._eval_edges = plan, eval_edges
-        self._stream = make_stream(plan)
+        self._channels: ChannelModel = "device_order" if ordered else "per_direction"
+        self._ordered = ordered
+        self._stream = make_stream(plan, ordered=ordered)
         self._counts: set[int] = set()  # microbatches of minibatches that were proved
         self._proved: dict[object, Schedule] = {}
+        if ordered:  # who made the plan has proved it for tags
+            check(plan, channels=self._channels)
 
     def step(self, num_microbatches: int) -> Schedule:
         """One minibatch and its update; of a stream also what earlier calls left."""
         if num_microbatches not in self._counts:
             usual = num_microbatches in (1, self._plan.training.num_microbatches)
-            check(self._plan, None if usual else (num_microbatches,))
+            check(self._plan, None if usual else (num_microbatches,), channels=self._channels)
             self._counts.add(num_microbatches)
         program, self._stream = self._stream.step(num_microbatches)
         return program
 
     def restart(self, minibatches: int) -> None:
         """Go on as after so many minibatches; nothing is in flight."""
-        self._stream = Stream.begin(self._stream.spec, minibatches)
+        self._stream = Stream.begin(self._stream.spec, minibatches, ordered=self._ordered)
 
     def flush(self) -> Schedule:
         """Drain what is in flight."""
@@ -85,6 +91,8 @@ class Programs:
         found = self._proved.get((make, *given))
         if found is None:
             found = make(self._plan, *given)
-            check_programs(self._plan, [found], edges, broadcasts)
+            if self._ordered and not broadcasts:  # those go with tags
+                found, _ = in_device_order(self._stream.spec, found, HalfBegun())
+            check_programs(self._plan, [found], edges, broadcasts, channels=self._channels)
             self._proved[make, *given] = found
         return found

@@ -21,9 +21,12 @@ class Tokens(Updates):
     """
 
     def __init__(
-        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False
-    ):
+        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False,
+        puts_off: bool = False,
+    ):  # fmt: skip
+        """`puts_off`: what was made may be sent later, also in a later call."""
         super().__init__(spec, stage, replica, forward_only=forward_only)
+        self.puts_off = puts_off
         self.rank = spec.ranks[stage][replica]
         self.lag = 0 if forward_only else spec.lag(stage)
         self.depth = 1 if forward_only else spec.in_flight(stage)
@@ -139,7 +142,8 @@ class Tokens(Updates):
     def free(self, one: Instruction, label: Label) -> None:
         if label not in self.to_free:
             raise Violation("frees what is not done (or was freed before)")
-        self.all_sent(self.values_out if self.forward_only else self.gradients_out, label)
+        if self.forward_only or not self.puts_off:
+            self.all_sent(self.values_out if self.forward_only else self.gradients_out, label)
         self.to_free.remove(label)
         self.release(label)
 
@@ -174,7 +178,8 @@ class Tokens(Updates):
         if due and self.loss_after != len(self.done):
             raise Violation("the loss was not summed after the last forward")
         self.done, self.loss_after = [], 0
-        self.nothing_forgotten()
+        if drained or not self.puts_off:
+            self.nothing_forgotten()
         if self.to_free:
             raise Violation(f"FREE of microbatch {min(self.to_free)[1]} was forgotten")
         if not drained:

@@ -174,6 +174,10 @@ class Transfers:
     def made(outlets: Iterable[Outlet], label: Label) -> None:
         for one in outlets:
             one.made.add(label)
+            held = len(one.made) + sum(map(len, one.outstanding.values()))
+            most = 1 + one.hop.window * len(one.outstanding)
+            if held > most:
+                raise Violation(f"{held} results are not sent or on their way, planned {most}")
 
     @staticmethod
     def all_sent(outlets: Iterable[Outlet], label: Label) -> None:
@@ -212,7 +216,10 @@ class Transfers:
         return (
             tuple((relative(one.live), *one.live.values()) for one in self.inlets.values()),
             tuple(
-                tuple((peer, relative(labels)) for peer, labels in one.outstanding.items())
+                (
+                    relative(sorted(one.made)),
+                    *((peer, relative(labels)) for peer, labels in one.outstanding.items()),
+                )
                 for one in self.all_out
             ),
             tuple(version - base for version in self.received.values()),

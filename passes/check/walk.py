@@ -36,7 +36,13 @@ class Walk:
         self.forward_only = forward_only
         self.tokens = {
             rank: {
-                s: Tokens(spec, s, spec.ranks[s].index(rank), forward_only=forward_only)
+                s: Tokens(
+                    spec,
+                    s,
+                    spec.ranks[s].index(rank),
+                    forward_only=forward_only,
+                    puts_off=channels == "device_order",
+                )
                 for s in stages
             }
             for rank, stages in spec.holders

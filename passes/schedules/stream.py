@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
+from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
 from pdcompile.passes.schedules.lower_comm import (
     Column,
     StageState,
@@ -36,18 +37,22 @@ Limits = dict[tuple[int, int], int]  # see StageWork
 class Stream:
     """Where a pipeline stands between two calls: a state for each stage of each holder.
 
-    `phase`: minibatches so far, as far as they decide whose turn it is.
+    `phase`: minibatches so far, as far as they decide whose turn it is; `half_begun`: of programs
+    in device order, else None.
     """
 
     spec: PipelineSpec
     states: tuple[tuple[StageState, ...], ...]
     phase: int = 0
+    half_begun: HalfBegun | None = None
 
     @staticmethod
-    def begin(spec: PipelineSpec, minibatches: int = 0) -> Stream:
-        """A pipeline in which nothing is in flight, after so many minibatches."""
+    def begin(spec: PipelineSpec, minibatches: int = 0, *, ordered: bool = False) -> Stream:
+        """A pipeline in which nothing is in flight, after so many minibatches; `ordered`: its
+        programs are in device order."""
         states = tuple((StageState(),) * len(stages) for _, stages in spec.holders)
-        return Stream(spec, states, minibatches % spec.period)
+        half_begun = HalfBegun() if ordered else None
+        return Stream(spec, states, minibatches % spec.period, half_begun)
 
     def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
         """The program of one minibatch, and the stream after it.
@@ -62,9 +67,9 @@ class Stream:
         return _flush(self)
 
 
-def make_stream(plan: Plan) -> Stream:
+def make_stream(plan: Plan, *, ordered: bool = False) -> Stream:
     """The stream of a plan at its beginning.  Raises ScheduleError for an unusable plan."""
-    return Stream.begin(spec_of(plan))
+    return Stream.begin(spec_of(plan), ordered=ordered)
 
 
 def gradients(plan: Plan, num_microbatches: int) -> Schedule:
@@ -148,7 +153,7 @@ def _step(stream: Stream, num_microbatches: int, upto: Upto) -> tuple[Schedule, 
             limits.setdefault(first + 1, {}).update(found)
     name = spec.name if upto == "update" else f"{spec.name}+{upto}"
     program = project(spec, name, columns, spec.losses(num_microbatches, stream.phase))
-    return program, _after(stream, columns, 1)
+    return _after(stream, columns, program, 1)
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +163,7 @@ def _flush(stream: Stream) -> tuple[Schedule, Stream]:
         if spec.kind.stream:
             column.write(_tasks(column, states, {}, None))
         column.finish()
-    return project(spec, f"{spec.name}+flush", columns), _after(stream, columns, 0)
+    return _after(stream, columns, project(spec, f"{spec.name}+flush", columns), 0)
 
 
 @lru_cache(maxsize=32)
@@ -186,10 +191,16 @@ def _columns(stream: Stream, upto: Upto = "update") -> list[Column]:
     ]
 
 
-def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
+def _after(
+    stream: Stream, columns: list[Column], program: Schedule, shift: int
+) -> tuple[Schedule, Stream]:
+    """A program as the stream has them, and the stream after it."""
+    half_begun = stream.half_begun
+    if half_begun is not None:
+        program, half_begun = in_device_order(stream.spec, program, half_begun, shift)
     states = tuple(tuple(lane.state(shift) for lane in column.lanes.values()) for column in columns)
-    after = Stream(stream.spec, states, (stream.phase + shift) % stream.spec.period)
-    return stream if after == stream else after
+    after = Stream(stream.spec, states, (stream.phase + shift) % stream.spec.period, half_begun)
+    return program, stream if after == stream else after
 
 
 def _tasks(

@@ -128,6 +128,9 @@ TO_WEIGHTS = frozenset((Action.BACKWARD, Action.BACKWARD_WEIGHT))
 REPLICATED = (Kind.REDUCE, Kind.BUFFERS)
 #: what stages send each other: the edge field counts edges or tied parameters of the plan
 TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
+#: what devices send each other: values, gradients, sums, weights.  The rest is control: which call
+#: this is, what was lost, and what is brought together between calls
+DATA = frozenset((*TRANSFERS, Kind.EVAL_VALUE, Kind.NORMS, *REPLICATED))
 #: what the edge field counts, as a letter: edges, tied parameters, outputs, names of tensors
 LETTERS = {Kind.TIED: "t", Kind.WEIGHT: "t", Kind.OUTPUT: "o", Kind.STATE: "n"}
 #: the four phases of a transfer: of which action, by what is transferred
@@ -135,6 +138,12 @@ POST_RECV, WAIT_RECV, SEND, WAIT_SEND = (
     {action.kind: action for action in Action if action.phase is phase}
     for phase in (Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND)
 )
+#: what waits for that which a phase begins: of which action, by what is transferred
+ENDS = {
+    Phase.SEND: WAIT_SEND,
+    Phase.POST_RECV: WAIT_RECV,
+    Phase.POST: {action.kind: action for action in Action if action.phase is Phase.WAIT},
+}
 
 
 def most_held(tasks: Iterable[tuple[int, Action]], num_stages: int) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
 
 FORWARD_ONLY_SLOTS = 2
+#: data transfers and collectives of a rank that may be unfinished in device order: one group call
+OPERATIONS = 1
 #: of gradients that replicas sum at one time: enough for a link's full rate, and to overlap
 BUCKET_BYTES = 4 << 20
 

@@ -25,7 +25,7 @@ from pdcompile.runtime.failure.fate import fate
 from pdcompile.runtime.failure.host_peers import HostPeers
 from pdcompile.runtime.failure.instruction_log import in_words
 from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict
-from pdcompile.runtime.transport.point_to_point import PeerLost
+from pdcompile.runtime.transport.links import PeerLost
 from pdcompile.schedule import Instruction
 
 _LIBRARIES = tuple(  # what is below is not the program's own

@@ -15,7 +15,7 @@ from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.verdict import Verdict, verdict_of
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.launch import World
-from pdcompile.runtime.transport.point_to_point import PeerLost
+from pdcompile.runtime.transport.links import PeerLost
 
 
 class Guarded:

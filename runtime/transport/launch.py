@@ -44,9 +44,12 @@ class World:
         self.rank = rank
         self.size = len(ranks)
         self.sealed = debugs_messages()
+        self.ordered = orders_data()
         self.store = _fresh_store("pipeline", ranks)
         # Before anyone connects: one that leaves would disturb those that still do.
-        self._check_agreement(agreed + (" and PDCOMPILE_DEBUG=messages" if self.sealed else ""))
+        agreed += " and PDCOMPILE_DEBUG=messages" if self.sealed else ""
+        agreed += " and PDCOMPILE_TRANSPORT=ordered" if self.ordered else ""
+        self._check_agreement(agreed)
         self._loopback = self._one_host()
         self.group: Any = self._connected(self.store, rank, self.size)
         self.ending = Ending(self.store, rank)
@@ -187,12 +190,19 @@ def _members(options: Options) -> tuple[int, list[int]]:
 
 def debugs_messages() -> bool:
     """Whether every message is to be checked; raises LaunchError for another wish."""
-    wanted = os.environ.get("PDCOMPILE_DEBUG", "")
-    if wanted not in ("", "messages"):
-        raise LaunchError(
-            f"PDCOMPILE_DEBUG is {wanted!r}",
-            remedy="'messages' checks every message; unset it for none",
-        )
+    return _wished("PDCOMPILE_DEBUG", "messages", "checks every message; unset it for none")
+
+
+def orders_data() -> bool:
+    """Whether data goes in device order, as over NCCL; raises LaunchError for another wish."""
+    wish = "sends data without tags, one message after the other; unset it for tags"
+    return _wished("PDCOMPILE_TRANSPORT", "ordered", wish)
+
+
+def _wished(name: str, word: str, meaning: str) -> bool:
+    wanted = os.environ.get(name, "")
+    if wanted not in ("", word):
+        raise LaunchError(f"{name} is {wanted!r}", remedy=f"{word!r} {meaning}")
     return bool(wanted)
 
 

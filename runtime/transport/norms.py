@@ -13,66 +13,62 @@ from torch import Tensor
 
 from pdcompile.eager.gradients import norm_of
 from pdcompile.errors import ConfigError
-from pdcompile.runtime.transport.contract import Channel, Expected
-from pdcompile.runtime.transport.point_to_point import Handle, Transport
-from pdcompile.schedule import Kind
+from pdcompile.runtime.transport.point_to_point import Handle
+from pdcompile.runtime.transport.reductions import Sums
 
 ABSENT = -1.0  # the norm of a parameter without gradient: it is left out of the stack
 
 
 class Norms:
-    """One rank's part in the exchange.
+    """One rank's part in the exchange: a sum in which every rank fills in what it owns.
 
-    `owned[r]`: the trainable parameters that rank r owns; `dtypes`: of all parameters, in the
-    order of the model.
+    `owned[r]`: the trainable parameters that rank r owns, replicas the same ones; `dtypes`: of all
+    parameters, in the order of the model.  A norm plus zeros is that norm, bit for bit.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        owned: Sequence[Sequence[str]],
+        self, sums: Sums, rank: int, owned: Sequence[Sequence[str]],
         dtypes: Mapping[str, torch.dtype],
-    ) -> None:
-        self._transport = transport
-        self._owned = owned
+    ) -> None:  # fmt: skip
+        self._sums = sums
+        self._mine = owned[rank]
+        self._before = sum(map(len, owned[:rank]))
+        self._names = [fqn for names in owned for fqn in names]
         self._dtypes = dtypes
         self.total = torch.tensor(0.0)  # of the last exchange
-        self.posted: dict[int, tuple[dict[str, Tensor], list[tuple[int, Handle]]]] = {}
+        self._posted: dict[int, tuple[dict[str, Tensor], Handle]] = {}
 
     def post(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
-        """Send this rank's norms to all others, and post the receives of theirs."""
-        rank = self._transport.rank
+        """Give this rank's norms to all others."""
         mine = {fqn: norm_of(g) for fqn, g in gradients.items()}
         absent = torch.tensor(ABSENT)
-        listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._owned[rank]]
-        vector = torch.stack([*listed, absent.to(torch.float64)])
-        others = [peer for peer in range(len(self._owned)) if peer != rank]
-        handles = []
-        for peer in others:
-            channel = Channel(Kind.NORMS, 0, peer)
-            self._transport.send(channel, vector, minibatch, deferred=True)
-            expected = Expected((len(self._owned[peer]) + 1,), torch.float64, minibatch)
-            handles.append((peer, self._transport.receive(channel, expected)))
-        self.posted[minibatch] = (mine, handles)
+        row = torch.zeros(len(self._names) + 1, dtype=torch.float64)
+        if self._mine:
+            listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._mine]
+            row[self._before : self._before + len(listed)] = torch.stack(listed)
+        self._posted[minibatch] = mine, self._sums.start(row)
 
     def ready(self, minibatch: int) -> bool:
-        return all(handle.ready() for _, handle in self.posted[minibatch][1])
+        return self._posted[minibatch][1].ready()
 
     def wait(self, minibatch: int) -> Tensor:
         """The total norm over all ranks: a scalar, the same everywhere."""
-        norms = self.posted[minibatch][0]
-        for peer, handle in self.posted[minibatch][1]:
-            vector = handle.wait()
-            assert vector is not None
-            for fqn, norm in zip(self._owned[peer], vector.tolist(), strict=False):
-                if norm != ABSENT:
-                    norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn])
-        del self.posted[minibatch]
+        norms, handle = self._posted.pop(minibatch)
+        row = handle.wait()
+        assert row is not None
+        for fqn, norm in zip(self._names, row.tolist(), strict=False):
+            if norm != ABSENT and fqn not in norms:
+                norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn])
         stacked = [norms[fqn] for fqn in self._dtypes if fqn in norms]
         self.total = torch.tensor(0.0)
         if stacked:
             self.total = torch.linalg.vector_norm(torch.stack(stacked), 2.0)
         return self.total
+
+    def abandon(self) -> None:
+        """Forget what is in flight: the connections are about to close."""
+        self._posted.clear()
+        self._sums.abandon()
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -1,8 +1,8 @@
 """Point-to-point messages over torch.distributed: isend and irecv, nothing else.
 
 Why not send and recv: a gloo send returns only when the peer has posted its receive, so blocking
-sends deadlock under most schedules.  One tag a channel keeps channels first-in-first-out and
-apart.  Every Work is kept and waited for, and the memory of a message belongs to it until then.
+sends deadlock under most schedules.  Channels are first-in-first-out and apart (see `links`).
+Every Work is kept and waited for, and the memory of a message belongs to it until then.
 
 The header of a channel's first message (see `contract`) makes the receiver post its first
 payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
@@ -12,8 +12,6 @@ sender may wait for its sends as usual.  The header itself is awaited some calls
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -32,17 +30,9 @@ from pdcompile.runtime.transport.contract import (
     seal,
     to_bytes,
 )
+from pdcompile.runtime.transport.links import Link, PeerLost, TaggedLink
 from pdcompile.schedule import Kind
-
-
-class PeerLost(RuntimeError):
-    """The connection to a rank broke: it died, or it closed because of an error somewhere."""
-
-    def __init__(self, peer: int, text: str) -> None:
-        # gloo: "[its own source file] what happened [address]. advice"
-        said = text.splitlines()[0].partition(". ")[0].rpartition("] ")[2]
-        super().__init__(f"lost the connection to rank {peer}: {said}")
-        self.peer = peer
+from pdcompile.schedule.instruction import DATA
 
 
 class Handle:
@@ -96,21 +86,23 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """One rank's messages in a gloo process group that is used for nothing else.
+    """One rank's messages: control over `group`, data over it too or over a link of its own.
 
     `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart;
-    `sealed`: every message has a checksum and says what it is.
+    `sealed`: every message has a checksum and says what it is.  Headers are control.
     """
 
     blocking = True
 
     def __init__(
-        self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False
-    ) -> None:
+        self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False,
+        data: Link | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self._reach = rank, reach
         self.sealed = sealed
         self._sent: Counter[Channel] = Counter()  # messages, where they are sealed
-        self._group = group
+        self.control: Link = TaggedLink(group)
+        self._data = data or self.control
         self._plan = plan
         self._call = 0
         self._outgoing: dict[Channel, tuple[int, ...]] = {}  # memory order of open channels
@@ -125,12 +117,12 @@ class GroupTransport:
             order = self._outgoing[channel] = memory_order(tensor)
             if channel.kind is not Kind.CALL:
                 header = header_of(channel, tensor, order, minibatch, self._plan)
-                self._defer(_Transfer(self, to_bytes(header, (0,)), channel, sending=True))
+                self._defer(_Transfer(self.control, to_bytes(header, (0,)), channel, sending=True))
         flat = to_bytes(tensor, order)
         if self.sealed:
             flat = seal(flat, channel, self._sent[channel], minibatch, self._plan)
             self._sent[channel] += 1
-        sent = _Transfer(self, flat, channel, sending=True)
+        sent = _Transfer(self.link(channel), flat, channel, sending=True)
         if not deferred:
             return sent
         self._defer(sent)
@@ -149,7 +141,8 @@ class GroupTransport:
             self._deferred.popleft()[1].wait()
 
     def abandon(self) -> None:
-        self._group = None
+        self.control.abandon()
+        self._data.abandon()
         for state in self._incoming.values():
             state.waiting.clear()
         self._deferred.clear()
@@ -159,31 +152,9 @@ class GroupTransport:
     def _defer(self, sent: _Transfer) -> None:
         self._deferred.append((self._call, sent))
 
-    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
-        """Hand the memory to gloo; returns its Work."""
-        post = self._group.send if sending else self._group.recv
-        try:
-            with unrecorded():
-                return post([flat], channel.peer, channel.tag)
-        finally:
-            del post  # see _Transfer
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Around the begin of a message or sum: torch's profiler does not hear of it.
-
-    What it hears of the begin it wants to hear of the end too, which may come in a later call, when
-    the profiler is gone: torch then writes into memory that was freed.
-    """
-    if not torch._C._autograd._profiler_enabled():
-        yield
-        return
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
+    def link(self, channel: Channel) -> Link:
+        """Where the messages of a channel go."""
+        return self._data if channel.kind in DATA else self.control
 
 
 class _Transfer(Handle):
@@ -193,14 +164,12 @@ class _Transfer(Handle):
     only when the last Work is gone, and a traceback may live long.
     """
 
-    def __init__(
-        self, transport: GroupTransport, flat: Tensor, channel: Channel, *, sending: bool
-    ) -> None:
+    def __init__(self, link: Link, flat: Tensor, channel: Channel, *, sending: bool) -> None:
         self._flat: Tensor | None = flat
         self._channel = channel
         self._work: Any = None
         try:
-            self._work = transport.start(flat, channel, sending=sending)
+            self._work = link.start(flat, channel, sending=sending)
             return
         except RuntimeError as error:
             text = str(error)
@@ -231,10 +200,12 @@ class _Incoming:
         self._plan = plan
         if self.order is None:
             self._header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
-            self._arriving = self.transfer(self._header.view(torch.uint8))
+            header = self._header.view(torch.uint8)
+            self._arriving = _Transfer(transport.control, header, channel, sending=False)
 
     def transfer(self, flat: Tensor) -> _Transfer:
-        return _Transfer(self._transport, flat, self._channel, sending=False)
+        link = self._transport.link(self._channel)
+        return _Transfer(link, flat, self._channel, sending=False)
 
     def opened(self) -> tuple[int, ...]:
         """The memory order; waits for the header, compares it, posts what was held back."""

@@ -1,4 +1,5 @@
-"""Sums over the replicas of a stage: of gradients after a minibatch, of buffers between calls.
+"""Sums over ranks: over the replicas of a stage of gradients after a minibatch and of buffers
+between calls, over all ranks of what the norm is made of.
 
 Tensors travel in buckets, flat runs of one dtype, which are summed while the rank goes on; every
 replica gets the same bits.  Which parameters have a gradient may differ (a branch that only some
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ContractError
-from pdcompile.runtime.transport.point_to_point import Handle, PeerLost, unrecorded
+from pdcompile.runtime.transport.links import DeviceOrder, PeerLost, unrecorded
+from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.schedule.spec import BUCKET_BYTES
 
-#: what the replicas of a stage in one process have given: by sum, by replica
+#: what ranks in one process have given: by sum, by place among them
 Board = dict[int, dict[int, Tensor]]
 _END_SECONDS = 1.0  # of a group in which nothing is in flight, generously
 
@@ -38,33 +40,51 @@ class Shape(NamedTuple):
 
 
 class Sums(Protocol):
-    """A stage's replicas, as one of them sees the others; `apart`: in memory of their own."""
+    """Ranks that sum, as one of them sees the others; `apart`: in memory of their own."""
 
     size: int
     index: int
     apart: bool
 
     def start(self, flat: Tensor) -> Handle:
-        """Add this replica's part; `wait` returns the sum.  The same calls on every replica."""
+        """Add this rank's part; `wait` returns the sum.  The same calls on every rank."""
 
     def abandon(self) -> None:
         """Let go of what was begun, so that connections can close."""
 
 
 class GroupSums:
-    """Replicas in processes of their own: a gloo group that is used for nothing else."""
+    """Ranks in processes of their own: a gloo group that is used for nothing else.
+
+    `order`: of all that this rank does as data; what is in flight here is one group call in it.
+    """
 
     apart = True
 
-    def __init__(self, group: Any, ranks: Sequence[int], index: int) -> None:
+    def __init__(
+        self, group: Any, ranks: Sequence[int], index: int, order: DeviceOrder | None = None
+    ) -> None:
         self.size, self.index = len(ranks), index
         self._group = group
+        self._ranks = ranks
+        self._order = order
         self._next = ranks[(index + 1) % len(ranks)]
 
     def start(self, flat: Tensor) -> Handle:
         real = torch.view_as_real(flat) if flat.is_complex() else flat  # gloo has no complex sums
+        if self._order is not None:
+            self._order.begin(self, f"a sum over ranks {', '.join(map(str, self._ranks))}")
         with unrecorded():
-            return _Reducing(self._group.allreduce([real]), flat, self._next)
+            return _Reducing(self._group.allreduce([real]), flat, self)
+
+    def ended(self) -> None:
+        """The oldest of what was started is known."""
+        if self._order is not None:
+            self._order.end(self)
+
+    def lost(self, text: str) -> PeerLost:
+        """gloo does not say who it was: ask the next rank."""
+        return PeerLost(self._next, text)
 
     def abandon(self) -> None:
         held, self._group = [self._group], None
@@ -76,8 +96,8 @@ class GroupSums:
 
 
 class _Reducing(Handle):
-    def __init__(self, work: Any, flat: Tensor, peer: int) -> None:
-        self._work, self._flat, self._peer = work, flat, peer
+    def __init__(self, work: Any, flat: Tensor, sums: GroupSums) -> None:
+        self._work, self._flat, self._sums = work, flat, sums
 
     def wait(self) -> Tensor:
         try:
@@ -86,13 +106,14 @@ class _Reducing(Handle):
             text = str(error)
         else:
             self._work = None  # an error's frames may hold this for long: connections close without
+            self._sums.ended()
             return self._flat
         self._work = None
-        raise PeerLost(self._peer, text)  # gloo does not say who it was: ask the next replica
+        raise self._sums.lost(text)
 
 
 class LocalSums:
-    """Replicas in one process: parts lie on a board until all are there."""
+    """Ranks in one process: parts lie on a board until all are there."""
 
     apart = False
 
@@ -111,6 +132,7 @@ class LocalSums:
 
     def abandon(self) -> None:
         self._board.clear()
+        self._numbers = count()
 
 
 class _Gathered(Handle):

@@ -1,0 +1,170 @@
+"""Links: how bytes get to other ranks, over torch.distributed.
+
+What ranks tell each other has two halves.  Control (which call this is, headers, losses, what is
+brought together between calls, failures) goes over one gloo group with a tag a channel.  Data
+(`DATA`: values, gradients, sums, weights) goes the same way, or in device order: without tags, as
+NCCL has none, over one group a pair of ranks that have something to send each other, one operation
+after the other.  Over gloo that order is kept on every commit's tests; NCCL needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import ScheduleError
+from pdcompile.runtime.transport.contract import Channel
+from pdcompile.schedule.instruction import TRANSFERS
+from pdcompile.schedule.spec import OPERATIONS, PipelineSpec, hops
+
+
+class PeerLost(RuntimeError):
+    """The connection to a rank broke: it died, or it closed because of an error somewhere."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        # gloo: "[its own source file] what happened [address]. advice"
+        said = text.splitlines()[0].partition(". ")[0].rpartition("] ")[2]
+        super().__init__(f"lost the connection to rank {peer}: {said}")
+        self.peer = peer
+
+
+class Link(Protocol):
+    """Where messages of one half go."""
+
+    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+        """Begin a message from or into memory that is the link's until the Work that this returns
+        has been waited for.  Messages of a channel come in their order."""
+
+    def abandon(self) -> None:
+        """Let go of the groups, so that connections can close."""
+
+
+class TaggedLink:
+    """One gloo group of all ranks, which is used for nothing else."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+        post = self._group.send if sending else self._group.recv
+        try:
+            with unrecorded():
+                return post([flat], channel.peer, channel.tag)
+        finally:
+            del post  # see Transfer
+
+    def abandon(self) -> None:
+        self._group = None
+
+
+class DeviceOrder:
+    """What a rank has begun as data and not finished: at most `OPERATIONS` group calls."""
+
+    def __init__(self) -> None:
+        self._unfinished: Counter[object] = Counter()
+        self._named: dict[object, str] = {}
+
+    def begin(self, call: object, what: str) -> None:
+        """One more message or sum of a group call begins.
+
+        Raises ScheduleError where the device is occupied: a program that was proved does not come
+        to that.
+        """
+        if call not in self._named and len(self._named) >= OPERATIONS:
+            raise ScheduleError(
+                f"{what} begins while {' and '.join(self._named.values())} is unfinished: "
+                f"a device has room for {OPERATIONS} at a time",
+                remedy="this is a mistake in pdcompile: please report it with the plan",
+            )
+        self._unfinished[call] += 1
+        self._named[call] = what
+
+    def end(self, call: object) -> None:
+        self._unfinished[call] -= 1
+        if not self._unfinished[call]:
+            del self._unfinished[call], self._named[call]
+
+
+class _InOrder:
+    """The Work of a message that is a group call of its own."""
+
+    def __init__(self, order: DeviceOrder, channel: Channel) -> None:
+        self.work: Any = None
+        self._order, self._call = order, object()  # the order outlives an error, the Work must not
+        order.begin(self._call, str(channel))
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.work = None
+        self._order.end(self._call)
+
+
+class OrderedLink:
+    """A group of two for each rank that this one exchanges data with, and no tags: messages meet in
+    the order in which both ends begin them, in whatever direction they go."""
+
+    def __init__(self, rank: int, groups: Mapping[int, Any], order: DeviceOrder) -> None:
+        """`groups`: by the rank at the other end; the lower of the two is rank 0 there."""
+        self._rank, self._groups, self._order = rank, dict(groups), order
+
+    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+        group = self._groups[channel.peer]
+        post = group.send if sending else group.recv
+        found = _InOrder(self._order, channel)
+        try:
+            with unrecorded():
+                found.work = post([flat], int(channel.peer > self._rank), 0)
+        finally:
+            del group, post
+        return found
+
+    def abandon(self) -> None:
+        self._groups.clear()
+
+
+def pairs(spec: PipelineSpec, *others: PipelineSpec) -> list[tuple[int, int]]:
+    """The ranks that have data to send each other, the lower one first, in one order for all.
+
+    `others`: of programs over other edges.
+    """
+    found = set()
+    for one in (spec, *others):
+        for stage, ranks in enumerate(one.ranks):
+            for replica, rank in enumerate(ranks):
+                found |= {tuple(sorted((rank, peer))) for peer in _peers(one, stage, replica)}
+    return sorted((a, b) for a, b in found if a != b)
+
+
+def _peers(spec: PipelineSpec, stage: int, replica: int) -> Iterable[int]:
+    """Those that a replica sends to; who receives sends there or is sent to."""
+    count = len(spec.ranks[stage])
+    for hop in (hop for moment in hops(spec, stage, replica) for hop in moment):
+        assert hop.kind in TRANSFERS
+        if hop.peer >= 0:
+            yield hop.peer
+            continue
+        # The turns of the two stages repeat after as many as both counts divide.
+        for turn in range(replica, count * len(spec.ranks[hop.stage]), count):
+            yield spec.rank(hop.stage, turn)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Around the begin of a message or sum: torch's profiler does not hear of it.
+
+    What it hears of the begin it wants to hear of the end too, which may come in a later call, when
+    the profiler is gone: torch then writes into memory that was freed.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
