@@ -135,8 +135,7 @@ def test_a_script_equals_plain_pytorch_bit_for_bit(tmp_path: Path) -> None:
     done = made("mlp", 3, "torch-pipelining", tmp_path)
     run = trained(tmp_path, 3)
     assert run.code == 0, run
-    assert "0.0e+00 of its change" in run.output
-    assert "bit for bit" in run.output
+    assert run.output.count("equal bit for bit") == 3  # gradients, weights, buffers
     assert {"train.py", "stage_0.py", "pipeline.py", "plan.json"} <= {*done.files}
 
 
@@ -164,7 +163,7 @@ def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
     [
         ("vgg", 3, {}),
         ("gpt", 2, {"schedule": "gpipe"}),
-        ("gpt", 2, {"schedule": "interleaved", "cluster": "2", "stages": 4}),
+        ("gpt", 2, {"schedule": "interleaved", "cluster": "2"}),
         ("gpt", 2, {"schedule": "zb-v", "cluster": "2"}),
         ("gpt", 2, {"max_grad_norm": 0.1, "recompute": True}),
         ("mlp", 2, {"loss_reduction": "sum"}),
@@ -180,7 +179,7 @@ def test_other_models_and_schedules(
     export(plan, f"{HERE}:{name}", to="torch-pipelining", folder=tmp_path)
     run = trained(tmp_path, ranks)
     assert run.code == 0, run
-    assert "tolerance" in run.output
+    assert run.output.endswith("equal\n")
 
 
 @pytest.mark.slow
