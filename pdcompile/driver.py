@@ -18,6 +18,7 @@ from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.errors import PdcompileError
 from pdcompile.given import (
     check_given,
+    check_here,
     check_memory,
     check_minibatch,
     given_plan,
@@ -76,6 +77,14 @@ def build(
                 raise
             warn(f"the plan in the checkpoint is not used: {error.message}")
         return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
+
+
+def _build_to_run(
+    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None
+) -> Compiled:
+    """`build`, where what comes of it runs at once on what is here."""
+    check_here(options, num_ranks)
+    return build(model, flat, options, num_ranks)
 
 
 def run_passes(
@@ -233,7 +242,8 @@ def compile(
             torch Optimizer; default AdamW at 3e-4; None: gradients only.  It steps once a stage,
             in one process too: step hooks run once a stage, and one that couples parameters of
             different stages (a norm of all gradients inside of step) is refused.
-        cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
+        cluster: "auto", a Cluster, "2x4" (hosts x devices), "2x8:h100" (of machines with a name,
+            docs/clusters.md), "local:4" (stages in this process), or the path of a cluster.toml.
         stages: how many; None: one a device (interleaved, zb-v: two).  Under "interleaved" and
             "gpipe" a multiple of the devices too, which then take turns: stage s is on device s
             mod R of R; under "zb-v" twice as many, out over the devices and back.  In one process
@@ -328,7 +338,7 @@ def pipeline(
     check_given(model, options)
     if example_inputs is not None:
         check_example(example_inputs)
-    pipe = Pipeline(model, options, build, (example_inputs, example_target))
+    pipe = Pipeline(model, options, _build_to_run, (example_inputs, example_target))
     if example_inputs is not None and (options.loss_fn is None or example_target is not None):
         pipe.prepare()
     return pipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import PLAN
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PlanError, SourceError
+from pdcompile.hardware.host import memory_bytes
 from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
@@ -28,9 +30,13 @@ from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training, check
+from pdcompile.plan.here import lacks
 from pdcompile.plan.schema import ranks_of
+from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
+
+NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)  # of a model that nobody has looked at
 
 
 def check_given(model: nn.Module, options: Options) -> None:
@@ -46,6 +52,29 @@ def check_given(model: nn.Module, options: Options) -> None:
         machines(with_given_plan(options), None)
     if options.weights is not None:
         weights.check(model, weights.open_source(options.weights))
+
+
+def check_here(options: Options, num_ranks: int | None) -> None:
+    """Refuse a given plan that the processes, devices and memory which are here cannot run.
+
+    Args:
+        num_ranks: processes, None for one.
+
+    Raises:
+        PdcompileError: says what is missing.
+    """
+    plan = _plan_of(options)
+    if plan is None:
+        return
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    for error in lacks(
+        plan,
+        processes=num_ranks,
+        on_this_host=int(local) if local.isdecimal() else None,
+        memory_bytes=memory_bytes(),
+    ):
+        raise error
+    check_supported(plan, NO_OPS)
 
 
 def with_given_plan(options: Options) -> Options:

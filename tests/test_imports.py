@@ -24,6 +24,7 @@ TORCH_FREE = {
     "pdcompile",
     "pdcompile.__main__",
     "pdcompile.cluster",
+    "pdcompile.clusters",
     "pdcompile.errors",
     "pdcompile.ir.graph",
     "pdcompile.options",

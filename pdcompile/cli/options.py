@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from pdcompile.cluster import Cluster
+from pdcompile.clusters import cluster_of, names
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
@@ -60,8 +60,9 @@ class Flags:
         str,
         machines(
             metavar="WHAT",
-            help="cluster.toml, 2x4 (hosts x devices), local:4 (four stages in one process), "
-            "or auto: one device a process.",
+            help="cluster.toml, 2x4 (hosts x devices), 2x8:h100 (of machines with a name: "
+            f"{', '.join(names())}), local:4 (four stages in one process), or auto: one device a "
+            "process.",
         ),
     ] = "auto"
     stages: Annotated[
@@ -227,7 +228,8 @@ class Flags:
         if self.schedule is not None:
             named(self.schedule)
         parsed(self._constraints())
-        _cluster(self.cluster)
+        if self.cluster != "auto" and not self.cluster.endswith(".toml"):
+            cluster_of(self.cluster)
         _refine(self.refine)
         _recompute(self.recompute)
         _replicas(self.replicas)
@@ -249,7 +251,6 @@ class Flags:
             "constraints": parsed(self._constraints()),
             "loss_fn": workload.loss_fn,
             "optimizer": _optimizer(self.optimizer, self.lr),
-            "cluster": _cluster(self.cluster),
             "loss_reduction": _reduction(self.loss_reduction),
             "refine": _refine(self.refine),
             "recompute": _recompute(self.recompute),
@@ -418,19 +419,6 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
         parameter.name: parameter.annotation for parameter in own + added
     } | {"return": None}
     return wrapped
-
-
-def _cluster(text: str) -> Any:
-    kind, colon, number = text.partition(":")
-    if not (kind == "local" and colon):
-        return text
-    if not number.isdigit() or int(number) < 1:
-        raise ConfigError(
-            f"--cluster {text} has no number of stages",
-            where="--cluster",
-            remedy="for example: --cluster local:4",
-        )
-    return Cluster.local(int(number))
 
 
 def _reduction(text: str | None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pdcompile.clusters import cluster_of
 from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT
@@ -66,8 +67,11 @@ class Options:
     said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raises ScheduleError: a file cannot be read, or is no schedule."""
+        """Raises ScheduleError: a file cannot be read, or is no schedule.  ClusterError: a number
+        of stages in this process that is none."""
         object.__setattr__(self, "schedule", named(self.schedule))
+        if isinstance(self.cluster, str) and self.cluster.startswith("local:"):
+            object.__setattr__(self, "cluster", cluster_of(self.cluster))
 
     @staticmethod
     def given(options: Mapping[str, Any]) -> Options:

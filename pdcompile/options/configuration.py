@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdcompile.cluster import Cluster
+from pdcompile.clusters import FORMS, cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
@@ -338,8 +339,7 @@ def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
     if given == "auto":
         return Cluster.local(ranks) if in_process else _auto(ranks)
     if isinstance(given, str | Path):
-        text = str(given)
-        return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
+        return cluster_of(str(given))
     raise not_a_cluster(given)
 
 
@@ -348,8 +348,7 @@ def not_a_cluster(given: Any) -> ConfigError:
     hint = f"; for {given} stages: stages={given}" if type(given) is int and given > 0 else ""
     return ConfigError(
         f"cluster={given!r} is not a cluster",
-        remedy="'auto', Cluster.local(4), '2x4' (hosts x devices), or the path of a cluster.toml"
-        + hint,
+        remedy=f"Cluster.local(4), {FORMS}{hint}",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pdcompile.batch import check_batch_dims
 from pdcompile.cluster import Cluster
+from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError
 from pdcompile.files import is_path
@@ -129,7 +130,7 @@ def _machines(options: Options) -> None:
     if isinstance(cluster, str | Path):
         text = str(cluster)
         if text != "auto" and not text.endswith(".toml"):
-            Cluster.parse(text)
+            cluster_of(text)
     elif not isinstance(cluster, Cluster):
         raise not_a_cluster(cluster)
 

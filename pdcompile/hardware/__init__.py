@@ -1,0 +1,1 @@
+"""The machines that are here: what they have, how fast they are, and how they are joined."""

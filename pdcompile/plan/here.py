@@ -1,0 +1,47 @@
+"""Can a plan run on the processes and the memory that are here?  Known before there is a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import LaunchError, PdcompileError, PlanError
+from pdcompile.plan.schema import Plan
+from pdcompile.units import format_bytes
+
+
+def lacks(
+    plan: Plan,
+    *,
+    processes: int | None,
+    on_this_host: int | None = None,
+    memory_bytes: int | None = None,
+    where: str = "plan",
+) -> Iterator[PdcompileError]:
+    """What is missing, each as the error that it would be.
+
+    Args:
+        processes: that torchrun started; None: one, in which all ranks run in turn.
+        on_this_host: how many of them; None: all.
+        memory_bytes: of this host; None: not known.
+    """
+    if processes not in (None, plan.num_ranks):
+        yield LaunchError(
+            f"a plan of {plan.num_ranks} ranks, but WORLD_SIZE is {processes}",
+            where=where,
+            remedy=f"launch with torchrun --nproc-per-node={plan.num_ranks}, or plan again",
+        )
+    ledgers = () if plan.forecast is None else plan.forecast.ledgers
+    devices = Cluster.from_toml(plan.cluster, where=f"{where}: cluster").devices
+    here = range(
+        len(ledgers) if processes is None else min(on_this_host or processes, len(ledgers))
+    )
+    needed = sum(ledgers[rank].total_bytes for rank in here if devices[rank].kind == "cpu")
+    if memory_bytes is not None and needed > memory_bytes:
+        yield PlanError(
+            f"the {len(here)} ranks on this host need {format_bytes(needed)} by the plan's "
+            f"forecast, and it has {format_bytes(memory_bytes)}",
+            where=f"{where}: forecast",
+            remedy="fewer ranks a host; or plan again with --memory "
+            f"{memory_bytes // max(1, len(here)) // 10**6}MB, and --recompute auto",
+        )
