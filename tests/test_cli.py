@@ -18,7 +18,7 @@ from tests.helpers.report_data import plan
 
 VERBS = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
-    "export", "checkpoint", "costs",
+    "export", "checkpoint", "costs", "doctor", "probe",
 )  # fmt: skip
 
 

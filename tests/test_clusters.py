@@ -117,7 +117,7 @@ def test_a_plan_is_held_against_processes_and_memory() -> None:
     assert found(given, processes=ranks, memory_bytes=needed) == []
     assert found(given, processes=None, memory_bytes=needed) == []
     assert found(given, processes=ranks, memory_bytes=None) == []
-    assert "WORLD_SIZE is 7" in found(given, processes=7)[0]
+    assert "and there are 7" in found(given, processes=7)[0]
     assert "ranks on this host need" in found(given, processes=None, memory_bytes=needed - 1)[0]
     first = given.forecast.ledgers[0].total_bytes
     assert found(given, processes=ranks, on_this_host=1, memory_bytes=first) == []
@@ -136,5 +136,5 @@ def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pdcompile.given.memory_bytes", lambda: 1)
     with pytest.raises(PlanError, match="ranks on this host need"):
         pdcompile.compile(model, plan=plan()).prepare(torch.ones(plan().training.batch_size, 4))
-    with pytest.raises(LaunchError, match="WORLD_SIZE is 5"):
+    with pytest.raises(LaunchError, match="and there are 5"):
         raise next(lacks(plan(), processes=5))

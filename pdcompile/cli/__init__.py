@@ -11,6 +11,7 @@ from pdcompile.cli import (  # noqa: F401
     costs,
     diff,
     explain,
+    hardware,
     plan,
     run,
     schedule,

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 # The order in which a person meets them.
 ORDER = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
-    "export", "checkpoint", "costs",
+    "export", "checkpoint", "costs", "doctor", "probe",
 )  # fmt: skip
 
 

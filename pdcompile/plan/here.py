@@ -27,7 +27,7 @@ def lacks(
     """
     if processes not in (None, plan.num_ranks):
         yield LaunchError(
-            f"a plan of {plan.num_ranks} ranks, but WORLD_SIZE is {processes}",
+            f"the plan is for {plan.num_ranks} processes, and there are {processes}",
             where=where,
             remedy=f"launch with torchrun --nproc-per-node={plan.num_ranks}, or plan again",
         )

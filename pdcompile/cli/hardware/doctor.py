@@ -1,0 +1,171 @@
+"""``pdcompile doctor``: what is here, and does it work?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from pdcompile.cli.hardware.self_test import Outcome
+    from pdcompile.hardware.checkup import Line
+    from pdcompile.hardware.probed import Probed
+
+STYLES = {"ok": "green", "look": "yellow", "wrong": "bold red"}
+
+
+@app.command()
+def doctor(
+    devices: Annotated[
+        bool,
+        typer.Option(
+            "--devices",
+            help="Also run a self-test of about a minute: all schedules, links and ops.",
+        ),
+    ] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A plan.json, to be held against what is here."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="That the plan is to run on; default: those of torchrun, or one."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Where the report of --devices goes, too."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at this host: versions, processes and threads, memory, disk, network, devices, plan.
+
+    Nothing is run, it takes a second or two. "look" is worth a thought, "wrong" stands in the way.
+
+    With --devices, under torchrun, a small model is trained under every schedule on the devices
+    that are here, and losses and weights are compared with pdcompile.reference in plain PyTorch;
+    links and ops are measured. The report that it prints is made to be pasted into an issue. It
+    names this host.
+
+    Exit codes: 0 nothing is wrong, 1 something is, or a schedule differs.
+
+    Examples:
+
+      pdcompile doctor
+
+      pdcompile doctor --plan plan.json --processes 4
+
+      torchrun --nproc-per-node=2 -m pdcompile doctor --devices
+    """
+    from pdcompile.cli.output import (
+        EXIT_DIFFERENT,
+        emit_json,
+        is_first_rank,
+        stdout,
+        write_text,
+    )
+    from pdcompile.hardware.checkup import checkup
+
+    if devices:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many as torchrun gives a process
+        began = time.monotonic()
+        probed, outcomes = tested()
+        taken = time.monotonic() - began
+    if not is_first_rank():
+        return
+    lines = checkup(plan, processes)
+    wrong = any(line.state == "wrong" for line in lines)
+    document: dict[str, Any] = {"lines": [asdict(one) for one in lines]}
+    if devices:
+        wrong |= not all(outcome.passed for outcome in outcomes)
+        text = report(lines, probed, outcomes, taken)
+        document |= {"schedules": [asdict(one) for one in outcomes], "seconds": taken}
+        if output is not None:
+            write_text(output, text)
+    if as_json:
+        emit_json({"status": "wrong" if wrong else "done", **document})
+    elif devices:
+        stdout().print(text, markup=False, soft_wrap=True)
+    else:
+        stdout().print(table(lines))
+    if wrong:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def tested() -> tuple[Probed, list[Outcome]]:
+    """The self-test; all ranks call it, rank 0 has the outcomes."""
+    from pdcompile.cli.hardware.self_test import self_test
+    from pdcompile.cli.output import is_first_rank, stderr
+    from pdcompile.hardware.links import alone, job
+    from pdcompile.hardware.probed import probe
+
+    def said(text: str) -> None:
+        if is_first_rank():
+            stderr().print(f"doctor: {text}", markup=False)
+
+    with job() if "WORLD_SIZE" in os.environ else alone() as (rank, ranks, device):
+        found = probe(rank, ranks, device, said)
+        return found, self_test(rank, ranks, device, said)
+
+
+def table(lines: Sequence[Line]) -> object:
+    """One row a line, grouped by what it is about."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    about = ""
+    for line in lines:
+        text = Text(line.text)
+        if line.remedy and line.state != "ok":
+            text.append(f"\n{line.remedy}", style="italic")
+        state = Text(line.state, style=STYLES[line.state])
+        shown.add_row("" if line.about == about else Text(line.about, style="bold"), state, text)
+        about = line.about
+    return shown
+
+
+def report(
+    lines: Sequence[Line], probed: Probed, outcomes: Sequence[Outcome], seconds: float
+) -> str:
+    """The report of a self-test, as Markdown."""
+    from pdcompile.cli.hardware.probe import lines as measured
+    from pdcompile.units import format_seconds
+
+    passed = sum(outcome.passed for outcome in outcomes)
+    kind = probed.devices[0].name
+    ranks = len(probed.devices)
+    parts = [
+        "## pdcompile doctor --devices",
+        "",
+        f"{passed} of {len(outcomes)} schedules equal the reference, on {ranks} x {kind}, "
+        + (f"{ranks} processes" if ranks > 1 else "one process")
+        + f"; {seconds:.0f} s",
+        "",
+        "| schedule | against the reference | a step |",
+        "|---|---|---|",
+        *(
+            f"| {one.schedule} | {one.result}{': ' + one.said if one.said else ''} | "
+            f"{format_seconds(one.step_seconds) if one.difference is not None else ''} |"
+            for one in outcomes
+        ),
+        "",
+        "```",
+        *measured(probed),
+        "",
+        *(
+            f"{line.about}: {'' if line.state == 'ok' else line.state.upper() + ': '}{line.text}"
+            for line in lines
+        ),
+        "```",
+    ]
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,159 @@
+"""Levels of a cluster, found in how long messages take between each pair of devices.
+
+Pairs are sorted by the time of a message, and divided where it jumps: devices that are joined by
+links below a jump form blocks.  A jump makes a level where its blocks are what a cluster can say:
+equally large, of consecutive ranks, each inside of one of the next level.  That is single-linkage
+clustering (Sneath 1957), cut at its gaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pdcompile.cluster import Level
+
+JUMP = 1.5  # between times of neighbours in the sorted list: less is noise, or one kind of link
+MESSAGE_BYTES = 1_000_000  # whose time is compared
+EQUAL_RATE = 0.8  # of a link alone: less where all send at once means that they share it
+HALF = 0.65  # of a link alone: less where both ends send means half duplex
+
+Matrix = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class PairTimes:
+    """What was measured between each pair of ranks, one pair at a time; symmetric.
+
+    Args:
+        latency_seconds: of a message of few bytes, one way.
+        bytes_per_second: of a large one.
+        both_ways: the same rate where the other end sends too.
+    """
+
+    latency_seconds: Matrix
+    bytes_per_second: Matrix
+    both_ways: Matrix
+
+    @property
+    def size(self) -> int:
+        return len(self.latency_seconds)
+
+    def seconds(self, a: int, b: int) -> float:
+        """Of a message of `MESSAGE_BYTES`."""
+        return self.latency_seconds[a][b] + MESSAGE_BYTES / self.bytes_per_second[a][b]
+
+
+def block_sizes(times: PairTimes) -> tuple[int, ...]:
+    """Devices in a block of each level, innermost first; the last one is all of them."""
+    n = times.size
+    pairs = sorted((times.seconds(a, b), a, b) for a in range(n) for b in range(a + 1, n))
+    found: list[int] = []
+    block = list(range(n))  # of each rank the least rank that it is joined to
+
+    for k, (seconds, a, b) in enumerate(pairs):
+        old, new = max(block[a], block[b]), min(block[a], block[b])
+        block = [new if one == old else one for one in block]
+        following = pairs[k + 1][0] if k + 1 < len(pairs) else math.inf
+        if following > JUMP * seconds:
+            size, inner = _regular(block), found[-1] if found else 1
+            if size > inner and size % inner == 0:
+                found.append(size)
+    if not found or found[-1] != n:
+        found.append(n)
+    while len(found) > 1 and found[-1] % found[-2]:
+        del found[-2]
+    return tuple(found)
+
+
+def _regular(block: Sequence[int]) -> int:
+    """The size of the blocks where all have the same and are of consecutive ranks; else 0."""
+    size = block.count(0)
+    if len(block) % size:
+        return 0
+    expected = [rank - rank % size for rank in range(len(block))]
+    return size if list(block) == expected else 0
+
+
+def level_pairs(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The pairs of ranks that each level joins."""
+    n, found = sizes[-1], []
+    for inner, outer in zip((1, *sizes), sizes, strict=False):
+        found.append(
+            [
+                (a, b)
+                for a in range(n)
+                for b in range(a + 1, n)
+                if a // outer == b // outer and a // inner != b // inner
+            ]
+        )
+    return found
+
+
+def partner(rank: int, inner: int, outer: int) -> tuple[int, int]:
+    """(to, from): whom a rank sends to and receives from when all of a level send at once: its
+    place in the next block, around."""
+    begin = rank - rank % outer
+    return begin + (rank - begin + inner) % outer, begin + (rank - begin - inner) % outer
+
+
+def levels(
+    times: PairTimes, sizes: Sequence[int], at_once: Sequence[float]
+) -> tuple[tuple[Level, ...], tuple[str, ...]]:
+    """Levels as a cluster has them, and notes on what was measured.
+
+    Args:
+        at_once: bytes per second of a device on each level, while all devices send on it.
+    """
+    found, notes = [], []
+    for k, pairs in enumerate(level_pairs(sizes)):
+        size = sizes[k] // (sizes[k - 1] if k else 1)
+
+        def typical(matrix: Matrix, among: list[tuple[int, int]] = pairs) -> float:
+            return median(matrix[a][b] for a, b in among)
+
+        alone, both = typical(times.bytes_per_second), typical(times.both_ways)
+        full = both >= HALF * alone
+        shared = at_once[k] < EQUAL_RATE * (alone if full else both)
+        rate = at_once[k] if shared else alone
+        found.append(
+            Level(f"level{k}", size, _rounded(rate), _rounded(typical(times.latency_seconds)), full)
+        )
+        notes.append(
+            f"level{k}, measured: {alone / 1e9:.3g} GB/s for a pair alone, {both / 1e9:.3g} GB/s "
+            f"each where both send, {at_once[k] / 1e9:.3g} GB/s each where all devices send"
+            + (", which is its bandwidth here" if shared else "")
+        )
+    return tuple(found), tuple(notes)
+
+
+def _rounded(number: float) -> float:
+    """Three digits: more is noise."""
+    return float(f"{number:.3g}")
+
+
+def drawn(times: PairTimes, format_time: Callable[[float], str]) -> str:
+    """The matrix as text: one digit a pair, 0 for the fastest links and 9 for the slowest, by the
+    logarithm of a message's time."""
+    n = times.size
+    seconds = [[times.seconds(a, b) if a != b else 0.0 for b in range(n)] for a in range(n)]
+    among = [one for row in seconds for one in row if one > 0]
+    if not among:
+        return "one device: no links"
+    low, high = min(among), max(among)
+    span = math.log(high / low) or 1.0
+    rows = [
+        f"{a:>5} " + " ".join(
+            "." if a == b else str(min(9, int(10 * math.log(seconds[a][b] / low) / span)))
+            if high > JUMP * low else "0"
+            for b in range(n)
+        )
+        for a in range(n)
+    ]  # fmt: skip
+    head = f"a message of {MESSAGE_BYTES // 10**6} MB from rank (row) to rank (column): "
+    scale = f"0 is {format_time(low)}" + (
+        f", 9 is {format_time(high)}" if high > JUMP * low else ""
+    )
+    return "\n".join([head + scale, *rows])

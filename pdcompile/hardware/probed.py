@@ -1,0 +1,75 @@
+"""A cluster from measurements: devices with their speeds, and the levels that were found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.hardware.levels import PairTimes, block_sizes, levels
+from pdcompile.hardware.links import DeviceSpeed, measure_at_once, measure_device, measure_pairs
+from pdcompile.hardware.links import gathered as from_all
+from pdcompile.units import three_digits
+
+if TYPE_CHECKING:
+    import torch
+
+ALIKE = 0.2  # speeds that differ by less are one speed: measurements repeat no better
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What was measured, and the cluster that it makes."""
+
+    cluster: Cluster
+    devices: tuple[DeviceSpeed, ...]
+    times: PairTimes | None  # None: one device
+
+
+def probe(
+    rank: int, ranks: int, device: torch.device, said: Callable[[str], None] = lambda _: None
+) -> Probed:
+    """Measures devices and links; every rank calls it and gets the same.
+
+    Args:
+        device: of this rank.
+        said: called with what is being measured.
+    """
+    said("devices")
+    speeds = tuple(from_all(measure_device(device)))
+    if ranks == 1:
+        level = Level("host", 1, math.inf)
+        return Probed(Cluster(devices_of(speeds), (level,), notes=(_note(speeds),)), speeds, None)
+    times = measure_pairs(rank, ranks, device, said)
+    sizes = block_sizes(times)
+    said("all at once")
+    at_once = measure_at_once(rank, sizes, device)
+    found, notes = levels(times, sizes, at_once)
+    cluster = Cluster(devices_of(speeds), found, notes=(_note(speeds), *notes))
+    return Probed(cluster, speeds, times)
+
+
+def devices_of(speeds: Sequence[DeviceSpeed]) -> tuple[Device, ...]:
+    """Devices with speeds relative to the first: the mean, in ratios, of products and copies."""
+    first = speeds[0]
+    found = []
+    for one in speeds:
+        ratio = math.sqrt(
+            one.flops_per_second / first.flops_per_second
+            * one.bytes_per_second / first.bytes_per_second
+        )  # fmt: skip
+        speed = 1.0 if abs(math.log(ratio)) < ALIKE else float(f"{ratio:.2g}")
+        memory = three_digits(one.memory_bytes, up=False)[0] if one.memory_bytes else None
+        found.append(Device(one.kind, memory, speed))
+    return tuple(found)
+
+
+def _note(speeds: Sequence[DeviceSpeed]) -> str:
+    names = ", ".join(dict.fromkeys(one.name for one in speeds))
+    hosts = len({one.host for one in speeds})
+    return (
+        f"measured by pdcompile probe: {len(speeds)} x {names} on {hosts} "
+        f"host{'s' if hosts > 1 else ''}"
+    )
