@@ -29,14 +29,16 @@ from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
-from pdcompile.plan import Plan, Training, check
+from pdcompile.plan import Certificate, Plan, Training, check
 from pdcompile.plan.here import lacks
 from pdcompile.plan.schema import ranks_of
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
 
-NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)  # of a model that nobody has looked at
+# Of a model that nobody has looked at.
+NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)
+NO_PLAN = Plan("", (), (), (), Training(), "", Certificate(0.0, 0.0, "feasible", "", 0.0, ""))
 
 
 def check_given(model: nn.Module, options: Options) -> None:
@@ -55,7 +57,8 @@ def check_given(model: nn.Module, options: Options) -> None:
 
 
 def check_here(options: Options, num_ranks: int | None) -> None:
-    """Refuse a given plan that the processes, devices and memory which are here cannot run.
+    """Refuse devices that do not run, and a given plan that processes or memory which are here
+    cannot run.
 
     Args:
         num_ranks: processes, None for one.
@@ -65,6 +68,8 @@ def check_here(options: Options, num_ranks: int | None) -> None:
     """
     plan = _plan_of(options)
     if plan is None:
+        _, cluster = machines(options, num_ranks)
+        check_supported(replace(NO_PLAN, cluster=cluster.to_toml()), NO_OPS)
         return
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     for error in lacks(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from pdcompile import ConfigError, InfeasibleError, Workload
 from pdcompile.export import Export, export, source_of
@@ -168,6 +171,7 @@ def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
         ("gpt", 2, {"max_grad_norm": 0.1, "recompute": True}),
         ("mlp", 2, {"loss_reduction": "sum"}),
         ("mlp", 2, {"autocast": "bfloat16"}),
+        ("layered", 2, {}),
         ("as_tuple", 2, {}),
     ],
 )
@@ -211,7 +215,7 @@ def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": "2bw"}, "schedule '2bw' has no counterpart"),
+        ({"schedule": "2bw"}, "torch-pipelining has no schedule '2bw'"),
         ({"replicas": 2, "cluster": "4"}, "stage 0 has 2 replicas"),
         ({"microbatches": 3}, "8 samples in 3 microbatches"),
     ],
@@ -222,6 +226,58 @@ def test_plans_that_torch_cannot_run_are_refused(
     stages = 4 if "replicas" in options else 2
     with pytest.raises(ConfigError, match=said):
         made("mlp", stages, "torch-pipelining", tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+class Odd(nn.Module):
+    """Takes its inputs in a container, or without samples, or draws more than dropout does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Any, scale: Any = None) -> Tensor:
+        y = x[0] if self.how == "container" else x
+        for block in self.blocks:
+            y = torch.tanh(block(y))
+        if self.how == "noise":
+            y = y + torch.randn_like(y)
+        if self.how == "buffers":
+            y = self.norm(y)
+        return y if scale is None else y * scale
+
+
+def odd(how: str) -> Workload:
+    torch.manual_seed(0)
+    x: Any = torch.randn(8, 4)
+    inputs = {"container": ([x, x],), "rows": (x, torch.rand(1, 4))}.get(how, (x,))
+    target: Any = {"a": x} if how == "target" else x
+
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        return (output - (target["a"] if how == "target" else target)).square().mean()
+
+    return Workload(Odd(how), inputs, loss_fn, lambda: [(inputs, target)])
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "said"),
+    [
+        ("container", {}, "input 'x\\[0\\]' is inside of a container"),
+        ("target", {}, "is inside of a container"),
+        ("rows", {}, "input 'scale' has no row for each sample"),
+        ("noise", {}, "draws random numbers"),
+        ("buffers", {"recompute": True}, "recomputes and writes buffer 'norm.num_batches_tracked'"),
+    ],
+)
+def test_models_that_a_script_would_get_wrong_are_refused(
+    how: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exported, "odd", lambda: odd(how), raising=False)
+    plan = exported.planned(odd(how), 2, **options)
+    with pytest.raises(ConfigError, match=said):
+        export(plan, f"{HERE}:odd", to="torch-pipelining", folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -272,10 +328,6 @@ def test_long_rows_of_layers_are_written_short(tmp_path: Path) -> None:
 
 def test_torchtitan_splits_the_model(tmp_path: Path) -> None:
     """What `pipeline_module_split` keeps for each stage, one after the other, is the model."""
-    import tomllib
-
-    from torch import nn
-
     made("mlp", 3, "torchtitan", tmp_path)
     document = tomllib.loads((tmp_path / "parallelism.toml").read_text(encoding="utf-8"))
     names = document["parallelism"]["module_fqns_per_model_part"]
@@ -325,8 +377,6 @@ def test_a_device_map_covers_every_tensor_and_keeps_tied_ones_together(
 @pytest.mark.slow
 def test_accelerate_dispatches_it(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    import torch
-
     made("gpt2", 2, "accelerate", tmp_path)
     devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
     workload = exported.gpt2()

@@ -17,7 +17,7 @@ Each follows what the project's own code reads (looked up in November 2026):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from pdcompile.errors import ConfigError
 from pdcompile.passes.export.model_parts import part_at, whole_parts
@@ -25,7 +25,6 @@ from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
 from pdcompile.plan.schema import ranks_of
-from pdcompile.schedule.registry import name_of
 
 TITAN_SCHEDULES = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
@@ -43,7 +42,6 @@ def torchtitan(subject: Subject) -> Exported:
     """
     plan, to = subject.plan, "torchtitan"
     placed = whole_parts(subject.capture.train, plan)
-    _refuse_schedule(plan, to, tuple(TITAN_SCHEDULES))
     replicas = _equal_replicas(plan, to)
     _refuse_tied(plan, to, "copies the model for each stage, where they come apart")
     _refuse_more_values(plan, to)
@@ -87,7 +85,6 @@ def megatron(subject: Subject) -> Exported:
     """
     plan, to = subject.plan, "megatron"
     placed = whole_parts(subject.capture.train, plan)
-    _refuse_schedule(plan, to, MEGATRON_SCHEDULES)
     replicas = _equal_replicas(plan, to)
     _refuse_more_values(plan, to)
     layout, layers = _layout(plan, placed)
@@ -253,15 +250,6 @@ def _refuse_more_values(plan: Plan, to: str) -> None:
                 where=f"--to {to}",
                 remedy="--to torch-pipelining",
             )
-
-
-def _refuse_schedule(plan: Plan, to: str, known: Sequence[str]) -> None:
-    if plan.training.schedule not in known:
-        raise ConfigError(
-            f"{to} has no schedule {name_of(plan.training.schedule)!r}",
-            where=f"--to {to}",
-            remedy=f"plan with schedule {' or '.join(known)}",
-        )
 
 
 def _equal_replicas(plan: Plan, to: str) -> int:

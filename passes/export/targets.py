@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from pdcompile.passes.export.configurations import accelerate, megatron, torchtitan
+from pdcompile.errors import ConfigError
+from pdcompile.passes.export.configurations import (
+    MEGATRON_SCHEDULES,
+    TITAN_SCHEDULES,
+    accelerate,
+    megatron,
+    torchtitan,
+)
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.export.torch_pipelining import torch_pipelining
+from pdcompile.passes.export.train_file import SCHEDULES
+from pdcompile.plan import Plan
+from pdcompile.schedule.registry import name_of
 
-KINDS: dict[str, Callable[[Subject], Exported]] = {
-    "torch-pipelining": torch_pipelining,
-    "torchtitan": torchtitan,
-    "megatron": megatron,
-    "accelerate": accelerate,
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """Who runs a plan, and in which orders; `schedules` empty: none, as it does not pipeline."""
+
+    make: Callable[[Subject], Exported]
+    schedules: tuple[str, ...] = ()
+
+
+KINDS: dict[str, ExportTarget] = {
+    "torch-pipelining": ExportTarget(torch_pipelining, tuple(SCHEDULES)),
+    "torchtitan": ExportTarget(torchtitan, tuple(TITAN_SCHEDULES)),
+    "megatron": ExportTarget(megatron, MEGATRON_SCHEDULES),
+    "accelerate": ExportTarget(accelerate),
 }
+
+
+def check_schedule(plan: Plan, to: str) -> None:
+    """Raise ConfigError where a target has no schedule like that of a plan."""
+    known = KINDS[to].schedules
+    if known and plan.training.schedule not in known:
+        raise ConfigError(
+            f"{to} has no schedule {name_of(plan.training.schedule)!r}",
+            where=f"--to {to}",
+            remedy=f"plan with schedule {' or '.join(known)}, which update once all microbatches "
+            "of a minibatch are over",
+        )

@@ -15,15 +15,15 @@ from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.export.crossings import NeighbourStage, neighbour_stages
 from pdcompile.passes.export.subject import Exported, Subject
-from pdcompile.passes.export.train_file import SCHEDULES, random_ops, train_file
+from pdcompile.passes.export.train_file import random_ops, train_file
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import name_of
 
 TO = "torch-pipelining"
 #: random ops that the script can keep from drawing, by plain name
 _QUIET = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "featurealphadropout"),
-    *("scaleddotproductattention", "multiheadattentionforward"),
+    *("scaleddotproductattention", "multiheadattention", "multiheadattentionforward"),
+    *("lstm", "gru", "rnn", "rnntanh", "rnnrelu"),
 }
 
 
@@ -39,12 +39,6 @@ def torch_pipelining(subject: Subject) -> Exported:
 def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
     """What such a script would get wrong."""
     plan, training = subject.plan, subject.plan.training
-    if training.schedule not in SCHEDULES:
-        yield _error(
-            f"schedule {name_of(training.schedule)!r} has no counterpart in torch, whose schedules "
-            "update once all microbatches are over",
-            f"plan with schedule {', '.join(SCHEDULES)}",
-        )
     for stage in plan.stages:
         if stage.replicas > 1:
             yield _error(
@@ -111,7 +105,7 @@ def _refused_loss(last: NeighbourStage) -> Iterator[ConfigError]:
 
 def _refused_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
     graph, plan = subject.capture.train, subject.plan
-    for op in random_ops(graph, stages):
+    for op in random_ops(graph):
         if plain_name(op) not in _QUIET:
             yield _error(
                 f"{op.target} at {op.source} draws random numbers, and a pipeline draws others "

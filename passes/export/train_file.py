@@ -41,7 +41,7 @@ def train_file(
 ) -> str:
     """The text of ``train.py``.  What torch would get wrong was refused before."""
     names = value_names(stages, _OWN)
-    quiet = bool(random_ops(capture.train, stages))
+    quiet = bool(random_ops(capture.train))
     parts = [
         _top(capture, plan, stages, source, quiet=quiet),
         *(render(_part(stage, names, plan, quiet=quiet)) for stage in stages),
@@ -101,15 +101,9 @@ def _filled(text: str, plan: Plan, last: NeighbourStage, *, quiet: bool) -> str:
     return text
 
 
-def random_ops(graph: OpGraph, stages: Sequence[NeighbourStage]) -> list[Op]:
-    """Ops that draw random numbers while these stages train."""
-    drawn = {
-        (path, index)
-        for stage in stages
-        for path, indices in stage.interface.train.draws.items()
-        for index in indices
-    }
-    return [op for op in graph.ops if op.draw is not None and (op.module_path, op.draw) in drawn]
+def random_ops(graph: OpGraph) -> list[Op]:
+    """Ops that may draw random numbers."""
+    return [op for op in graph.ops if op.draw is not None]
 
 
 def _top(

@@ -95,11 +95,15 @@ class NoDropout(TorchFunctionMode):
     """Dropout keeps everything: a pipeline draws other numbers than plain PyTorch does."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if "dropout" in getattr(func, "__name__", ""):
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
+        if name == "multi_head_attention_forward":
+            kwargs["training"] = False  # is about its dropout alone
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # their only float is their dropout
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return func(*args, **kwargs)
 '''
 

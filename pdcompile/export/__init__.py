@@ -82,6 +82,7 @@ def export(
         )
     if not is_path(folder):
         raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
+    targets.check_schedule(given, to)
     call = optimizer_call(optimizer, lr)
     workload = load_target(target)
     inputs, expected = workload.example()

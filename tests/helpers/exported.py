@@ -89,6 +89,26 @@ def gpt() -> Workload:
     return _workload(model, ids, ids, models.token_loss)
 
 
+class Layered(nn.Module):
+    """Dropout inside of an attention and of a recurrent layer."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, dropout=0.5, batch_first=True)
+        self.middle = nn.Linear(width, width)
+        self.recurrent = nn.LSTM(width, width, num_layers=2, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.last(self.recurrent(torch.tanh(self.middle(x)))[0][:, -1])
+
+
+def layered() -> Workload:
+    torch.manual_seed(0)
+    return _workload(Layered(), lambda g: torch.randn(BATCH, 5, 16, generator=g), _classes(3))
+
+
 class VGG(nn.Module):
     """Convolutions with batch norm, in-place activations and dropout; images (b, 3, 16, 16)."""
 

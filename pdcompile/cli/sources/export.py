@@ -89,13 +89,15 @@ def export(
 
 def cost_line(found: Export) -> str:
     """What rounding cost, with both objectives."""
+    from pdcompile.schedule.registry import kind_of
     from pdcompile.units import format_seconds
 
     rounding = found.rounding
     if not rounding.moved:
         return "cuts lie between modules already: rounding costs 0 %"
     before, after = rounding.before_seconds, rounding.after_seconds
-    each = "a step" if rounding.after.training.num_microbatches > 1 else "a minibatch"
+    flush = kind_of(rounding.after.training.schedule).objective == "flush"
+    each = "a step" if flush else "a microbatch"
     return (
         f"cuts between modules cost {rounding.percent:+.2g} %: {format_seconds(after)} {each} "
         f"instead of {format_seconds(before)}, by the costs in the plan"
