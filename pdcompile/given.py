@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from pdcompile import weights
@@ -77,6 +78,7 @@ def check_here(options: Options, num_ranks: int | None) -> None:
         processes=num_ranks,
         on_this_host=int(local) if local.isdecimal() else None,
         memory_bytes=memory_bytes(),
+        gpus=torch.cuda.device_count(),
     ):
         raise error
     check_supported(plan, NO_OPS)

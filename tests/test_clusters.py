@@ -124,6 +124,20 @@ def test_a_plan_is_held_against_processes_and_memory() -> None:
     assert found(replace(given, forecast=None), processes=None, memory_bytes=1) == []
 
 
+def test_a_plan_is_held_against_devices() -> None:
+    ranks = plan().num_ranks
+    given = replace(plan(), cluster=cluster_of(f"{ranks}:h100").to_toml())
+    assert found(given, processes=ranks, gpus=ranks, memory_bytes=1) == []  # not the host's memory
+    assert found(given, processes=None, gpus=1) == []
+    assert found(given, processes=ranks, on_this_host=1, gpus=1) == []
+    (said,) = found(given, processes=ranks, gpus=1)
+    assert (
+        said
+        == f"the plan is for h100 devices, {ranks} of them on this host, and torch finds 1 GPUs"
+    )
+    assert found(plan(), processes=ranks, gpus=0) == []
+
+
 def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def captures(*_: Any, **__: Any) -> None:
         raise AssertionError("captured")
@@ -131,8 +145,10 @@ def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pdcompile.driver.capture", captures)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     on_cards = replace(plan(), cluster=cluster_of(f"{plan().num_ranks}:h100").to_toml())
-    with pytest.raises(ConfigError, match="the plan is for"):
+    with pytest.raises((ConfigError, LaunchError), match="the plan is for"):
         pdcompile.compile(model, plan=on_cards).prepare(torch.ones(plan().training.batch_size, 4))
+    with pytest.raises(ConfigError, match="the plan is for h100"):
+        pdcompile.compile(model, cluster="2:h100").prepare(torch.ones(4, 4))
     monkeypatch.setattr("pdcompile.given.memory_bytes", lambda: 1)
     with pytest.raises(PlanError, match="ranks on this host need"):
         pdcompile.compile(model, plan=plan()).prepare(torch.ones(plan().training.batch_size, 4))

@@ -154,6 +154,13 @@ def test_one_that_differs_or_is_refused_is_named(monkeypatch: pytest.MonkeyPatch
     assert "no machines of the name" in found.said
 
 
+def test_devices_that_do_not_run_yet_are_named() -> None:
+    where, note = self_test.usable(1, torch.device("cuda", 0))
+    assert where.type == "cpu"
+    assert note.startswith("on the CPU: ")
+    assert self_test.usable(1, torch.device("cpu")) == (torch.device("cpu"), "")
+
+
 def test_the_report_can_be_pasted() -> None:
     speed = DeviceSpeed("here", "CPU, one thread", "cpu", 10**9, 5e10, 1e10, 4e-6)
     cluster = Cluster((Device(),), (Level("host", 1, 1e9),))

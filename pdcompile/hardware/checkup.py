@@ -212,6 +212,8 @@ def _devices(environ: Mapping[str, str]) -> Iterator[Line]:
 
 
 def _plan(path: Path, processes: int | None, environ: Mapping[str, str]) -> Iterator[Line]:
+    import torch
+
     try:
         plan = Plan.load(path)
     except PdcompileError as error:
@@ -224,6 +226,7 @@ def _plan(path: Path, processes: int | None, environ: Mapping[str, str]) -> Iter
             processes=world,
             on_this_host=_count(environ, "LOCAL_WORLD_SIZE"),
             memory_bytes=host.memory_bytes(),
+            gpus=torch.cuda.device_count(),
             where=str(path),
         )
     )

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
+from pdcompile.given import check_here
+from pdcompile.options import Options
 from pdcompile.schedule.registry import KINDS
 
 STEPS, BATCH, MICROBATCHES, WIDTH = 4, 16, 4, 32
@@ -65,7 +67,22 @@ def self_test(
 
     In one process all stages run in it.
     """
-    return [outcome for name in KINDS for outcome in _outcomes(name, rank, ranks, device, said)]
+    where, note = usable(ranks, device)
+    return [
+        replace(outcome, said=outcome.said or note)
+        for name in KINDS
+        for outcome in _outcomes(name, rank, ranks, where, said)
+    ]
+
+
+def usable(ranks: int, device: torch.device) -> tuple[torch.device, str]:
+    """The device, or the CPU with the reason why the runtime does not take the device."""
+    if device.type != "cpu":
+        try:
+            check_here(Options(cluster=_cluster(max(ranks, 2), ranks, device)), None)
+        except PdcompileError as error:
+            return torch.device("cpu"), f"on the CPU: {error.message}"
+    return device, ""
 
 
 def _outcomes(
@@ -128,10 +145,8 @@ def number(loss: Any) -> float:
 
 
 def _cluster(places: int, ranks: int, device: torch.device) -> Cluster | str:
-    if ranks == 1:
-        return Cluster.local(places)
-    if device.type == "cpu":
+    if device.type == "cpu" and ranks > 1:
         return "auto"
-    cluster = Cluster.auto()
+    cluster = Cluster.local(places) if ranks == 1 else Cluster.auto()
     devices = tuple(replace(one, kind=device.type) for one in cluster.devices)
     return replace(cluster, devices=devices)
