@@ -14,8 +14,9 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.hardware import checkup as module
 from pdcompile.hardware import host
 from pdcompile.hardware.checkup import Line, checkup, in_range
-from pdcompile.hardware.links import DeviceSpeed
-from pdcompile.hardware.probed import Probed
+from pdcompile.passes.costs.machines import Machine
+from pdcompile.passes.probe.links import DeviceSpeed
+from pdcompile.passes.probe.probed import Probed
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import launch
 from tests.helpers.alike import Call
@@ -162,7 +163,7 @@ def test_devices_that_do_not_run_yet_are_named() -> None:
 
 
 def test_the_report_can_be_pasted() -> None:
-    speed = DeviceSpeed("here", "CPU, one thread", "cpu", 10**9, 5e10, 1e10, 4e-6)
+    speed = DeviceSpeed("here", "CPU, one thread", "cpu", 10**9, Machine(5e10, 1e10, 4e-6))
     cluster = Cluster((Device(),), (Level("host", 1, 1e9),))
     outcomes = [self_test.Outcome("gpipe", 0.0, 0.01), self_test.Outcome("2bw", None, said="no")]
     text = report(
@@ -181,7 +182,7 @@ def test_all_schedules_on_two_ranks(tmp_path: Path) -> None:
     assert run.code == 0, run
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert f"{len(KINDS)} of {len(KINDS)} schedules equal the reference" in text
-    assert "level0: 2 blocks" in text
+    assert "host: 2 blocks" in text
 
 
 def test_the_command_tests_what_is_here(

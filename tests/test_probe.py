@@ -13,17 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster
-from pdcompile.hardware.device_kind import kind_of_name
-from pdcompile.hardware.levels import (
+from pdcompile.passes.costs.machines import Machine
+from pdcompile.passes.probe.device_kind import kind_of_name
+from pdcompile.passes.probe.levels import (
     PairTimes,
     block_sizes,
     drawn,
+    level_names,
     level_pairs,
     levels,
     partner,
 )
-from pdcompile.hardware.links import DeviceSpeed
-from pdcompile.hardware.probed import devices_of
+from pdcompile.passes.probe.links import DeviceSpeed
+from pdcompile.passes.probe.probed import devices_of
 from pdcompile.units import format_seconds
 from tests.helpers import launch
 from tests.helpers.alike import Call
@@ -108,6 +110,12 @@ def test_what_is_shared_and_what_is_half_duplex() -> None:
     assert not inner.full_duplex
 
 
+def test_levels_are_named_after_what_they_join() -> None:
+    assert level_names((2, 4), ["a", "a", "b", "b"]) == ["host", "network"]
+    assert level_names((2, 4, 8), ["a"] * 4 + ["b"] * 4) == ["host1", "host2", "network"]
+    assert level_names((2,), ["a", "b"]) == ["network"]
+
+
 def test_the_matrix_is_drawn() -> None:
     text = drawn(times_of((2, 4), (1e10, 1e8), 0.0, 0), format_seconds)
     assert "0 is 101 us, 9 is 10.0 ms" in text
@@ -120,7 +128,7 @@ def test_the_matrix_is_drawn() -> None:
 
 
 def speed(factor: float, memory: int = 16 * 10**9) -> DeviceSpeed:
-    return DeviceSpeed("a", "CPU", "cpu", memory, 1e11 * factor, 1e10 * factor, 1e-6)
+    return DeviceSpeed("a", "CPU", "cpu", memory, Machine(1e11 * factor, 1e10 * factor, 1e-6))
 
 
 def test_speeds_are_relative_to_rank_0_and_noise_is_left_out() -> None:

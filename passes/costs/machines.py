@@ -52,9 +52,13 @@ class Machine:
 REFERENCE = Machine(flops_per_second=50e9, bytes_per_second=10e9, call_seconds=5e-6)
 
 
+# Rows of the matrices that are multiplied, and numbers that are copied: enough to keep it busy.
+SIZES = {"cpu": (256, 1 << 20), "cuda": (4096, 1 << 26)}
+
+
 @cache
-def calibrate(budget_seconds: float = 0.05) -> Machine:
-    """Measures a matrix product, a copy and a tiny addition on this machine's CPU.
+def calibrate(budget_seconds: float = 0.05, device: str = "cpu") -> Machine:
+    """Measures a matrix product, a copy and a tiny addition in float32 on a device of this machine.
 
     Takes about `budget_seconds` and draws no random numbers.  The result is kept for the life
     of the process, so that one compilation compares all ops with one machine.
@@ -63,16 +67,18 @@ def calibrate(budget_seconds: float = 0.05) -> Machine:
 
     from pdcompile.passes.costs.timing import timed, typical
 
+    there = torch.device(device)
+    n, count = SIZES[there.type]
+
     def seconds(run: Callable[[], object]) -> float:
-        return typical(lambda: timed(run, torch.device("cpu")), budget_seconds / 3)
+        return typical(lambda: timed(run, there), budget_seconds / 3)
 
     with torch.no_grad():
-        n = 256
-        square, out = torch.ones(n, n), torch.empty(n, n)
+        square, out = torch.ones(n, n, device=there), torch.empty(n, n, device=there)
         product = seconds(lambda: torch.mm(square, square, out=out))
-        source, target = torch.ones(1 << 20), torch.empty(1 << 20)
+        source, target = torch.ones(count, device=there), torch.empty(count, device=there)
         copy = seconds(lambda: target.copy_(source))
-        tiny = torch.ones(8)
+        tiny = torch.ones(8, device=there)
         call = seconds(lambda: torch.add(tiny, tiny))
     return Machine(
         flops_per_second=2 * n**3 / max(product - call, product / 2),

@@ -17,7 +17,7 @@ from pdcompile.cli.options import AsJson
 if TYPE_CHECKING:
     from pdcompile.cli.hardware.self_test import Outcome
     from pdcompile.hardware.checkup import Line
-    from pdcompile.hardware.probed import Probed
+    from pdcompile.passes.probe.probed import Probed
 
 STYLES = {"ok": "green", "look": "yellow", "wrong": "bold red"}
 
@@ -105,8 +105,8 @@ def tested() -> tuple[Probed, list[Outcome]]:
     """The self-test; all ranks call it, rank 0 has the outcomes."""
     from pdcompile.cli.hardware.self_test import self_test
     from pdcompile.cli.output import is_first_rank, stderr
-    from pdcompile.hardware.links import alone, job
-    from pdcompile.hardware.probed import probe
+    from pdcompile.passes.probe.links import alone, job
+    from pdcompile.passes.probe.probed import probe
 
     def said(text: str) -> None:
         if is_first_rank():

@@ -11,7 +11,7 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from pdcompile.hardware.probed import Probed
+    from pdcompile.passes.probe.probed import Probed
 
 
 @app.command()
@@ -39,8 +39,8 @@ def probe(
       pdcompile plan gpt.py:build --cluster cluster.toml
     """
     from pdcompile.cli.output import emit_json, is_first_rank, stderr, stdout, write_text
-    from pdcompile.hardware.links import job
-    from pdcompile.hardware.probed import probe as probed
+    from pdcompile.passes.probe.links import job
+    from pdcompile.passes.probe.probed import probe as probed
 
     with job() as (rank, ranks, device):
         live = stderr()
@@ -64,15 +64,16 @@ def probe(
 
 def lines(found: Probed) -> list[str]:
     """What was measured, for a reader."""
-    from pdcompile.hardware.levels import drawn
+    from pdcompile.passes.probe.levels import drawn
     from pdcompile.units import format_bytes, format_flops, format_rate, format_seconds
 
     shown = []
     for rank, one in enumerate(found.devices):
         shown.append(
             f"rank {rank}: {one.name} on {one.host}, {format_bytes(one.memory_bytes)}, "
-            f"{format_flops(one.flops_per_second)}/s float32, memory "
-            f"{format_rate(one.bytes_per_second)}, {format_seconds(one.call_seconds)} an op; "
+            f"{format_flops(one.machine.flops_per_second)}/s float32, memory "
+            f"{format_rate(one.machine.bytes_per_second)}, "
+            f"{format_seconds(one.machine.call_seconds)} an op; "
             f"speed {found.cluster.devices[rank].speed:g}"
         )
     if found.times is not None:

@@ -100,14 +100,15 @@ def partner(rank: int, inner: int, outer: int) -> tuple[int, int]:
 
 
 def levels(
-    times: PairTimes, sizes: Sequence[int], at_once: Sequence[float]
+    times: PairTimes, sizes: Sequence[int], at_once: Sequence[float], hosts: Sequence[str] = ()
 ) -> tuple[tuple[Level, ...], tuple[str, ...]]:
     """Levels as a cluster has them, and notes on what was measured.
 
     Args:
         at_once: bytes per second of a device on each level, while all devices send on it.
+        hosts: of each rank; levels inside of hosts are called ``host``, others ``network``.
     """
-    found, notes = [], []
+    found, notes, names = [], [], level_names(sizes, hosts)
     for k, pairs in enumerate(level_pairs(sizes)):
         size = sizes[k] // (sizes[k - 1] if k else 1)
 
@@ -119,14 +120,27 @@ def levels(
         shared = at_once[k] < EQUAL_RATE * (alone if full else both)
         rate = at_once[k] if shared else alone
         found.append(
-            Level(f"level{k}", size, _rounded(rate), _rounded(typical(times.latency_seconds)), full)
+            Level(names[k], size, _rounded(rate), _rounded(typical(times.latency_seconds)), full)
         )
         notes.append(
-            f"level{k}, measured: {alone / 1e9:.3g} GB/s for a pair alone, {both / 1e9:.3g} GB/s "
+            f"{names[k]}, measured: {alone / 1e9:.3g} GB/s for a pair alone, {both / 1e9:.3g} GB/s "
             f"each where both send, {at_once[k] / 1e9:.3g} GB/s each where all devices send"
             + (", which is its bandwidth here" if shared else "")
         )
     return tuple(found), tuple(notes)
+
+
+def level_names(sizes: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """``host`` for levels inside of hosts and ``network`` for others, numbered where several are
+    alike."""
+    kinds = [
+        "network" if any(hosts and hosts[a] != hosts[b] for a, b in pairs) else "host"
+        for pairs in level_pairs(sizes)
+    ]
+    return [
+        kind if kinds.count(kind) == 1 else f"{kind}{kinds[: k + 1].count(kind)}"
+        for k, kind in enumerate(kinds)
+    ]
 
 
 def _rounded(number: float) -> float:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from pdcompile.errors import LaunchError
 from pdcompile.hardware import host
-from pdcompile.hardware.levels import PairTimes, partner
+from pdcompile.passes.costs.machines import Machine, calibrate
+from pdcompile.passes.probe.device_kind import kind_of_name
+from pdcompile.passes.probe.levels import PairTimes, partner
 
 SMALL, LARGE = 8, 4_000_000  # bytes of a message, for latency and for bandwidth
 TRIPS, LARGE_TRIPS = 20, 5  # there and back
-SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices whose product is timed
-COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}  # bytes of a copy
-BUDGET = 0.1  # seconds for one measurement of a device
+BUDGET = 0.3  # seconds to measure a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,7 @@ class DeviceSpeed:
     name: str
     kind: str  # as clusters and cost models name it
     memory_bytes: int
-    flops_per_second: float  # of a product of two matrices
-    bytes_per_second: float  # read and written by a copy
-    call_seconds: float  # of an op that does next to nothing
+    machine: Machine
 
 
 @contextmanager
@@ -182,17 +180,7 @@ def _typical(run: Callable[[], None], device: torch.device, times: int) -> float
 
 
 def measure_device(device: torch.device) -> DeviceSpeed:
-    """What this rank's device reaches; about half a second."""
-    from pdcompile.hardware.device_kind import kind_of_name
-
-    side, count = SIDE[device.type], COPIED[device.type] // 4
-    with torch.no_grad():
-        square, product = (torch.ones(side, side, device=device) for _ in range(2))
-        source, copied = (torch.ones(count, device=device) for _ in range(2))
-        tiny = torch.ones(8, device=device)
-        multiply = _device_seconds(lambda: torch.mm(square, square, out=product), device)
-        copy = _device_seconds(lambda: copied.copy_(source), device)
-        call = _device_seconds(lambda: torch.add(tiny, tiny), device)
+    """What this rank's device reaches; some tenths of a second."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -205,23 +193,5 @@ def measure_device(device: torch.device) -> DeviceSpeed:
         name=name,
         kind=kind_of_name(name) if device.type == "cuda" else "cpu",
         memory_bytes=memory,
-        flops_per_second=2 * side**3 / max(multiply - call, multiply / 2),
-        bytes_per_second=2 * source.nbytes / max(copy - call, copy / 2),
-        call_seconds=call,
+        machine=calibrate(BUDGET, str(device)),
     )
-
-
-def _device_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call that the host waits for."""
-    taken: list[float] = []
-    end = time.perf_counter() + BUDGET
-    run()
-    while len(taken) < 3 or time.perf_counter() < end:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return median(taken)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.hardware.levels import PairTimes, block_sizes, levels
-from pdcompile.hardware.links import DeviceSpeed, measure_at_once, measure_device, measure_pairs
-from pdcompile.hardware.links import gathered as from_all
+from pdcompile.passes.probe.levels import PairTimes, block_sizes, levels
+from pdcompile.passes.probe.links import DeviceSpeed, measure_at_once, measure_device, measure_pairs
+from pdcompile.passes.probe.links import gathered as from_all
 from pdcompile.units import three_digits
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def probe(
     sizes = block_sizes(times)
     said("all at once")
     at_once = measure_at_once(rank, sizes, device)
-    found, notes = levels(times, sizes, at_once)
+    found, notes = levels(times, sizes, at_once, [one.host for one in speeds])
     cluster = Cluster(devices_of(speeds), found, notes=(_note(speeds), *notes))
     return Probed(cluster, speeds, times)
 
@@ -57,8 +57,8 @@ def devices_of(speeds: Sequence[DeviceSpeed]) -> tuple[Device, ...]:
     found = []
     for one in speeds:
         ratio = math.sqrt(
-            one.flops_per_second / first.flops_per_second
-            * one.bytes_per_second / first.bytes_per_second
+            one.machine.flops_per_second / first.machine.flops_per_second
+            * one.machine.bytes_per_second / first.machine.bytes_per_second
         )  # fmt: skip
         speed = 1.0 if abs(math.log(ratio)) < ALIKE else float(f"{ratio:.2g}")
         memory = three_digits(one.memory_bytes, up=False)[0] if one.memory_bytes else None
