@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pdcompile import ConfigError, InfeasibleError, Workload
+from pdcompile import Cluster, ConfigError, InfeasibleError, Workload
 from pdcompile.export import Export, export, source_of
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.export.model_parts import part_paths, stages_of_parts, whole_parts
@@ -23,6 +25,8 @@ from pdcompile.plan.embedded import problem_of
 from pdcompile.plan.evaluate import Evaluation
 from tests.helpers import exported, launch
 from tests.helpers.alike import Call
+from tests.helpers.graphs import GraphBuilder
+from tests.helpers.planned import planned
 
 HERE = "tests.helpers.exported"
 
@@ -89,6 +93,40 @@ def test_rounded_cuts_lie_between_parts_and_are_the_best_of_those() -> None:
         stage_of = tuple(sum(i >= b for b in begins) for i in range(len(problem.items)))
         best = min(best, seconds_of(Evaluation(problem, stage_of)))
     assert found.after_seconds == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_no_cut_between_parts_is_faster(data: st.DataObject) -> None:
+    """Of random models, by trying all of them."""
+    g = GraphBuilder(batch_size=4)
+    seconds, count = st.floats(0.05, 2.0), data.draw(st.integers(3, 6))
+    x = g.op("first", "torch.relu", (g.input("x"),), module="first", seconds=(0.1, 0.1))
+    begins = ["first"]
+    for block in range(count):
+        begins.append(f"b{block}_0")
+        for n in range(data.draw(st.integers(1, 3))):
+            forward = data.draw(seconds)
+            inside = f"blocks.{block}" + (".inner" if n else "")
+            x = g.op(f"b{block}_{n}", "torch.tanh", (x,), module=inside, seconds=(forward, forward))
+        if data.draw(st.booleans()):  # what the model's own forward does after a block
+            x = g.op(f"after{block}", "torch.relu", (x,), seconds=(0.1, 0.1))
+    graph = g.build(x, loss=None)
+    stages = data.draw(st.integers(2, 3))
+    plan = planned(graph, Cluster.parse(str(stages)), microbatches=4)
+    found = rounded(plan, graph)
+
+    problem = problem_of(plan)
+    at = [next(i for i, item in enumerate(problem.items) if name in item.ops) for name in begins]
+    best = min(
+        seconds_of(
+            Evaluation(problem, tuple(sum(i >= b for b in cut) for i in range(len(problem.items))))
+        )
+        for cut in itertools.combinations(at[1:], stages - 1)
+    )
+    assert found.after_seconds == pytest.approx(best, rel=1e-9)
+    assert found.percent >= -1e-6
+    assert all(len(one) <= 1 for one in stages_of_parts(graph, found.after).values())
 
 
 def graph_with_loss(workload: Workload) -> OpGraph:
