@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pdcompile import Cluster, ConfigError, InfeasibleError, Workload
 from pdcompile.export import Export, export, source_of
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.export.configurations import _with_tensors
 from pdcompile.passes.export.model_parts import part_paths, stages_of_parts, whole_parts
 from pdcompile.passes.export.rounding import rounded
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -193,7 +194,9 @@ def test_tied_weights_stay_tied_and_a_script_that_unties_them_fails(tmp_path: Pa
 def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
     done = made("crossing", 3, "torch-pipelining", tmp_path)
     assert any("hands on" in note for note in done.notes)
-    assert "*, scale, **_" in (tmp_path / "train.py").read_text(encoding="utf-8")
+    text = (tmp_path / "train.py").read_text(encoding="utf-8")
+    assert "def forward(self, x, /, **_)" in text
+    assert "*, x, scale, **_" in text or "*, scale, x, **_" in text
     run = trained(tmp_path, 3)
     assert run.code == 0, run
 
@@ -210,6 +213,8 @@ def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
         ("mlp", 2, {"loss_reduction": "sum"}),
         ("mlp", 2, {"autocast": "bfloat16"}),
         ("layered", 2, {}),
+        ("llama", 3, {}),
+        ("t5", 3, {}),
         ("as_tuple", 2, {}),
     ],
 )
@@ -490,3 +495,22 @@ def test_the_command_prints_what_rounding_costs(tmp_path: Path, call: Call) -> N
     assert code == 0
     assert found["percent"] >= 0
     assert found["files"] == ["arguments.txt", "plan.json"]
+
+
+def test_what_does_not_run_is_where_its_weight_is() -> None:
+    """Embeddings that two parts of a model share, of which only those are called."""
+    devices = {"encoder.tokens": 0, "blocks.0": 1, "decoder.tokens": 1, "head": 1}
+    tensors = {
+        "shared.weight": "shared.weight",
+        "encoder.tokens.weight": "shared.weight",
+        "decoder.tokens.weight": "shared.weight",
+        "blocks.0.weight": "blocks.0.weight",
+        "unused.bias": "unused.bias",
+    }
+    notes = list(_with_tensors(devices, tensors))
+    assert devices["shared"] == devices["decoder.tokens"] == devices["encoder.tokens"] == 0
+    assert devices["unused"] == 1
+    assert notes == [
+        "shared does not run in training: device 0",
+        "decoder.tokens is on device 0 with encoder.tokens, and not on 1: they share shared.weight",
+    ]

@@ -17,10 +17,10 @@ Each follows what the project's own code reads (looked up in November 2026):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pdcompile.errors import ConfigError
-from pdcompile.passes.export.model_parts import part_at, whole_parts
+from pdcompile.passes.export.model_parts import part_at, spread_parts, whole_parts
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
@@ -55,7 +55,8 @@ def torchtitan(subject: Subject) -> Exported:
                 where=f"--to {to}",
                 remedy="--to torch-pipelining; or give the model's class its layers directly",
             )
-    stages = [[p for p, s in placed.items() if s == k] for k in range(len(plan.stages))]
+    on = {p: (s,) for p, s in placed.items()} | spread_parts(subject.capture.train, plan)
+    stages = [[p for p, held in on.items() if k in held] for k in range(len(plan.stages))]
     training = plan.training
     rows = "".join(f"    {json.dumps(names)},\n" for names in stages)
     text = (
@@ -122,21 +123,7 @@ def accelerate(subject: Subject) -> Exported:
     rank_of = [own[0] for own in ranks_of(plan.stages)]
     _equal_replicas(plan, "accelerate")
     devices = {path: rank_of[stage] for path, stage in placed.items()}
-    notes = []
-    first: dict[str, str] = {}  # canonical name -> the part that holds it first
-    for name, canonical in subject.tensors.items():
-        part = _holder(name, devices)
-        if part is None:
-            part = part_at(name.rpartition(".")[0], _around(placed)) or name
-            devices[part] = 0 if not devices else list(devices.values())[-1]
-            notes.append(f"{part} computes nothing in training: device {devices[part]}")
-        home = first.setdefault(canonical, part)
-        if devices[home] != devices[part]:
-            notes.append(
-                f"{part} is on device {devices[home]} with {home}, and not on {devices[part]}: "
-                f"they share {canonical}"
-            )
-            devices[part] = devices[home]
+    notes = list(_with_tensors(devices, subject.tensors))
     blocks = sorted(_block_classes(subject, placed))
     notes.append(
         "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
@@ -146,6 +133,28 @@ def accelerate(subject: Subject) -> Exported:
         notes.append(f"no_split_module_classes = {blocks}")
     text = json.dumps(devices, indent=1) + "\n"
     return Exported({"device_map.json": text}, (*notes, *_deepspeed(subject, placed)))
+
+
+def _with_tensors(devices: dict[str, int], tensors: Mapping[str, str]) -> Iterator[str]:
+    """Gives every tensor a device, and tied ones the same: that of what runs first with it.  Yields
+    what was decided."""
+    order, holders = list(devices), dict[str, list[str]]()
+    for name, canonical in tensors.items():
+        part = _holder(name, devices) or part_at(name.rpartition(".")[0], _around(order)) or name
+        holders.setdefault(canonical, []).append(part)
+    last = list(devices.values())[-1]
+    for canonical, parts in holders.items():
+        home = next((path for path in order if path in parts), parts[0])
+        device = devices.setdefault(home, last)
+        for part in parts:
+            if part not in devices:
+                yield f"{part} does not run in training: device {device}"
+            elif devices[part] != device:
+                yield (
+                    f"{part} is on device {device} with {home}, and not on {devices[part]}: they "
+                    f"share {canonical}"
+                )
+            devices[part] = device
 
 
 def _deepspeed(subject: Subject, placed: Mapping[str, int]) -> Iterator[str]:
@@ -290,7 +299,7 @@ def _holder(name: str, parts: Mapping[str, object]) -> str | None:
     return next((path for path in paths if path in parts), None)
 
 
-def _around(placed: Mapping[str, int]) -> frozenset[str]:
+def _around(placed: Iterable[str]) -> frozenset[str]:
     """Modules above the parts."""
     return frozenset(above for path in placed for above in ancestors(path)[:-1])
 

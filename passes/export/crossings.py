@@ -23,6 +23,7 @@ class NeighbourStage:
         from_call: further inputs from the call, by name.
         handed_on: of `received`, what later stages need and this one does not make.
         sent: to the next stage, in order; of the last one all its outputs.
+        shared: some of what the first stage reads of the call, later ones read too.
     """
 
     interface: StageInterface
@@ -30,6 +31,7 @@ class NeighbourStage:
     from_call: tuple[Port, ...]
     handed_on: tuple[Port, ...]
     sent: tuple[Port, ...]
+    shared: bool = False
 
 
 def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourStage, ...]:
@@ -46,7 +48,9 @@ def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourSta
         made = tuple(p for p in interface.train.outputs if p.value in later)
         sent = (*(interface.train.outputs if last else made), *handed_on)
         received, from_call = (called, ()) if k == 0 else (before, called)
-        found.append(NeighbourStage(interface, received, from_call, handed_on, sent))
+        again = {p.value for one in interfaces[1:] for p in one.train.inputs}
+        shared = k == 0 and any(port.value in again for port in called)
+        found.append(NeighbourStage(interface, received, from_call, handed_on, sent, shared))
         before = sent
     return tuple(found)
 
@@ -58,8 +62,14 @@ def _needed_after(interfaces: Sequence[StageInterface], k: int) -> set[str]:
 
 
 def value_names(stages: Sequence[NeighbourStage], taken: Sequence[str]) -> dict[str, str]:
-    """A Python name for each value that a stage gets or gives; no two have the same."""
-    names: dict[str, str] = {}
+    """A Python name for each value that a stage gets or gives; no two have the same.  Inputs of
+    the call have their own, by which they are given."""
+    names = {
+        port.value: port.path
+        for stage in stages
+        for port in (*stage.received, *stage.from_call)
+        if port.path is not None
+    }
     for stage in stages:
         for port in (*stage.received, *stage.from_call, *stage.interface.train.outputs):
             if port.value not in names:

@@ -71,14 +71,17 @@ def stages_of_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def whole_parts(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of each part.  A part that computes nothing is where the part before it is.
+    """The stage of each part.  A part that computes nothing is where the part before it is; one
+    without tensors that runs on several stages (an activation) is left out (`spread_parts`).
 
     Raises:
-        ConfigError: a part runs on several stages.
+        ConfigError: a part with tensors runs on several stages.
     """
     found: dict[str, int] = {}
-    last = 0
+    last, spread = 0, spread_parts(graph, plan)
     for path, stages in stages_of_parts(graph, plan).items():
+        if path in spread:
+            continue
         if len(stages) > 1:
             raise ConfigError(
                 f"module {path!r} runs on stages {', '.join(map(str, stages))}, and this target "
@@ -90,3 +93,11 @@ def whole_parts(graph: OpGraph, plan: Plan) -> dict[str, int]:
         last = stages[0] if stages else last
         found[path] = last
     return found
+
+
+def spread_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Parts without tensors that run on several stages, which each of them can have a copy of."""
+    part_of = parts_of_ops(graph)
+    held = {part_of[op.name] for op in graph.ops if op.parameters or op.buffers_read}
+    found = stages_of_parts(graph, plan)
+    return {p: stages for p, stages in found.items() if len(stages) > 1 and p not in held}

@@ -190,6 +190,8 @@ def _part(
     interface = stage.interface
     k, region = interface.index, _region(planned.training.autocast)
     arguments = ["self", *(names[port.value] for port in stage.received)]
+    if stage.shared:
+        arguments.append("/")  # later stages get some of these by name, and this one too
     if stage.from_call:
         arguments += ["*", *(names[port.value] for port in stage.from_call)]
     own = ", ".join(_argument(port, names) for port in interface.train.inputs)

@@ -52,7 +52,8 @@ def mlp() -> Workload:
 
 
 class Crossing(nn.Module):
-    """A skip connection over two blocks: the gradient of `kept` comes from the last stage."""
+    """A skip connection over two blocks: the gradient of `kept` comes from the last stage.  The
+    first and the last stage read `x`."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Crossing(nn.Module):
         y = kept
         for block in self.blocks[1:]:
             y = torch.tanh(block(y))
-        return (y + kept) * scale
+        return (y + kept) * scale + x
 
 
 def crossing() -> Workload:
@@ -154,6 +155,47 @@ def gpt2() -> Workload:
             yield {"input_ids": ids, "labels": ids}, None
 
     return Workload(GPT2LMHeadModel(config), next(batches())[0], None, batches)
+
+
+def llama() -> Workload:
+    """Masks, and rotations that the first stage makes and all later ones read."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, bos_token_id=0, eos_token_id=0,
+        max_position_embeddings=32,
+    )  # fmt: skip
+
+    def batches() -> Iterator[tuple[dict[str, Tensor], None]]:
+        generator = torch.Generator().manual_seed(1)
+        while True:
+            ids = torch.randint(64, (BATCH, 16), generator=generator)
+            mask = torch.ones_like(ids)
+            mask[:, -3:] = 0
+            yield {"input_ids": ids, "attention_mask": mask, "labels": ids}, None
+
+    return Workload(LlamaForCausalLM(config), next(batches())[0], None, batches)
+
+
+def t5() -> Workload:
+    """An encoder whose output all of the decoder reads, and an embedding that three parts share."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=64,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+
+    def batches() -> Iterator[tuple[dict[str, Tensor], None]]:
+        generator = torch.Generator().manual_seed(1)
+        while True:
+            ids, labels = (torch.randint(1, 64, (BATCH, n), generator=generator) for n in (16, 12))
+            yield {"input_ids": ids, "labels": labels}, None
+
+    return Workload(T5ForConditionalGeneration(config), next(batches())[0], None, batches)
 
 
 def as_tuple() -> tuple[Any, ...]:

@@ -98,8 +98,9 @@ def cost_line(found: Export) -> str:
     before, after = rounding.before_seconds, rounding.after_seconds
     flush = kind_of(rounding.after.training.schedule).objective == "flush"
     each = "a step" if flush else "a microbatch"
+    shown = f"{rounding.percent:+.2g}" if abs(rounding.percent) >= 0.005 else "0"
     return (
-        f"cuts between modules cost {rounding.percent:+.2g} %: {format_seconds(after)} {each} "
+        f"cuts between modules cost {shown} %: {format_seconds(after)} {each} "
         f"instead of {format_seconds(before)}, by the costs in the plan"
     )
 
