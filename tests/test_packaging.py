@@ -106,7 +106,7 @@ def test_wheel_and_sdist_install_without_links(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
     assert {"pdcompile/passes/__init__.py", "pdcompile/runtime/__init__.py"} <= set(names)
-    assert "pdcompile/py.typed" in names
+    assert {"pdcompile/py.typed", "pdcompile/clusters/h100.toml"} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"pdcompile"}
 
