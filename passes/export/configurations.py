@@ -25,11 +25,8 @@ from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
 from pdcompile.plan.schema import ranks_of
+from pdcompile.schedule.registry import kind_of
 
-TITAN_SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
-}  # fmt: skip
-MEGATRON_SCHEDULES = ("1f1b", "interleaved")
 LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict")
 
 
@@ -62,7 +59,7 @@ def torchtitan(subject: Subject) -> Exported:
     text = (
         "[parallelism]\n"
         f"pipeline_parallel_degree = {_places(plan)}\n"
-        f'pipeline_parallel_schedule = "{TITAN_SCHEDULES[training.schedule]}"\n'
+        f'pipeline_parallel_schedule = "{kind_of(training.schedule).in_torch}"\n'
         f"pipeline_parallel_microbatch_size = {_samples(plan, replicas)}  # samples\n"
         f"data_parallel_shard_degree = {replicas}\n"
         f"module_fqns_per_model_part = [\n{rows}]\n\n"

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 
 from pdcompile.errors import ConfigError
 from pdcompile.passes.export.configurations import (
-    MEGATRON_SCHEDULES,
-    TITAN_SCHEDULES,
     accelerate,
     megatron,
     torchtitan,
 )
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.export.torch_pipelining import torch_pipelining
-from pdcompile.passes.export.train_file import SCHEDULES
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import name_of
+from pdcompile.schedule.registry import alternating, known_to_torch, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +26,9 @@ class ExportTarget:
 
 
 KINDS: dict[str, ExportTarget] = {
-    "torch-pipelining": ExportTarget(torch_pipelining, tuple(SCHEDULES)),
-    "torchtitan": ExportTarget(torchtitan, tuple(TITAN_SCHEDULES)),
-    "megatron": ExportTarget(megatron, MEGATRON_SCHEDULES),
+    "torch-pipelining": ExportTarget(torch_pipelining, known_to_torch()),
+    "torchtitan": ExportTarget(torchtitan, known_to_torch()),
+    "megatron": ExportTarget(megatron, alternating()),
     "accelerate": ExportTarget(accelerate),
 }
 

@@ -17,6 +17,7 @@ from pdcompile.passes.export.crossings import NeighbourStage, neighbour_stages
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.export.train_file import random_ops, train_file
 from pdcompile.plan import Plan
+from pdcompile.schedule.registry import alternating
 
 TO = "torch-pipelining"
 #: random ops that the script can keep from drawing, by plain name
@@ -140,5 +141,6 @@ def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
             names = ", ".join(port.name for port in stage.handed_on)
             yield f"stage {stage.interface.index} hands on {names} to a later one"
     usual = tuple(reversed(range(len(plan.stages))))
-    if plan.training.schedule == "1f1b" and plan.training.warmup not in ((), usual):
-        yield "torch's 1F1B has a warm-up of its own: the plan's is deeper, to hide transfers"
+    alone = plan.num_ranks == len(plan.stages) and plan.training.schedule in alternating()
+    if alone and plan.training.warmup not in ((), usual):
+        yield "torch has a warm-up of its own: the plan's is deeper, to hide transfers"

@@ -15,16 +15,10 @@ from pdcompile.passes.export.subject import OptimizerCall, Source
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
 from pdcompile.plan.schema import ranks_of
+from pdcompile.schedule.registry import kind_of
 
 STEPS = 3
 QUIETLY = "; both run without dropout for that"
-#: torch's schedule of the same order
-SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zb-v": "ScheduleZBVZeroBubble",
-}
 _OWN = (
     "workload", "call_of", "examples", "make_parts", "load", "fill", "tied_groups",
     "sum_tied", "clip", "rows", "plain", "train", "make_optimizer", "make_loss", "loss_fn",
@@ -89,7 +83,7 @@ def _filled(text: str, plan: Plan, last: NeighbourStage, *, quiet: bool) -> str:
         "TIED_COPIES": "{(k, name) for holders in TIED for k, name in holders[1:]}"
         if plan.tied
         else "set()",
-        "SCHEDULE_CLASS": SCHEDULES[training.schedule],
+        "SCHEDULE_CLASS": torch_schedule(plan),
         "STAGES_OF_RANK": "stages" if several else "stages[0]",
         "SCALE": "" if mean else ", scale_grads=False",
         "MEAN": "mean" if mean else "sum",
@@ -99,6 +93,11 @@ def _filled(text: str, plan: Plan, last: NeighbourStage, *, quiet: bool) -> str:
     for word, meaning in words.items():
         text = text.replace(word, meaning)
     return text
+
+
+def torch_schedule(plan: Plan) -> str:
+    """The class of torch's schedule of the same order."""
+    return f"Schedule{kind_of(plan.training.schedule).in_torch}"
 
 
 def random_ops(graph: OpGraph) -> list[Op]:
@@ -115,7 +114,7 @@ def _top(
     quiet: bool,
 ) -> str:
     training, n, ranks = plan.training, len(stages), plan.num_ranks
-    schedule = SCHEDULES[training.schedule]
+    schedule = torch_schedule(plan)
     opaque = any(stage.interface.opaque for stage in stages)
     recomputes = any(stage.recompute for stage in plan.stages)
     where = clean(f"{source.place}:{source.function}", 80)

@@ -116,6 +116,7 @@ class ScheduleKind:
             given the work of the rank's stages in ascending order.
         written: the tasks, where somebody wrote them down: stages, ranks and microbatches follow
             from it, and what is in flight is counted.
+        in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
     """
 
     name: str
@@ -129,6 +130,7 @@ class ScheduleKind:
     placed: Placement | None = None
     splits_backward: bool = False
     written: Written | None = None
+    in_torch: str = ""
 
     @property
     def stream(self) -> bool:
@@ -292,12 +294,14 @@ _ROWS = (
         module="pdcompile.passes.schedules.gpipe",
         warmup="all",
         stages_per_rank=None,
+        in_torch="GPipe",
     ),
     ScheduleKind(
         "1f1b",
         update="updates as eager gradient accumulation does, bit for bit",
         source="PipeDream-Flush: Narayanan et al., 2021, arXiv 2006.09503",
         module="pdcompile.passes.schedules.one_f_one_b",
+        in_torch="1F1B",
     ),
     ScheduleKind(
         "interleaved",
@@ -307,6 +311,7 @@ _ROWS = (
         stages_per_rank=None,
         usual=2,
         placed=IN_TURN,
+        in_torch="Interleaved1F1B",
     ),
     ScheduleKind(
         "zb-h1",
@@ -324,6 +329,7 @@ _ROWS = (
         usual=2,
         placed=IN_V,
         splits_backward=True,
+        in_torch="ZBVZeroBubble",
     ),
     ScheduleKind(
         "2bw",
@@ -417,6 +423,20 @@ def allowed(max_staleness: int | str) -> tuple[str, ...]:
         for name, kind in KINDS.items()
         if isinstance(max_staleness, str)
         or (isinstance(kind.lag, int) and kind.lag <= max_staleness)
+    )
+
+
+def known_to_torch() -> tuple[str, ...]:
+    """Schedules that torch.distributed.pipelining has too."""
+    return tuple(name for name, kind in KINDS.items() if kind.in_torch)
+
+
+def alternating() -> tuple[str, ...]:
+    """Schedules that drain, and in between take one forward and one whole backward in turn."""
+    return tuple(
+        name
+        for name, kind in KINDS.items()
+        if kind.warmup == "alternate" and not (kind.stream or kind.splits_backward)
     )
 
 
