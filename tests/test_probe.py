@@ -134,6 +134,8 @@ def speed(factor: float, memory: int = 16 * 10**9) -> DeviceSpeed:
 def test_speeds_are_relative_to_rank_0_and_noise_is_left_out() -> None:
     found = devices_of([speed(1.0), speed(1.1), speed(0.5), speed(3.0, 0)])
     assert [device.speed for device in found] == [1.0, 1.0, 0.5, 3.0]
+    crowded = devices_of([speed(1.0), speed(0.5)], crowded=True)
+    assert [device.speed for device in crowded] == [1.0, 1.0]
     assert [device.memory_bytes for device in found] == [16 * 10**9] * 3 + [None]
 
 
