@@ -197,6 +197,7 @@ def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
     text = (tmp_path / "train.py").read_text(encoding="utf-8")
     assert "def forward(self, x, /, **_)" in text
     assert "*, x, scale, **_" in text or "*, scale, x, **_" in text
+    assert "MEAN_SCALE.weight" in text  # is tied, and keeps its name
     run = trained(tmp_path, 3)
     assert run.code == 0, run
 
@@ -439,7 +440,7 @@ def test_accelerate_dispatches_it(tmp_path: Path) -> None:
         ("gpt", "torchtitan", "weight 'wte.weight' is tied over stages 0, 1"),
         ("vgg", "torchtitan", "is neither a child of the model nor an entry"),
         ("vgg", "megatron", "blocks in 2 containers"),
-        ("crossing", "torchtitan", "a skip connection"),
+        ("crossing", "torchtitan", "is tied over stages 0, 2, and torchtitan copies"),
         ("crossing", "megatron", "a skip connection"),
     ],
 )

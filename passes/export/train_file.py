@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ _OWN = (
     "workload", "call_of", "examples", "make_parts", "load", "fill", "tied_groups",
     "sum_tied", "clip", "rows", "plain", "train", "make_optimizer", "make_loss", "loss_fn",
     "difference", "main", "output", "target", "last", "parts", "dist", "os", "sys", "copy",
+    "checkpoint", "again",
 )  # fmt: skip
 
 
@@ -36,34 +38,45 @@ def train_file(
     """The text of ``train.py``.  What torch would get wrong was refused before."""
     names = value_names(stages, _OWN)
     quiet = bool(random_ops(capture.train))
+    words = _words(plan, source, stages, quiet=quiet)
+
+    def filled(part: str) -> str:
+        """A fixed part with what it leaves open; names of the model are never looked through."""
+        return re.sub("|".join(map(re.escape, words)), lambda found: words[found[0]], part)
+
     parts = [
         _top(capture, plan, stages, source, quiet=quiet),
         *(render(_part(stage, names, plan, quiet=quiet)) for stage in stages),
         render(_tables(plan, stages, names)),
-        _workload(source),
-        _make_parts(stages),
+        filled(fixed.WORKLOAD_FILE if source.is_file else fixed.WORKLOAD_MODULE) + fixed.FIELDS,
+        filled(fixed.MAKE_PARTS),
         render(_make_loss(stages[-1], names, plan.training.autocast)),
         f"def make_optimizer(parameters):\n    return {optimizer}",
         *([fixed.TIED] if plan.tied else []),
-        *([fixed.CLIP] if plan.training.max_grad_norm else []),
+        *([filled(fixed.CLIP)] if plan.training.max_grad_norm else []),
         *([fixed.NO_DROPOUT] if quiet else []),
         *([fixed.AGAIN] if quiet and any(one.recompute for one in plan.stages) else []),
-        fixed.TRAIN,
-        fixed.PLAIN,
+        filled(fixed.TRAIN),
+        filled(fixed.PLAIN),
         fixed.COMPARE,
-        fixed.MAIN,
+        filled(fixed.MAIN),
         'if __name__ == "__main__":\n    main()',
     ]
-    text = "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
-    return _filled(text, plan, stages[-1], quiet=quiet)
+    return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _filled(text: str, plan: Plan, last: NeighbourStage, *, quiet: bool) -> str:
-    """The text with what the fixed parts leave open; a line of nothing but that is left out."""
-    training = plan.training
+def _words(
+    plan: Plan, source: Source, stages: Sequence[NeighbourStage], *, quiet: bool
+) -> dict[str, str]:
+    """What the words in capitals of fixed parts stand for; a line of nothing else may go."""
+    training, last = plan.training, stages[-1]
+    opaque = any(stage.interface.opaque for stage in stages)
     mean = training.loss_reduction == "mean"
     several = len(plan.stages) > plan.num_ranks
-    words = {
+    return {
+        "FUNCTION": source.function,
+        "PLACE": source.place,
+        "    FILL\n": "    fill(parts.values(), copy.deepcopy(model))\n" if opaque else "",
         "    TIE\n": "    groups = tied_groups()\n" if plan.tied else "",
         "        SUM\n": "        sum_tied(parts, groups)\n" if plan.tied else "",
         "        OWN\n": ""
@@ -90,9 +103,6 @@ def _filled(text: str, plan: Plan, last: NeighbourStage, *, quiet: bool) -> str:
         "REGION": _region(training.autocast) or "contextlib.nullcontext()",
         "QUIET": "NoDropout()" if quiet else "contextlib.nullcontext()",
     }
-    for word, meaning in words.items():
-        text = text.replace(word, meaning)
-    return text
 
 
 def torch_schedule(plan: Plan) -> str:
@@ -264,17 +274,6 @@ def _shape(port: Port) -> str:
         str(size) if isinstance(size, int) else str(size).replace("b", "B") for size in port.shape
     ]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
-
-
-def _workload(source: Source) -> str:
-    top = fixed.WORKLOAD_FILE if source.is_file else fixed.WORKLOAD_MODULE
-    return top.replace("FUNCTION", source.function).replace("PLACE", source.place) + fixed.FIELDS
-
-
-def _make_parts(stages: Sequence[NeighbourStage]) -> str:
-    opaque = any(stage.interface.opaque for stage in stages)
-    line = "    fill(parts.values(), copy.deepcopy(model))\n" if opaque else ""
-    return fixed.MAKE_PARTS.replace("    FILL\n", line)
 
 
 def _make_loss(stage: NeighbourStage, names: dict[str, str], autocast: str | None) -> list[Line]:

@@ -58,9 +58,11 @@ class Crossing(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.MEAN_SCALE = nn.Linear(width, width)  # a name with words of the exporter's own
+        self.blocks[-1].weight = self.MEAN_SCALE.weight
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        kept = torch.tanh(self.blocks[0](x))
+        kept = torch.tanh(self.blocks[0](self.MEAN_SCALE(x)))
         y = kept
         for block in self.blocks[1:]:
             y = torch.tanh(block(y))
