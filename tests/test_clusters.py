@@ -138,6 +138,17 @@ def test_a_plan_is_held_against_devices() -> None:
     assert found(plan(), processes=ranks, gpus=0) == []
 
 
+def test_a_plan_of_the_last_ranks_is_for_one_process() -> None:
+    given = plan()
+    devices = len(Cluster.from_toml(given.cluster).devices)
+    stages = tuple(replace(stage, ranks=(stage.index + 2,)) for stage in given.stages)
+    cluster = cluster_of(f"{devices + 2}").to_toml()
+    given = replace(given, stages=stages, cluster=cluster, forecast=None)
+    assert found(given, processes=None) == []
+    (said,) = found(given, processes=given.num_ranks)
+    assert said.startswith("the plan leaves idle the ranks 0, 1 before its last one")
+
+
 def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def captures(*_: Any, **__: Any) -> None:
         raise AssertionError("captured")

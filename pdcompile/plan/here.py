@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import LaunchError, PdcompileError, PlanError
-from pdcompile.plan.schema import Plan
+from pdcompile.plan.schema import Plan, ranks_of
 from pdcompile.units import format_bytes
 
 
@@ -35,6 +35,15 @@ def lacks(
         )
     devices = Cluster.from_toml(plan.cluster, where=f"{where}: cluster").devices
     count = plan.num_columns
+    if processes is not None and count > plan.num_ranks:
+        idle = set(range(count)) - {rank for stage in ranks_of(plan.stages) for rank in stage}
+        yield LaunchError(
+            f"the plan leaves idle the ranks {', '.join(map(str, sorted(idle)))} before its last "
+            "one, and processes are numbered through",
+            where=f"{where}: stages",
+            remedy="describe a cluster of the devices that the plan uses, and plan for that; one "
+            "process runs this plan as it is",
+        )
     here = range(count if processes is None else min(on_this_host or processes, count))
     others = [devices[rank].kind for rank in here if devices[rank].kind != "cpu"]
     needed = min(len(others), 1) if processes is None else len(others)

@@ -33,7 +33,6 @@ class State:
         self._keys = tuple(model.state_dict())
         graphs = compiled.capture.eval, compiled.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
-        held = compiled.stages_of_rank
         self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
         self._owners: dict[str, tuple[int, ...]] = {}
         for interface, ranks_of_stage in zip(
@@ -44,7 +43,7 @@ class State:
                 self._holders[fqn] += [r for r in ranks_of_stage if r not in self._holders[fqn]]
         self.owned = [
             [f for f, i in self._infos.items() if i.requires_grad and self._holders[f][0] == rank]
-            for rank in held
+            for rank in range(compiled.stream.spec.num_ranks)
         ]
         self.dtypes = {fqn: dtype_of(info.dtype) for fqn, info in self._infos.items()}
         self.tensors: dict[str, Tensor] = {

@@ -16,6 +16,7 @@ from pdcompile.passes.partition.space.candidates import violations
 from pdcompile.passes.partition.space.line import Line
 from pdcompile.passes.partition.space.line_plans import LinePlans, shifted
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
+from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.problems import chain_problem
@@ -166,3 +167,14 @@ def test_contradicting_constraints_are_refused() -> None:
     plans = LinePlans(PreparedProblem(problem, 1), SearchSpace("1"), Cluster.local(2))
     with pytest.raises(InfeasibleError, match="apart"):
         plans.bound(Setting("1f1b", 2), 0.0, 1.0, never)
+
+
+def test_devices_are_taken_from_the_first_on_where_they_are_like_the_last() -> None:
+    """A plan that leaves devices out is for the processes 0 to n - 1 where it can be."""
+    alike = Cluster((Device(),) * 4, (Level("host", 2, 1e9), Level("net", 2, 1e8)))
+    assert Seats(alike, (0, 1, 2, 3)).first_like_last(1) == 0
+    assert Seats(alike, (0, 1, 2, 3)).first_like_last(2) == 0
+    assert Seats(alike, (0, 1, 2, 3)).first_like_last(3) == 1  # the slow link is at another place
+    assert Seats(alike, (0, 1, 2, 3)).first_like_last(4) == 0
+    unlike = replace(alike, devices=(Device(speed=0.5),) * 2 + (Device(),) * 2)
+    assert Seats(unlike, (0, 1, 2, 3)).first_like_last(2) == 2

@@ -122,7 +122,7 @@ class LinePlans:
             return None
         begins = np.searchsorted(reach.line.most.work, [begin for begin, _ in chain])
         groups = np.searchsorted(begins, np.arange(model.num_groups), "right") - 1
-        ranks, position = [], len(order) - used
+        ranks, position = [], reach.seats.first_like_last(used)
         for _, option in chain:
             ranks.append(order[position : position + option.replicas])
             position += option.replicas

@@ -84,6 +84,18 @@ class Seats:
         first, *others = self.ranks[p : p + r]
         return slowest(self.cluster.level_between(first, other) for other in others)
 
+    def first_like_last(self, count: int) -> int:
+        """The first position from which `count` devices and their links are like the last ones."""
+        last = slice(len(self.ranks) - count, None)
+        devices = [self.cluster.devices[rank] for rank in self.ranks]
+        for first in range(last.start):
+            here = slice(first, first + count)
+            if devices[here] == devices[last] and all(
+                np.array_equal(table[here, here], table[last, last]) for table in self._links
+            ):
+                return first
+        return last.start
+
     def between(self, first: slice, second: slice) -> StageLimits:
         """The best of all links from some positions to others; a free one where there is none."""
         rate, latency, full = (table[first, second] for table in self._links)
