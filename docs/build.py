@@ -1,49 +1,67 @@
-"""`make docs`: draw docs/timeline.svg, the same plan with 1F1B and with 2BW, as simulated."""
+"""`make docs`: draw the pictures of the pages, each schedule as it is simulated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from pdcompile import Certificate, Cluster, Plan
-from pdcompile.passes.schedules import warmup
+from pdcompile import Plan
+from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import drained
-from pdcompile.plan import Edge, StagePlan, Training
 from pdcompile.report.picture import save
 from pdcompile.report.svg import Panel
 
+HERE = Path(__file__).parent
 STAGES, MICROBATCHES, STEPS = 4, 8, 3
+UPDATE = 0.3  # seconds
+PICTURES: dict[str, tuple[tuple[str, int, int, int, str], ...]] = {
+    # file: schedule, stages, microbatches, minibatches, title
+    "timeline": (
+        ("1f1b", STAGES, MICROBATCHES, STEPS, "1F1B: drains at every update"),
+        ("2bw", STAGES, MICROBATCHES, STEPS, "2BW: never drains, weights one minibatch old"),
+    ),
+    "pictures/flush": (
+        ("gpipe", STAGES, MICROBATCHES, 1, "gpipe"),
+        ("1f1b", STAGES, MICROBATCHES, 1, "1f1b"),
+        ("interleaved", 2 * STAGES, MICROBATCHES, 1, "interleaved, two stages a rank"),
+        ("zb-h1", STAGES, MICROBATCHES, 1, "zb-h1"),
+        ("zb-v", 2 * STAGES, MICROBATCHES, 1, "zb-v, two stages a rank"),
+    ),
+    "pictures/streams": (
+        ("2bw", STAGES, MICROBATCHES, 2, "2bw, two minibatches of eight microbatches"),
+        ("stash", STAGES, 1, 2 * MICROBATCHES, "stash, sixteen minibatches of one microbatch"),
+        ("vsync", STAGES, 1, 2 * MICROBATCHES, "vsync, the same"),
+    ),
+}
 
 
-def plan(schedule: str) -> Plan:
-    """Equal stages, backward twice forward, links fast enough to hide."""
-    last = STAGES - 1
-    return Plan(
-        fingerprint="0" * 64,
+def equal_work(schedule: str, stages: int, microbatches: int) -> Plan:
+    """Ranks with 1 s of forward and 2 s of backward a microbatch, over all of their stages."""
+    plan, share = chain(schedule, stages, microbatches, STAGES), STAGES / stages
+    return replace(
+        plan,
         stages=tuple(
-            StagePlan(s, (f"block_{s}",), (f"blocks.{s}.weight",), 1, (s,), 1e-3, 2e-3)
-            for s in range(STAGES)
+            replace(
+                stage,
+                forward_seconds=share * stage.forward_seconds,
+                backward_seconds=share * stage.backward_seconds,
+                update_seconds=UPDATE * share,
+            )
+            for stage in plan.stages
         ),
-        edges=tuple(Edge(f"block_{s}", s, (s + 1,), 1_000, True, ("b",)) for s in range(last)),
-        tied=(),
-        training=Training(
-            schedule, MICROBATCHES, MICROBATCHES, warmup(schedule, STAGES, MICROBATCHES)
-        ),
-        cluster=Cluster.local(STAGES).to_toml(),
-        certificate=Certificate(0.0, 0.0, "feasible", "drawn by hand", 0.0, "a picture"),
     )
 
 
 def main() -> None:
-    panels = [
-        Panel(title, drained(plan(schedule), STEPS, step_seconds=0.3e-3))
-        for schedule, title in (
-            ("1f1b", "1F1B: drains at every update"),
-            ("2bw", "2BW: never drains, weights one minibatch old"),
-        )
-    ]
-    path = Path(__file__).parent / "timeline.svg"
-    save(panels, path)
-    print(f"written: {path}")
+    for name, rows in PICTURES.items():
+        panels = [
+            Panel(title, drained(equal_work(schedule, stages, microbatches), steps))
+            for schedule, stages, microbatches, steps, title in rows
+        ]
+        path = HERE / f"{name}.svg"
+        path.parent.mkdir(exist_ok=True)
+        save(panels, path)
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def draw(panels: Sequence[Panel]) -> str:
     parts.append(_axis(y, total))
     y += 26
     parts.append(_legend(y, [bar for _, shown in content for bar in shown]))
-    height = y + 24
+    height = y + 44
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -111,6 +111,7 @@ def kinds_in(shown: Iterable[Bar]) -> list[Kind]:
 
 
 def _legend(y: int, shown: Sequence[Bar]) -> str:
+    """One line of colours, and one that says what numbers and shades mean, as far as they occur."""
     x, parts = MARGIN, []
     for kind in kinds_in(shown):
         fills = FILLS[kind]
@@ -118,6 +119,7 @@ def _legend(y: int, shown: Sequence[Bar]) -> str:
         parts.append(f'<rect x="{x + 14}" y="{y - 6}" width="14" height="12" fill="{fills[1]}"/>')
         parts.append(_text(x + 34, y + 4, NAMES[kind], "key"))
         x += 110 if len(NAMES[kind]) < 10 else 165
-    note = f"number: {numbered(shown)}; dark and light: even and odd minibatches; grey: idle"
-    parts.append(_text(x, y + 4, note, "key"))
+    shades = len({bar.minibatch for bar in shown}) > 1
+    note = "; dark and light: even and odd minibatches" if shades else ""
+    parts.append(_text(MARGIN, y + 24, f"number: {numbered(shown)}{note}; grey: idle", "key"))
     return "".join(parts)
