@@ -68,6 +68,8 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/build.py
 	$(BIN)/python docs/sources.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "written: out/site/index.html"
 
 # All but a module, what needs arguments, and what memory.py starts.
 BENCHMARKS = $(filter-out $(patsubst %,benchmarks/%.py,against graphs models whole_ranks), \

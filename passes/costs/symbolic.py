@@ -194,7 +194,10 @@ def symbolic_costs(
     The model is captured five times or so; nothing is computed, and it is left as it was.
 
     Args:
-        example_inputs, example_target, loss_fn, batch_dims: as for `compile`.
+        example_inputs: of one minibatch, as for `compile`.
+        example_target: what `loss_fn` compares outputs with.
+        loss_fn: as for `compile`.
+        batch_dims: as for `compile`.
         sequence: "auto" finds the length in integer and boolean inputs; None: there is none;
             a dict from the names of inputs to the dim (or dims) that count it.
 

@@ -1,0 +1,239 @@
+"""README and docs: every block of Python runs, every command is one, the site builds."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
+
+import pdcompile
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`([^`\n]+)`")
+COMMAND = re.compile(r"(?:\$ )?((?:\w+=\S+ )*(?:pdcompile|torchrun|python|make) .+)")
+BY_PROCESSES = "# torchrun --nproc-per-node="  # how such a block begins
+
+
+def blocks() -> Iterator[Any]:
+    """Every block of Python; what starts processes, or transformers, is slow."""
+    for page in PAGES:
+        for index, found in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8"))):
+            code = found.group(1)
+            heavy = code.startswith(BY_PROCESSES) or "LlamaForCausalLM" in code
+            marks = [pytest.mark.slow] if heavy else []
+            yield pytest.param(page, code, id=f"{page.stem}-{index}", marks=marks)
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page: in blocks that are not Python, indented, and within sentences."""
+    text = page.read_text(encoding="utf-8")
+    lines = [
+        line
+        for found in FENCED.finditer(text)
+        if found.group(1) != "python"
+        for line in found.group(2).replace("\\\n", " ").splitlines()
+    ]
+    prose = FENCED.sub("", text).replace("\\\n", " ")
+    lines += [line[4:] for line in prose.splitlines() if line.startswith("    ")]
+    lines += INLINE.findall(prose)
+    return [found.group(1) for line in lines if (found := COMMAND.fullmatch(line))]
+
+
+def given() -> dict[str, Any]:
+    """The names that pages use for what the reader has."""
+    torch.manual_seed(0)
+    inputs, target = torch.randn(8, 16), torch.randn(8, 16)
+    return {
+        "__name__": "page",
+        "torch": torch,
+        "nn": nn,
+        "Tensor": Tensor,
+        "pdcompile": pdcompile,
+        "partial": partial,
+        "BatchSampler": BatchSampler,
+        "RandomSampler": RandomSampler,
+        "model": nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "inputs": inputs,
+        "target": target,
+        "batches": [(inputs, target)] * 101,
+        "dataset": TensorDataset(torch.randn(64, 16), torch.randn(64, 16)),
+    }
+
+
+def saved_before(names: dict[str, Any]) -> None:
+    """A training that was saved, and a plain model and optimizer that go on with it."""
+    pipe = pdcompile.compile(
+        names["model"], loss_fn=names["loss_fn"], optimizer=names["optimizer"], keep_model=True
+    )
+    pipe.step(names["inputs"], target=names["target"])
+    pipe.save("checkpoints")
+    pipe.close()
+    names["optimizer"] = names["optimizer"](names["model"].parameters())
+
+
+def tiny_llama(names: dict[str, Any]) -> None:
+    """A small model of transformers, and its weights in a folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained("checkpoint")
+    ids = torch.randint(0, 32, (8, 4))
+    names.update(LlamaForCausalLM=LlamaForCausalLM, config=config)
+    names.update(call={"input_ids": ids, "labels": ids})
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rnn(x, state)  # type: ignore[no-any-return]
+
+
+def recurrent(names: dict[str, Any]) -> None:
+    names.update(model=Recurrent(), x=torch.randn(4, 3, 16), state=torch.randn(1, 4, 16))
+
+
+BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by what a block has in it
+    "pdcompile.trace(": recurrent,
+    "load_checkpoint(": saved_before,
+    "LlamaForCausalLM(": tiny_llama,
+}
+
+
+@pytest.mark.parametrize(("page", "code"), [*blocks()])
+def test_python_of_the_pages_runs(
+    page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if code.startswith(BY_PROCESSES):
+        under_torchrun(code, tmp_path)
+        return
+    names = given()
+    for mark, prepare in BEFORE.items():
+        if mark in code:
+            prepare(names)
+    exec(compile(code, str(page), "exec"), names)
+    if "build" in names:  # a workload
+        inputs, target = next(names["build"]().stream())
+        assert inputs.shape == target.shape
+    pipe = names.get("pipe")
+    if pipe is not None and not pipe.position.minibatches:
+        call = names.get("call") or {"input": names["inputs"], "target": names["target"]}
+        assert math.isfinite(float(pipe.step(**call).loss))
+    if pipe is not None:
+        pipe.close()
+
+
+def under_torchrun(code: str, folder: Path) -> None:
+    """Run a block as its first line says; it prints what examples/train.py does."""
+    (folder / "page.py").write_text(code, encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone"]
+    count = code.splitlines()[0].removeprefix("# torchrun ")
+    printed = []
+    for command in ([*launch, count, "page.py"], [str(ROOT / "examples" / "train.py")]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append([float(line.split()[1]) for line in done.stdout.splitlines()])
+    assert len(printed[0]) == 4
+    assert printed[0] == pytest.approx(printed[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_the_pages_are_commands(page: Path) -> None:
+    for command in commands(page):
+        words = [word for word in shlex.split(command, comments=True) if word != "…"]
+        if "pdcompile" in words:
+            of_pdcompile(words[words.index("pdcompile") + 1 :], command)
+        elif words[0] == "make":
+            assert f"\n{words[1]}:" in MAKEFILE, command
+        for word in words:
+            if word.startswith(("examples/", "benchmarks/", "docs/")):
+                assert (ROOT / word.partition(":")[0]).exists(), command
+
+
+def of_pdcompile(words: list[str], command: str) -> None:
+    """Parse as the command line does; a verb may be named without what it needs."""
+    from typer.main import get_command
+
+    import pdcompile.__main__  # adds the verbs
+    from pdcompile.cli.app import app
+
+    assert pdcompile.__main__
+    group: Any = get_command(app)
+    while hasattr(group, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in {*group.commands, "VERB"}, command
+        group = group.commands.get(words.pop(0), group)
+    if words and not {"--help", "--version"} & {*words}:
+        group.make_context(group.name, words)  # raises where an option or an argument is not one
+
+
+def test_commands_are_found() -> None:
+    """Else the test above would hold for pages whose commands it does not see."""
+    counts = {page.name: len(commands(page)) for page in PAGES}
+    assert counts["README.md"] >= 12
+    assert counts["command_line.md"] >= 14
+    assert counts["doctor.md"] >= 6
+    several = commands(ROOT / "docs" / "guides" / "several_hosts.md")
+    assert any("torchrun" in one and "--schedule 2bw" in one for one in several)
+    with pytest.raises(AssertionError):
+        of_pdcompile(["plane", "x.py:build"], "a verb that there is not")
+    with pytest.raises(Exception, match="No such option"):
+        of_pdcompile(["plan", "x.py:build", "--clusters", "1x2"], "an option that there is not")
+
+
+def links(page: Path) -> Iterator[str]:
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    yield from re.findall(r"(?<!`)\]\(([^)#\s]+)", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        assert "://" in link or (page.parent / link).exists(), link
+
+
+def test_the_readme_is_one_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 160
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    mkdocs = pytest.importorskip("mkdocs", reason="the docs extra is not installed")
+    assert mkdocs
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
+    assert {"index.html", "readme.html", "reference/cli.html", "reference/api.html"} <= pages
+    commands = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert "--time-limit" in commands
+    assert "[bold]" not in commands
