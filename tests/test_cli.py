@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -307,7 +309,26 @@ def test_python_m_is_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pdcompile", "--version"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("pdcompile 0.")
+    assert re.fullmatch(r"pdcompile 0\.[0-9.]+, torch 2\.13\.\S+\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("pdcompile wha", "whatif"),
+        ("pdcompile plan --clu", "--cluster"),
+        ("pdcompile che", "checkpoint"),
+    ],
+)
+def test_the_shell_completes(typed: str, offered: str) -> None:
+    """As bash asks, with what `pdcompile --install-completion` puts into its start-up file."""
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    asked = {"_PDCOMPILE_COMPLETE": "complete_bash", **words}
+    command = [sys.executable, "-c", "from pdcompile.__main__ import main; main()"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **asked}
+    )
+    assert done.stdout.split() == [offered]
 
 
 def test_simulate_draws_and_writes(plan_file: Path, tmp_path: Path, call: Call) -> None:

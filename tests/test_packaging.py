@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -52,7 +53,7 @@ def test_every_dependency_is_pinned() -> None:
     wanted = list(PROJECT["project"]["dependencies"])
     for extra in PROJECT["project"]["optional-dependencies"].values():
         wanted += extra
-    assert {normal(requirement) for requirement in wanted} - set(pins) == set()
+    assert {normal(requirement) for requirement in wanted} - {"pdcompile"} - set(pins) == set()
     assert pins["torch"] == "2.13.0"
     assert not [version for version in pins.values() if "+" in version or not version]
 
@@ -92,23 +93,44 @@ def test_make_venv_says_what_is_missing(tmp_path: Path, python: str | None, mess
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.slow
-def test_wheel_and_sdist_install_without_links(tmp_path: Path) -> None:
-    """Built and installed offline; everything lies under one name, `pdcompile`."""
-    checkout = copy_checkout(tmp_path / "checkout")
-    built = tmp_path / "built"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of this checkout, built offline."""
+    folder = tmp_path_factory.mktemp("packaging")
+    checkout, built = copy_checkout(folder / "checkout"), folder / "built"
     for kind in ("sdist", "wheel"):
         program = f"from setuptools.build_meta import build_{kind} as build; build('{built}')"
         run(sys.executable, "-c", program, cwd=checkout)
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path) -> Path:
+    """A new environment with the wheel alone; what it depends on is borrowed from this one."""
+    environment = built.parent / "environment"
+    run(sys.executable, "-m", "venv", str(environment), cwd=built)
+    (wheel,) = built.glob("*.whl")
+    python = str(environment / "bin" / "python")
+    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel), cwd=built)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    borrowed = sysconfig.get_path("purelib")  # its own .pth files, editable installs, are not read
+    (packages / "borrowed.pth").write_text(f"{borrowed}\n", encoding="utf-8")
+    return environment
+
+
+@pytest.mark.slow
+def test_the_archives_hold_one_name_and_no_links(built: Path, tmp_path: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     (wheel,) = built.glob("*.whl")
-
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
+        (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        extras = re.findall(r"^Provides-Extra: (.*)$", file.read(about).decode(), re.MULTILINE)
     assert {"pdcompile/passes/__init__.py", "pdcompile/runtime/__init__.py"} <= set(names)
     assert {"pdcompile/py.typed", "pdcompile/clusters/h100.toml"} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"pdcompile"}
+    assert {"hf", "plots"} <= set(extras)
 
     with tarfile.open(archive) as file:
         assert not [member.name for member in file if member.issym()]
@@ -120,9 +142,36 @@ def test_wheel_and_sdist_install_without_links(tmp_path: Path) -> None:
         *pip, "--no-build-isolation", "--no-compile", "--target", str(target), str(unpacked),
         cwd=tmp_path,
     )  # fmt: skip
-    shown = run(
-        sys.executable, "-c",
-        "import pdcompile, pdcompile.passes, pdcompile.runtime; print(pdcompile.__file__)",
-        cwd=tmp_path, env={"PYTHONPATH": str(target)},
-    )  # fmt: skip
+    program = "import pdcompile, pdcompile.passes, pdcompile.runtime; print(pdcompile.__file__)"
+    shown = run(sys.executable, "-c", program, cwd=tmp_path, env={"PYTHONPATH": str(target)})
     assert shown.strip() == str(target / "pdcompile" / "__init__.py")
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_a_clean_environment(installed: Path, tmp_path: Path) -> None:
+    """The command, the twenty lines of the README under torchrun, and types for the user's own."""
+    command, python = str(installed / "bin" / "pdcompile"), str(installed / "bin" / "python")
+    alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    where = "import pdcompile; print(pdcompile.__file__)"
+    assert run(python, "-c", where, cwd=tmp_path, env=alone).startswith(str(installed))
+    version = PROJECT["project"]["version"]
+    said = run(command, "--version", cwd=tmp_path, env=alone)
+    assert said.startswith(f"pdcompile {version}, torch ")
+    drawn = run(command, "schedule", "1f1b", "--stages", "2", cwd=tmp_path, env=alone)
+    assert "rank 1" in drawn
+    shutil.copy(ROOT / "examples" / "train.py", tmp_path)
+    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    said = run(*launch, "--local-ranks-filter=0", "train.py", cwd=tmp_path, env=alone)
+    assert said.split()[::2] == ["0", "5", "10", "15"]
+    user = tmp_path / "user.py"
+    user.write_text(
+        "import torch, pdcompile\n"
+        "pipe = pdcompile.compile(torch.nn.Linear(2, 2), stages=2)\n"
+        "pipe.step(1)\n"
+        "pipe.stepp(1)\n",
+        encoding="utf-8",
+    )  # fmt: skip
+    checked = [sys.executable, "-m", "mypy", "--python-executable", python, "user.py"]
+    done = subprocess.run(checked, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.count("error:") == 1, done.stdout
+    assert 'user.py:4: error: "Pipeline" has no attribute "stepp"' in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +36,6 @@ app = typer.Typer(
     name="pdcompile",
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -43,17 +43,26 @@ app = typer.Typer(
 
 
 def _version(asked: bool) -> None:
+    """Reads what is installed, so that torch need not be imported."""
     if asked:
-        import pdcompile
-
-        typer.echo(f"pdcompile {pdcompile.__version__}")
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "is not installed"
+        typer.echo(f"pdcompile {version('pdcompile')}, torch {torch}")
         raise typer.Exit
 
 
 @app.callback()
 def front(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print the versions of this and torch.",
+        ),
     ] = False,
 ) -> None:
     """Compile an ordinary PyTorch model into a pipeline that is proved before it runs.
