@@ -129,7 +129,9 @@ def test_timeline_is_what_the_ranks_did() -> None:
 def test_the_forecast_does_not_need_the_timeline(schedule: str) -> None:
     plan = make_plan(schedule, 4, 8, clip=1.0)
     alone = simulate(plan, links=links(0.5), timeline=False)
-    assert alone == replace(simulate(plan, links=links(0.5)), timeline=())
+    whole = simulate(plan, links=links(0.5))
+    assert (alone.forecast, alone.ends_seconds) == (whole.forecast, whole.ends_seconds)
+    assert (alone.timeline, alone.passed_seconds) == ((), ())
 
 
 def test_half_duplex_links_carry_one_transfer() -> None:

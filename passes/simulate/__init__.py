@@ -21,11 +21,20 @@ STREAM_STEPS = 5  # calls of a stream for each that its programs reach back; hal
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A forecast, the timeline that it was read from, and when each call ended."""
+    """A forecast, the timeline that it was read from, and when each call ended.
+
+    `window`: the seconds of the timeline from which `forecast.step_seconds` was read, which are
+    those of one step or of several.  `passed_seconds`: per rank, when it was done with each
+    instruction of its programs, one after the other; like the timeline, empty where nobody wants
+    it.
+    """
 
     forecast: Forecast
     timeline: tuple[TimelineEvent, ...]
     ends_seconds: tuple[float, ...]  # per program, when its last rank was done
+    window: tuple[float, float]
+    programs: tuple[Schedule, ...] = ()
+    passed_seconds: tuple[tuple[float, ...], ...] = ()
 
 
 def simulate(
@@ -60,10 +69,12 @@ def simulate(
     ends = clock.run()
     half = len(ends) // 2
     # A call of a stream ends with forwards that later calls follow: only differences count.
-    seconds = (ends[-1] - ends[half - 1]) / (len(ends) - half) if stream and half else ends[0]
+    several = stream and half > 0
+    window = (ends[half - 1], ends[-1]) if several else (0.0, ends[0])
+    seconds = (window[1] - window[0]) / (len(ends) - half if several else 1)
     counted = programs[-spec.period :]
     forecast = _forecast(plan, counted, seconds, clock, (*programs, flush), calls=len(counted))
-    return Simulation(forecast, clock.timeline, ends)
+    return _simulation(forecast, clock, ends, window, programs)
 
 
 def simulate_programs(
@@ -76,7 +87,20 @@ def simulate_programs(
     clock = Clock(plan, programs, links or links_of(plan))
     ends = clock.run()
     forecast = _forecast(plan, programs, max(ends), clock, programs)
-    return Simulation(forecast, clock.timeline, ends)
+    return _simulation(forecast, clock, ends, (0.0, max(ends)), programs)
+
+
+def _simulation(
+    forecast: Forecast,
+    clock: Clock,
+    ends: tuple[float, ...],
+    window: tuple[float, float],
+    programs: Sequence[Schedule],
+) -> Simulation:
+    if not clock.keeps_events:
+        return Simulation(forecast, (), ends, window)
+    passed = tuple(map(tuple, clock.passed))
+    return Simulation(forecast, clock.timeline, ends, window, tuple(programs), passed)
 
 
 def links_of(plan: Plan) -> Links:
@@ -126,12 +150,17 @@ def _forecast(
     )
 
 
-def drained(plan: Plan, steps: int) -> tuple[TimelineEvent, ...]:
+def simulate_drained(plan: Plan, steps: int) -> Simulation:
     """Simulate `steps` minibatches and the flush, so that schedules compare work for work.
 
     A stream such as 2bw would otherwise end with forwards whose backwards are not drawn.
     """
-    return simulate_programs(plan, _calls(plan, steps)).timeline
+    return simulate_programs(plan, _calls(plan, steps))
+
+
+def drained(plan: Plan, steps: int) -> tuple[TimelineEvent, ...]:
+    """The timeline of `simulate_drained`."""
+    return simulate_drained(plan, steps).timeline
 
 
 def _calls(plan: Plan, steps: int) -> list[Schedule]:

@@ -20,9 +20,9 @@ The timing model, all of it:
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from pdcompile.cluster import Link, message_seconds, ring_seconds, slowest
@@ -37,9 +37,12 @@ Links = Callable[[int, int], Link]
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Compute on a rank, or a transfer (action SEND…, at its sender) while on the wire.
+    """Compute on a rank, a transfer (action SEND…, at its sender) while on the wire, or a
+    collective (action POST…, on each member) from the last post to its end.
 
-    `minibatch` counts from the first program that was simulated.
+    `minibatch` counts from the first program that was simulated.  `peer` is the rank that a
+    transfer goes to, `num_bytes` what it brings there.  `cause` is the event at whose end this one
+    began, because it waited for nothing else; None at the beginning.
     """
 
     rank: int
@@ -49,6 +52,9 @@ class TimelineEvent:
     microbatch: int
     start_seconds: float
     end_seconds: float
+    peer: int = -1
+    num_bytes: int = 0
+    cause: TimelineEvent | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -60,6 +66,7 @@ class _Transfer:
     minibatch: int = 0
     posted: bool = False
     done: bool = False
+    event: TimelineEvent | None = None
 
 
 @dataclass(slots=True)
@@ -88,9 +95,10 @@ _RECEIVES = frozenset((Phase.POST_RECV, Phase.WAIT_RECV))
 
 
 class Clock:
-    """Runs programs; afterwards `events` and, per program and rank, `ends` are known.
+    """Runs programs; afterwards `events` and, per program and rank, `ends` are known, and when
+    each rank was done with each of its instructions (`passed`).
 
-    Without `timeline` no events are kept: hundreds of thousands for many stages.
+    Without `timeline` neither events nor these are kept: hundreds of thousands for many stages.
     """
 
     def __init__(
@@ -108,6 +116,8 @@ class Clock:
         self.seconds = compute_seconds(plan)
         self.events: list[TimelineEvent] = []
         num_ranks = self.spec.num_ranks
+        self.causes: list[TimelineEvent | None] = [None] * num_ranks  # whose end each rank goes by
+        self.passed: list[list[float]] = [[] for _ in range(num_ranks)]
         self.ends = [[0.0] * num_ranks for _ in programs]
         self.columns: list[list[tuple[Instruction, int, int]]] = [[] for _ in range(num_ranks)]
         base = 0
@@ -118,7 +128,8 @@ class Clock:
         self.position = [0] * num_ranks
         self.only_stage = {rank: stages[0] for rank, stages in self.spec.holders}
         self.channels: dict[tuple[Kind, int, int, int, int], _Channel] = {}
-        self.collectives: dict[tuple[Kind, int, int], list[float]] = {}
+        self.posted: Counter[tuple[Kind, int, int]] = Counter()  # members, of each collective
+        self.collectives: dict[tuple[Kind, int, int], TimelineEvent] = {}  # on their last member
         #: what executes an instruction that takes no time; False when the rank has to wait
         self.rules: dict[Phase, Callable[[int, Instruction, int], bool]] = {
             Phase.SEND: self._send,
@@ -174,17 +185,20 @@ class Clock:
                     return  # the rank has to wait
                 self.position[rank] += 1
                 self.ends[number][rank] = self.now
+                if self.keeps_events:
+                    self.passed[rank].append(self.now)
                 continue
             self.position[rank] += 1
             end = self.now + seconds
             self.ends[number][rank] = end
             if self.keeps_events:
-                minibatch = base + one.minibatch
-                self.events.append(
-                    TimelineEvent(
-                        rank, one.stage, one.action, minibatch, one.microbatch, self.now, end
-                    )
-                )
+                self.passed[rank].append(end)
+                event = TimelineEvent(
+                    rank, one.stage, one.action, base + one.minibatch, one.microbatch,
+                    self.now, end, cause=self.causes[rank],
+                )  # fmt: skip
+                self.events.append(event)
+                self.causes[rank] = event
             if seconds > 0:
                 self._at(end, rank)
                 return
@@ -197,7 +211,7 @@ class Clock:
         if rank == one.peer:
             transfer.done = True
         else:
-            self._enqueue(transfer)
+            self._enqueue(transfer, rank)
         return True
 
     def _post(self, rank: int, one: Instruction, _: int) -> bool:
@@ -205,7 +219,7 @@ class Clock:
         transfer = self._transfer(channel, channel.num_posted, one.peer, rank, -1)
         channel.num_posted += 1
         transfer.posted = True
-        self._enqueue(transfer)
+        self._enqueue(transfer, rank)
         return True
 
     def _wait(self, rank: int, one: Instruction, _: int) -> bool:
@@ -250,50 +264,48 @@ class Clock:
             self.sleeping.setdefault(id(transfer), []).append(rank)
         return transfer.done
 
-    # -- links -----------------------------------------------------------------------------
-
-    def _enqueue(self, transfer: _Transfer) -> None:
+    def _enqueue(self, transfer: _Transfer, rank: int) -> None:
+        """One end of a transfer is there, by what this rank has executed."""
         if not transfer.posted or transfer.instruction is None:
             return
-        queue = self.link_queue.setdefault(self._link_key(transfer), deque())
+        queue = self.link_queue.setdefault(_link_key(self.links, transfer), deque())
         queue.append(transfer)
         if len(queue) == 1:
-            self._start(transfer)
+            self._start(transfer, self.causes[rank])
 
-    def _link_key(self, transfer: _Transfer) -> tuple[int, int]:
-        ends = (transfer.sender, transfer.receiver)
-        return ends if self.links(*ends).full_duplex else (min(ends), max(ends))
-
-    def _start(self, transfer: _Transfer) -> None:
+    def _start(self, transfer: _Transfer, cause: TimelineEvent | None) -> None:
         one = transfer.instruction
         assert one is not None
-        link = self.links(transfer.sender, transfer.receiver)
-        end = self.now + message_seconds(link, self.bytes_of(one))
+        link, size = self.links(transfer.sender, transfer.receiver), self.bytes_of(one)
+        end = self.now + message_seconds(link, size)
         if self.keeps_events:
-            self.events.append(
-                TimelineEvent(
-                    transfer.sender,
-                    transfer.stage,
-                    one.action,
-                    transfer.minibatch,
-                    one.microbatch,
-                    self.now,
-                    end,
-                )
-            )
+            transfer.event = TimelineEvent(
+                transfer.sender, transfer.stage, one.action, transfer.minibatch, one.microbatch,
+                self.now, end, transfer.receiver, size, cause,
+            )  # fmt: skip
+            self.events.append(transfer.event)
         self._at(end, transfer.sender, transfer)
 
     def _arrive(self, transfer: _Transfer) -> None:
         transfer.done = True
-        queue = self.link_queue[self._link_key(transfer)]
+        queue = self.link_queue[_link_key(self.links, transfer)]
         queue.popleft()
         if queue:
-            self._start(queue[0])
-        self._wake(id(transfer))
+            self._start(queue[0], transfer.event)
+        for rank in self._wake(id(transfer)):
+            self._goes_by(rank, transfer.event)
 
-    def _wake(self, key: object) -> None:
-        for rank in self.sleeping.pop(key, ()):
+    def _wake(self, key: object) -> list[int]:
+        ranks = self.sleeping.pop(key, [])
+        for rank in ranks:
             self._at(self.now, rank)
+        return ranks
+
+    def _goes_by(self, rank: int, event: TimelineEvent | None) -> None:
+        """The rank has waited for an event; where it was busy as long, by its own work."""
+        own = self.causes[rank]
+        if event is not None and (own is None or own.end_seconds < event.end_seconds):
+            self.causes[rank] = event
 
     def bytes_of(self, one: Instruction) -> int:
         """Bytes that a rank puts on its links: of a send, or its part of a ring."""
@@ -305,30 +317,42 @@ class Clock:
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)
         return (self.plan.edges if values else self.plan.tied)[one.edge].bytes
 
-    # -- collectives -----------------------------------------------------------------------
-
     def _collective(self, rank: int, one: Instruction, base: int) -> bool:
-        kind = one.action.kind
+        kind, minibatch = one.action.kind, base + one.minibatch
         stage = one.stage if kind is Kind.REDUCE else -1
-        key = (kind, stage, base + one.minibatch)
-        posted = self.collectives.setdefault(key, [])
+        key = (kind, stage, minibatch)
         members = self.spec.ranks[stage] if stage >= 0 else tuple(self.only_stage)
         if one.action.phase is Phase.POST:
-            posted.append(self.now)
-            if len(posted) == len(members):
+            self.posted[key] += 1
+            if self.posted[key] == len(members):  # they sum from now on
+                end = self.now + _collective_seconds(self.plan, self.links, members, stage)
+                self.collectives[key] = TimelineEvent(
+                    rank, one.stage, one.action, minibatch, -1, self.now, end,
+                    num_bytes=self.bytes_of(one), cause=self.causes[rank],
+                )  # fmt: skip
+                if self.keeps_events:
+                    self.events += [replace(self.collectives[key], rank=each) for each in members]
                 self._wake(key)
             return True
-        if len(posted) < len(members):
+        if self.posted[key] < len(members):
             self.sleeping.setdefault(key, []).append(rank)
             return False
-        end = max(posted) + self._collective_seconds(members, stage)
+        self._goes_by(rank, self.collectives[key])
+        end = self.collectives[key].end_seconds
         if end > self.now:
             self._at(end, rank)
             return False
         return True
 
-    def _collective_seconds(self, members: Sequence[int], stage: int) -> float:
-        link = slowest(self.links(members[0], other) for other in members[1:])
-        if stage < 0:
-            return message_seconds(link, 0.0)
-        return ring_seconds(link, self.plan.stages[stage].trainable_bytes, len(members))
+
+def _link_key(links: Links, transfer: _Transfer) -> tuple[int, int]:
+    ends = (transfer.sender, transfer.receiver)
+    return ends if links(*ends).full_duplex else (min(ends), max(ends))
+
+
+def _collective_seconds(plan: Plan, links: Links, members: Sequence[int], stage: int) -> float:
+    """A ring over the replicas of a stage, or (−1) one message over all ranks."""
+    link = slowest(links(members[0], other) for other in members[1:])
+    if stage < 0:
+        return message_seconds(link, 0.0)
+    return ring_seconds(link, plan.stages[stage].trainable_bytes, len(members))

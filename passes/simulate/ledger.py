@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
@@ -39,16 +41,75 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     spec = spec_of(plan)
     found = [MemoryLedger()] * spec.num_ranks
     for rank, stages in spec.holders:
-        held: dict[int, _StageLedger] = {}
-        for stage in stages:
-            held[stage] = _StageLedger(plan, spec, stage, rank, held)
-        for base, program in _bases(spec, programs):
-            for walk in held.values():
-                walk.begin(base, trains=program.name == spec.name)
-            for one in program.columns[rank]:
-                held[one.stage].execute(one, base)
+        held = _begun(plan, spec, rank, stages)
+        for _ in _walked(spec, programs, rank, held):
+            pass
         found[rank] = max((walk.peak for walk in held.values()), key=lambda one: one.total_bytes)
     return tuple(found)
+
+
+class Held(NamedTuple):
+    """What a rank holds from some second on."""
+
+    seconds: float
+    ledger: MemoryLedger
+
+
+def held_over_time(
+    plan: Plan, programs: Sequence[Schedule], passed_seconds: Sequence[Sequence[float]]
+) -> tuple[tuple[Held, ...], ...]:
+    """The ledger of each rank from change to change; its largest one is that of `ledgers`.
+
+    While an instruction computes, a rank holds the most that it needs for it.
+
+    Args:
+        passed_seconds: of each rank, when it is done with each of its instructions.
+    """
+    spec = spec_of(plan)
+    found: list[tuple[Held, ...]] = [()] * spec.num_ranks
+    for rank, stages in spec.holders:
+        held = _begun(plan, spec, rank, stages)
+        notes: list[tuple[int, ...]] = [next(iter(held.values())).all_parts()]
+        for walk in held.values():
+            walk.notes = notes
+        curve, begin = [], 0.0
+        moments = zip(_walked(spec, programs, rank, held), passed_seconds[rank], strict=True)
+        for _, end in moments:
+            curve += [(begin, max(notes, key=sum)), (end, notes[-1])]
+            del notes[:-1]
+            begin = end
+        found[rank] = tuple(_changes(curve))
+    return tuple(found)
+
+
+def _changes(curve: Iterable[tuple[float, tuple[int, ...]]]) -> Iterator[Held]:
+    """Of each second the most, if it is more than what comes before and after, and the last."""
+    for seconds, group in groupby(curve, key=lambda one: one[0]):
+        parts = [one for _, one in group]
+        most = max(parts, key=sum)
+        for one in (most, parts[-1]) if sum(most) > sum(parts[-1]) else parts[-1:]:
+            yield Held(seconds, MemoryLedger(*one))
+
+
+def _begun(
+    plan: Plan, spec: PipelineSpec, rank: int, stages: Iterable[int]
+) -> dict[int, _StageLedger]:
+    held: dict[int, _StageLedger] = {}
+    for stage in stages:
+        held[stage] = _StageLedger(plan, spec, stage, rank, held)
+    return held
+
+
+def _walked(
+    spec: PipelineSpec, programs: Sequence[Schedule], rank: int, held: dict[int, _StageLedger]
+) -> Iterator[Instruction]:
+    """Execute a rank's instructions, and give each one afterwards."""
+    for base, program in _bases(spec, programs):
+        for walk in held.values():
+            walk.begin(base, trains=program.name == spec.name)
+        for one in program.columns[rank]:
+            held[one.stage].execute(one, base)
+            yield one
 
 
 def _bases(spec: PipelineSpec, programs: Sequence[Schedule]) -> Iterable[tuple[int, Schedule]]:
@@ -89,6 +150,7 @@ class _StageLedger:
     outputs: Counter[int] = field(default_factory=Counter)  # microbatches made, by minibatch
     most: int = -1
     peak: MemoryLedger = field(default_factory=MemoryLedger)
+    notes: list[tuple[int, ...]] | None = None  # what the rank held, note by note, if wanted
 
     def __post_init__(self) -> None:
         stage, training = self.plan.stages[self.index], self.plan.training
@@ -244,14 +306,23 @@ class _StageLedger:
         self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False
     ) -> None:
         """Keep what is held now if it is the most."""
-        parts = self._parts(workspace, to_come, temporaries, running=running)
-        if len(self.held) > 1:
-            others = [one._parts() for one in self.held.values() if one is not self]
-            parts = tuple(map(sum, zip(parts, *others, strict=True)))
+        parts = self.all_parts(workspace, to_come, temporaries, running=running)
+        if self.notes is not None:
+            self.notes.append(parts)
         total = sum(parts)
         if total > self.most:
             self.most = total
             self.peak = MemoryLedger(*parts)
+
+    def all_parts(
+        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False
+    ) -> tuple[int, ...]:
+        """The lines of a ledger, of all stages of the rank."""
+        parts = self._parts(workspace, to_come, temporaries, running=running)
+        if len(self.held) > 1:
+            others = [one._parts() for one in self.held.values() if one is not self]
+            parts = tuple(map(sum, zip(parts, *others, strict=True)))
+        return parts
 
     def _parts(
         self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False
