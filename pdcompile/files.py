@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from pathlib import Path
 
 MAX_BYTES = 64 * 2**20  # of a file that describes something: no tensors are in it
@@ -22,12 +23,17 @@ def read_limited(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
 
 def is_path(given: object) -> bool:
     """Whether a file or folder can be called so."""
-    return isinstance(given, str | os.PathLike) and "\0" not in os.fsdecode(given)
+    if not isinstance(given, str | os.PathLike):
+        return False
+    name = os.fsdecode(given)
+    return name != "" and "\0" not in name
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file beside its place and renames it into it.  Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not the process's number: in a container the next one may get the same, and meet what a
+    # killed one left.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(data)

@@ -7,11 +7,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from pdcompile.checkpoint.contents import Contents
-from pdcompile.checkpoint.folder import newest
-from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.checkpoint.folder import OwnCheckpoints, newest
 from pdcompile.errors import ConfigError
 from pdcompile.files import is_path
 from pdcompile.options import Options
@@ -20,7 +20,7 @@ from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.checkpoint_parts import part_again, replicas_apart
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.load_checkpoint import Wanted, load
-from pdcompile.runtime.state.save_checkpoint import save
+from pdcompile.runtime.state.save_checkpoint import Asked, save
 from pdcompile.runtime.state.whole_optimizer import Numbers, gather_optimizer, load_optimizer
 from pdcompile.warn import warn
 
@@ -34,6 +34,7 @@ class Saving(PipelineState):
         super().__init__(model, options)
         self._exchange: Exchange | None = None
         self._numbers: Numbers = {}
+        self._own = OwnCheckpoints()
         self._resumed: Contents | None = None  # what the pipeline goes on from when it starts
         if options.resume is not None:
             self._resumed = _found(Path(options.resume))
@@ -58,9 +59,10 @@ class Saving(PipelineState):
         it is not there, whenever a process is killed.
 
         Args:
-            keep: how many of the last checkpoints stay there; None: all.
+            keep: how many of this training's last checkpoints stay there; None: all.
             verify: read everything back and compare.
-            schedulers: learning-rate schedulers: one, a list, or a dict by name.
+            schedulers: learning-rate schedulers: one, a list, or a dict by name (rank 0's are
+                saved).
 
         Raises:
             CheckpointError: it cannot be written; the pipeline and earlier checkpoints are as
@@ -71,8 +73,6 @@ class Saving(PipelineState):
                 f"keep={keep!r} is no number of checkpoints", remedy="from 1 up; None keeps all"
             )
         named = _named(schedulers)
-        encoder = Encoder(inline=True)
-        states = {n: encoder.encode(one.state_dict(), n) for n, one in named.items()}
         if any(parameter.grad is not None for parameter in self.parameters()):
             warn("gradients in .grad are in no checkpoint: save after optimizer.step()")
         place = _place(folder)
@@ -83,7 +83,7 @@ class Saving(PipelineState):
             session.refresh(self._num_minibatches)
             saved = save(
                 session, self._told(session), place, self.position,
-                keep=keep, verify=verify, schedulers=states, apart=apart,
+                Asked(keep, verify, named, self._own), apart,
             )  # fmt: skip
             part_again(session, apart)
         if saved.error is not None:
@@ -114,12 +114,13 @@ class Saving(PipelineState):
         """
         wanted = Wanted(optimizer, random_state, _named(schedulers))
         place = _place(folder)
-        with self._call("load") as session:
+        with torch.inference_mode(False), self._call("load") as session:
             session.drain(self._num_minibatches)
             loaded = load(session, self._told(session), place, wanted)
         if loaded.error is not None:
             raise loaded.error
         assert loaded.place is not None
+        self._own.took(loaded.place)
         self._num_minibatches = loaded.position.minibatches
         self._num_evaluations = loaded.position.evaluations
         return loaded.place

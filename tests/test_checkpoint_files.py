@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pdcompile.checkpoint import folder
 from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.manifest import MANIFEST
 from pdcompile.checkpoint.plain_values import Encoder, decode
@@ -237,6 +240,40 @@ def test_where_nothing_is(tmp_path: Path, target: Any) -> None:
     refused(target, tmp_path / "nowhere", "no such folder", "paths are relative to")
 
 
+def test_a_folder_that_cannot_be_read(tmp_path: Path, target: Any) -> None:
+    refused(target, tmp_path / ("x" * 300), "the folder cannot be read: File name too long")
+
+
+def test_a_manifest_that_is_older_than_some_keys_is_read(copy: Path, saved: Path) -> None:
+    new = ("seed", "scheduler_types")
+    rewritten(last(copy), lambda d: [d.pop(key) for key in new])
+    (copy / LATEST).unlink()
+    pipe = pipeline("2bw", 2, tied=True)
+    assert pipe.load(copy) == last(copy)
+    other = pipeline("2bw", 2, tied=True)
+    other.load(saved)
+    assert train(pipe, 3, 4) == train(other, 3, 4)
+
+
+def test_a_pointer_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said not to be saved is not there; what a killed process left goes."""
+    pipe = pipeline("1f1b")
+    place = pipe.save(tmp_path)
+    (tmp_path / f".{LATEST}.1.tmp").write_text("left")
+    whole = folder.write_whole
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == LATEST:
+            raise OSError(28, "No space left on device")
+        whole(path, data)
+
+    monkeypatch.setattr(folder, "write_whole", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        pipe.save(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [LATEST, place.name]
+    assert pipe.load(tmp_path) == place
+
+
 def test_a_checkpoint_of_another_model_is_refused(saved: Path) -> None:
     other = pipeline("2bw", 2, tied=False)
     other.load(saved)  # tied weights are loaded into a model that has two of them
@@ -296,6 +333,7 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
     [
         {"a": (1, [2.5, None], {3: "x"})}, float("inf"), 2**70, -(2**64), 1 + 2j, torch.float16,
         {"t": torch.ones(2, 2), "of": [torch.tensor(3)]}, True, {(1, 2): {4}},
+        deque([1, 2], maxlen=2), deque([1]), defaultdict(int, a=1), defaultdict(None, a=1),
     ],
 )  # fmt: skip
 def test_values_come_back_as_they_were(value: Any) -> None:
@@ -305,9 +343,26 @@ def test_values_come_back_as_they_were(value: Any) -> None:
         found = decode(json.loads(text), "value", encoder.tensors.__getitem__)
         assert same(found, value)
         assert type(found) is type(value)
+        for name in ("maxlen", "default_factory"):
+            assert getattr(found, name, None) == getattr(value, name, None)
 
 
-@pytest.mark.parametrize("value", [object(), print, b"x", torch.eye(2).to_sparse()])
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True)])
+def test_numbers_of_numpy_become_pythons(value: Any) -> None:
+    found = decode(json.loads(dumps(Encoder().encode(value, "value"))), "value")
+    assert found == value
+    assert type(found) in (float, int, bool)
+
+
+class Marked(torch.Tensor):
+    """A tensor that is more than its values."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), print, b"x", torch.eye(2).to_sparse(), defaultdict(lambda: 1),
+     torch.ones(2).as_subclass(Marked)],
+)  # fmt: skip
 def test_values_that_no_file_without_code_holds(value: Any) -> None:
     with pytest.raises(CheckpointError, match="a checkpoint holds tensors"):
         Encoder().encode({"deep": [value]}, "state")
@@ -321,6 +376,7 @@ def test_values_that_no_file_without_code_holds(value: Any) -> None:
 @pytest.mark.parametrize(
     "data",
     [{}, {"tuple": 3}, {"dict": [[1]]}, {"dict": [[[1], 2]]}, {"float": "1"}, {"int": [1]},
+     {"bounded": [2]}, {"bounded": [True, []]}, {"bounded": [-1, []]}, {"bounded": [2, 3]},
      {"dtype": "nn"}, {"values": ["float32", [3], "AAAA"]}, {"complex": [1]}, {"a": 1, "b": 2}],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(data: Any) -> None:

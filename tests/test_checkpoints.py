@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import defaultdict, deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,76 @@ def test_schedulers_and_generators_go_on(tmp_path: Path) -> None:
         second.save(tmp_path, schedulers=[3])
 
 
+class Refusing:
+    """A scheduler whose state can be neither had nor given."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        self.given: list[Any] = []
+
+    def state_dict(self) -> Any:
+        if not self.given:
+            raise KeyError("no state")
+        return {"count": 0}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.given.append(state)
+        if state["count"]:
+            raise ValueError("no such count")
+
+
+def test_schedulers_that_refuse_leave_all_as_it_was(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", optimizer=partial(torch.optim.SGD, lr=0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 2, 0.5)
+    train(pipe, 0, 1)
+    with pytest.raises(CheckpointError, match=r"1 \(Refusing\) gives no state: KeyError"):
+        pipe.save(tmp_path, schedulers=[scheduler, Refusing()])
+    assert not [*tmp_path.iterdir()]
+    full = Refusing()
+    full.given.append(None)
+    full.state_dict = lambda: {"count": 3}  # type: ignore[method-assign]
+    scheduler.step()
+    pipe.save(tmp_path, schedulers=[scheduler, full])
+    other = pipeline("1f1b", optimizer=partial(torch.optim.SGD, lr=0.1))
+    fresh, last = torch.optim.lr_scheduler.StepLR(other.optimizer, 2, 0.5), Refusing()
+    last.given.append(None)
+    before = other.full_state_dict(), fresh.state_dict()
+    with pytest.raises(CheckpointError, match=r"1 \(Refusing\) does not take its state: Val"):
+        other.load(tmp_path, schedulers=[fresh, last])
+    assert last.given[-1] == {"count": 0}  # as it was before
+    another = torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.5)
+    with pytest.raises(CheckpointError, match=r"0 was a StepLR when .*, and is a ExponentialLR"):
+        other.load(tmp_path, schedulers=[another, last])
+    assert fresh.state_dict() == before[1]
+    assert not states_equal(other.full_state_dict(), before[0])
+    assert other.position == Position(0)
+
+
+def test_random_numbers_of_another_seed_are_told(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", seed=3)
+    train(pipe, 0, 1)
+    pipe.save(tmp_path)
+    assert resumed("1f1b", 2, tmp_path, seed=3)[1] == []
+    (note,) = resumed("1f1b", 2, tmp_path)[1]
+    assert "saved with seed=3, and this pipeline has seed=0" in note
+
+
+def test_checkpoints_of_another_training_stay(tmp_path: Path) -> None:
+    first = pipeline("1f1b")
+    kept = [first.save(tmp_path, keep=2) for _ in range(2)]
+    second = pipeline("1f1b")
+    train(second, 0, 1)
+    with pytest.warns(UserWarning, match="checkpoints of another training, the last one save-0002"):
+        own = [second.save(tmp_path, keep=1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        own += [second.save(tmp_path, keep=1) for _ in range(2)]
+        assert [place.exists() for place in kept + own] == [True, True, False, False, True]
+        third = pipeline("1f1b")
+        third.load(tmp_path)  # now all of them are its own
+        third.save(tmp_path, keep=2)
+    assert sum(place.is_dir() for place in tmp_path.iterdir()) == 2
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     pipe = pipeline("1f1b")
     train(pipe, 0, 2)
@@ -349,6 +420,45 @@ class Counting(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.data.add_(parameter.grad, alpha=-rate)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps what torch's own optimizers do not: a tensor under two names, one of another shape
+    under a name of theirs, a list of limited length, and counts by name."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = state["same"] = torch.zeros_like(parameter)
+                    state["sum"] = torch.zeros(())
+                    state["norms"] = deque(maxlen=2)
+                    state["counts"] = defaultdict(int)
+                state["mean"].mul_(0.9).add_(gradient)
+                state["sum"].add_(gradient.sum())
+                state["norms"].append(float(gradient.norm()))
+                state["counts"]["steps"] += 1
+                largest = max(state["norms"]) + float(state["sum"].abs()) + state["counts"]["steps"]
+                parameter.data.add_(state["same"], alpha=-group["lr"] / largest)
+
+
+def test_optimizers_may_keep_what_torchs_own_do_not(tmp_path: Path) -> None:
+    optimizer = partial(Remembering, lr=0.5)
+    whole, first = (pipeline("2bw", 3, optimizer=optimizer) for _ in range(2))
+    for pipe in (whole, first):
+        pipe.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    expected = train(whole, 0, 6)
+    train(first, 0, 3)
+    first.save(tmp_path)
+    for stages in (3, 2):
+        second, notes = resumed("2bw", stages, tmp_path, optimizer=optimizer)
+        assert notes == []
+        assert train(second, 3, 6) == expected[3:]
+        assert not states_equal(second.full_state_dict(), whole.full_state_dict())
 
 
 def test_what_an_optimizer_counts_itself_goes_on(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from benchmarks.faults import KINDS, Case, drawn, run
 from pdcompile.errors import ConfigError, ContractError, LaunchError
 from pdcompile.runtime.failure.first_cause import Failures
 from pdcompile.runtime.failure.instruction_log import KEPT, InstructionLog, Outside, decoded
+from pdcompile.runtime.failure.termination import Termination
 from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict, verdict_of
 from pdcompile.runtime.transport.contract import SEAL_BYTES, Channel, check_seal, seal
 from pdcompile.runtime.transport.launch import debugs_messages
@@ -166,6 +167,28 @@ def test_a_process_alone_has_no_watchdog() -> None:
     pipe.prepare()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     pipe.close()
+
+
+def test_a_handler_that_the_program_sets_later_has_sigterm() -> None:
+    """Saving on SIGTERM works; only where that handler calls the one before it, the rank ends."""
+    termination, taken = Termination(), list[int]()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert termination.arrived()
+        signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
+        signal.raise_signal(signal.SIGTERM)
+        assert taken == [signal.SIGTERM]
+        assert not termination.arrived()
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, lambda *given: before(*given))  # type: ignore[operator]
+        signal.raise_signal(signal.SIGTERM)
+        assert termination.arrived()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    finally:
+        termination.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def right(case: Case) -> None:

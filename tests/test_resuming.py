@@ -19,7 +19,7 @@ from pdcompile.errors import CheckpointError, ConfigError
 from pdcompile.position import Position
 from tests.helpers.changes import Rich, batch
 from tests.helpers.launch import ROOT, processes
-from tests.helpers.pipelines import states_equal
+from tests.helpers.pipelines import by_hand, states_equal
 from tests.helpers.resuming import ADAMW, pipeline, same, train
 
 MLP = str(ROOT / "examples" / "mlp.py") + ":build"
@@ -96,6 +96,48 @@ def test_plain_pytorch_goes_on(tied: bool, tmp_path: Path) -> None:
     assert not states_equal(dict(wrong.state_dict()), dict(Rich(tied, seed=7).state_dict()))
     with pytest.raises(CheckpointError, match=r"the model has 0.weight, .* does not"):
         pdcompile.load_checkpoint(tmp_path, torch.nn.Sequential(torch.nn.Linear(8, 8)))
+
+
+class Counted(torch.nn.Module):
+    """Counts in a buffer that its state dict leaves out."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(size), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls.add_(1.0)
+        y: torch.Tensor = self.linear(x) * self.calls.sum()
+        return y
+
+
+def test_plain_pytorch_gets_what_state_dicts_leave_out(tmp_path: Path) -> None:
+    pipe = by_hand(Counted(), 1, *batch(0), microbatches=2, loss_fn=F.mse_loss).prepare()
+    train(pipe, 0, 2)
+    pipe.save(tmp_path)
+    model = Counted()
+    pdcompile.load_checkpoint(tmp_path, model)
+    assert model.calls.tolist() == [4.0] * 4
+    with pytest.raises(CheckpointError, match=r"calls is float32 \(4,\) in the checkpoint, .*3"):
+        pdcompile.load_checkpoint(tmp_path, Counted(3))
+    other = by_hand(Counted(3), 1, *batch(0), microbatches=2, loss_fn=F.mse_loss).prepare()
+    with pytest.raises(CheckpointError, match=r"calls is float32 \(4,\)"):
+        other.load(tmp_path)
+
+
+def test_the_optimizers_state_goes_where_the_model_is(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b")
+    train(pipe, 0, 1)
+    pipe.save(tmp_path)
+    model = Rich(tied=False).to("meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    pdcompile.load_checkpoint(tmp_path, model, optimizer)
+    states = [one for one in optimizer.state.values() if one]
+    assert states
+    assert all(state["exp_avg"].is_meta for state in states)
 
 
 def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

@@ -22,7 +22,7 @@ from pdcompile.checkpoint.manifest import (
 )
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
-from pdcompile.checkpoint.tensor_file import TensorFile
+from pdcompile.checkpoint.tensor_file import TensorFile, dtype_name
 from pdcompile.errors import CheckpointError, some
 from pdcompile.files import read_limited
 from pdcompile.position import Accumulated, Position
@@ -39,6 +39,7 @@ class Contents:
         self.place = place
         self.manifest: Manifest = read_manifest(place)
         self._files: dict[str, TensorFile] = {}
+        self._read: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by file
         self._weights: dict[str, tuple[StoredFile, StoredTensor]] = {}
         self._trained: dict[str, StoredStage] = {}
         self._kept: dict[str, StoredFile] = {}  # what is in no state dict, by name
@@ -84,12 +85,15 @@ class Contents:
         for name, (shape, dtype) in tensors.items():
             stored = self._weights[self._first[name]][1]
             if (stored.shape, stored.dtype) != (shape, dtype):
-                raise CheckpointError(
-                    f"{name} is {stored.dtype} {stored.shape} in the checkpoint, in the model "
-                    f"{dtype} {shape}",
-                    where=str(self.place),
-                    remedy="build the model with the sizes and dtypes that it was saved with",
-                )
+                raise self._unlike(name, (stored.dtype, stored.shape), (dtype, shape))
+
+    def _unlike(self, name: str, stored: tuple[Any, ...], here: tuple[Any, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{name} is {stored[0]} {stored[1]} in the checkpoint, in the model {here[0]} "
+            f"{here[1]}",
+            where=str(self.place),
+            remedy="build the model with the sizes and dtypes that it was saved with",
+        )
 
     def _of_model(self, name: str, tensors: Mapping[str, Any]) -> bool:
         names = [name, *(alias for alias, first in self.manifest.aliases if first == name)]
@@ -123,10 +127,16 @@ class Contents:
         """Weights W_version of a parameter."""
         return self._rest(f"older/{version}/{name}")
 
-    def buffer(self, name: str) -> Tensor | None:
-        """A buffer that state dicts leave out, None where it was not saved."""
-        key = f"buffer/{name}"
-        return self._rest(key) if key in self._kept else None
+    def buffer(self, names: Sequence[str], like: Tensor) -> Tensor | None:
+        """A buffer of these names that state dicts leave out, None where it was not saved."""
+        key = next((key for name in names if (key := f"buffer/{name}") in self._kept), None)
+        if key is None:
+            return None
+        found = self._rest(key)
+        stored, here = ((dtype_name(one), tuple(one.shape)) for one in (found, like))
+        if stored != here:
+            raise self._unlike(names[0], stored, here)
+        return found
 
     def has_replicas(self, name: str, count: int) -> bool:
         """Whether each of so many replicas has a buffer of its own of this name."""
@@ -181,7 +191,17 @@ class Contents:
         return found
 
     def _tensors_of(self, stage: StoredStage) -> Callable[[str], Tensor] | None:
-        return None if stage.optimizer is None else self._file(stage.optimizer).tensor
+        """Reads tensors of the optimizer: one that it has in two places is one again."""
+        if stage.optimizer is None:
+            return None
+        file, read = self._file(stage.optimizer), self._read.setdefault(stage.optimizer.name, {})
+
+        def tensor(name: str) -> Tensor:
+            if name not in read:
+                read[name] = file.tensor(name)
+            return read[name]
+
+        return tensor
 
     def schedulers(self) -> dict[str, Any]:
         """States of the learning-rate schedulers that were handed over, by name."""
@@ -245,7 +265,8 @@ class Contents:
         return found
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Let go of the files, and of what was read."""
+        self._read.clear()
         for file in self._files.values():
             file.close()
 

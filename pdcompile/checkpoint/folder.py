@@ -11,12 +11,14 @@ import re
 import secrets
 import shutil
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
 from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, read_manifest
 from pdcompile.checkpoint.tensor_file import synced
 from pdcompile.errors import CheckpointError
 from pdcompile.files import write_whole
+from pdcompile.warn import warn
 
 LATEST = "LATEST"
 _WRITING, _GONE = ".writing-", ".removed-"
@@ -40,8 +42,20 @@ def newest(folder: Path) -> Path | None:
     None where there is none.
 
     Raises:
-        CheckpointError: its pointer file is damaged, or points to what is not there.
+        CheckpointError: its pointer file is damaged, or points to what is not there; or the folder
+            cannot be read.
     """
+    try:
+        return _newest(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder cannot be read: {error.strerror}",
+            where=str(folder),
+            remedy="give the path of a folder that pipe.save wrote, and that this user can read",
+        ) from error
+
+
+def _newest(folder: Path) -> Path | None:
     if (folder / MANIFEST).is_file():
         return folder
     there = complete(folder)
@@ -67,6 +81,38 @@ def newest(folder: Path) -> Path | None:
     return found
 
 
+class OwnCheckpoints:
+    """Which checkpoints are of this training: what it has saved, and what was in a folder when it
+    took one from there."""
+
+    def __init__(self) -> None:
+        self._own: dict[Path, set[str]] = {}
+        self._others: dict[Path, set[str]] = {}
+
+    def took(self, place: Path) -> None:
+        """Training goes on from this checkpoint."""
+        folder = place.parent.resolve()
+        self._own[folder] = {one.name for one in complete(folder)}
+        self._others.pop(folder, None)
+
+    def made(self, place: Path) -> None:
+        self._own.setdefault(place.parent.resolve(), set()).add(place.name)
+
+    def others(self, folder: Path) -> set[str]:
+        """Names of checkpoints of other trainings; warns of those that were not known."""
+        folder = folder.resolve()
+        known = self._others.setdefault(folder, set())
+        new = [n for p in complete(folder) if (n := p.name) not in self._own.get(folder, ())]
+        if not known.issuperset(new):
+            warn(
+                f"{folder} has checkpoints of another training, the last one {new[-1]}: this one "
+                "did not go on from it (compile(..., resume=folder) would), and keep= leaves them; "
+                "give every training a folder of its own"
+            )
+            known.update(new)
+        return known
+
+
 def begin(folder: Path) -> Path:
     """A new folder to write a checkpoint into; what killed processes left is removed.
 
@@ -76,6 +122,8 @@ def begin(folder: Path) -> Path:
     for place in folder.iterdir():
         if place.name.startswith((_WRITING, _GONE)):
             shutil.rmtree(place, ignore_errors=True)
+        elif place.name.startswith(f".{LATEST}."):
+            place.unlink(missing_ok=True)
     made = folder / f"{_WRITING}{secrets.token_hex(8)}"
     made.mkdir()
     return made
@@ -93,8 +141,12 @@ def finish(written: Path, manifest: Manifest, plan: str) -> Path:
     number = 1 + (int(last[1]) if last else 0)
     made = folder / f"save-{number:04d}-minibatch-{manifest.minibatches}"
     written.rename(made)
-    synced(folder)
-    write_whole(folder / LATEST, f"{made.name} {zlib.crc32(text):08x}\n".encode())
+    try:
+        synced(folder)
+        write_whole(folder / LATEST, f"{made.name} {zlib.crc32(text):08x}\n".encode())
+    except OSError:  # what is said not to be saved is not there
+        _remove(made)
+        raise
     synced(folder)
     return made
 
@@ -104,9 +156,16 @@ def discard(written: Path) -> None:
     shutil.rmtree(written, ignore_errors=True)
 
 
-def keep_last(folder: Path, count: int) -> None:
-    """Remove all but the last checkpoints; one half removed cannot be found.  Raises OSError."""
-    for place in complete(folder)[:-count]:
-        gone = folder / f"{_GONE}{place.name}"
-        os.replace(place, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+def keep_last(folder: Path, count: int, spared: Collection[str] = ()) -> None:
+    """Remove all but the last checkpoints; one half removed cannot be found.  Raises OSError.
+
+    `spared`: the names of those that neither count nor go.
+    """
+    for place in [one for one in complete(folder) if one.name not in spared][:-count]:
+        _remove(place)
+
+
+def _remove(place: Path) -> None:
+    gone = place.with_name(f"{_GONE}{place.name}")
+    os.replace(place, gone)
+    shutil.rmtree(gone, ignore_errors=True)

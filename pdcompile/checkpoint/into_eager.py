@@ -36,7 +36,8 @@ def load_checkpoint(
         CheckpointError: it is damaged, or of another model or optimizer; nothing was changed.
     """
     contents = open_checkpoint(Path(folder))
-    kept = {fqn: slot for fqn, slot in slots(model).items() if slot.persistent}
+    every = slots(model)
+    kept = {fqn: slot for fqn, slot in every.items() if slot.persistent}
     tensors = {
         name: (tuple(slot.tensor.shape), dtype_name(slot.tensor))
         for slot in kept.values()
@@ -45,6 +46,9 @@ def load_checkpoint(
     contents.check_model(tensors)
     stored = {fqn: contents.first_name(slot.names) for fqn, slot in kept.items()}
     values = {fqn: contents.weight(name) for fqn, name in stored.items()}
+    for fqn, slot in every.items():
+        hidden = None if slot.persistent else contents.buffer(slot.names, slot.tensor)
+        values |= {} if hidden is None else {fqn: hidden}
     parts = None
     if optimizer is not None:
         parts = optimizer_parts(
@@ -52,7 +56,7 @@ def load_checkpoint(
         )
     with torch.no_grad():
         for fqn, value in values.items():
-            kept[fqn].tensor.copy_(value)
+            every[fqn].tensor.copy_(value)
     if optimizer is not None and parts is not None:
         names, groups, state = parts
         load_named(optimizer, names, groups, state)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdcompile.errors import CheckpointError
 from pdcompile.files import read_limited
-from pdcompile.jsonio import decode, dumps, loads
+from pdcompile.jsonio import decode, dumps, encode, loads
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -100,8 +100,9 @@ class Manifest:
         plan: the hash of the plan in ``plan.json``, `plan_crc32`: of that file.
         optimizer: the name of its class; "" without one.
         aliases: further names of tied tensors: (name, first name).
-        schedulers: their states, as JSON.
+        schedulers: their states, as JSON; `scheduler_types`: (name, name of the class).
         random_state: of the generators of rank 0's process, as JSON.
+        seed: of the random numbers that the model draws; None: not known.
         checksum: CRC-32 of this text with 0 in its place.
     """
 
@@ -119,12 +120,13 @@ class Manifest:
     stages: tuple[StoredStage, ...]
     schedulers: Any = None
     random_state: Any = None
+    seed: int | None = None
+    scheduler_types: tuple[tuple[str, str], ...] = ()
     checksum: int = 0
 
     def to_text(self) -> str:
         """The file's text, with its checksum."""
-        bare = replace(self, checksum=0)
-        return dumps(replace(bare, checksum=zlib.crc32(dumps(bare).encode())))
+        return _checked(encode(self)).decode()
 
     def files(self) -> Iterator[StoredFile]:
         """All safetensors files."""
@@ -135,6 +137,13 @@ class Manifest:
     def num_bytes(self) -> int:
         """Of all safetensors files."""
         return sum(file.num_bytes for file in self.files())
+
+
+def _checked(data: dict[str, Any]) -> bytes:
+    """The text of a manifest as parsed JSON, which may lack keys that are newer than it, with its
+    right checksum."""
+    checksum = zlib.crc32(dumps({**data, "checksum": 0}).encode())
+    return dumps({**data, "checksum": checksum}).encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -162,7 +171,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             remedy="load it with the pdcompile that wrote it",
         )
     manifest = decode(Manifest, found, where=where, error=CheckpointError)
-    if manifest.to_text().encode() != data:
+    if _checked(found) != data:
         raise CheckpointError(
             "the manifest was changed after it was written: its checksum does not fit",
             where=where,

@@ -176,10 +176,11 @@ def check_named(
                     remedy="make the optimizer with the groups that it was saved with",
                 )
         found.append(sources[0].values if sources else own.values)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            values = state.get(names.get(id(parameter), ""), {})
-            _check_shapes(names.get(id(parameter), ""), parameter, values)
+    if type(optimizer).__module__.startswith("torch.optim."):  # others may mean something else
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter), "")
+                _check_shapes(name, parameter, state.get(name, {}))
     return found
 
 
@@ -213,7 +214,7 @@ def load_named(
     """Give an optimizer groups and state by name, as far as it has their parameters.
 
     It takes the tensors of the state for its own.  They keep the dtype that they were saved with,
-    which torch's own loading does not promise.
+    which torch's own loading does not promise, on the device where that puts them.
 
     Raises:
         InputError: see `check_named`; nothing was changed.
@@ -234,8 +235,13 @@ def load_named(
         values["params"] = [numbers[id(parameter)] for parameter in group["params"]]
     optimizer.load_state_dict({"state": own, "param_groups": present})
     for n, values in own.items():
-        if numbered[n] in optimizer.state:
-            optimizer.state[numbered[n]] = values
+        made = optimizer.state.get(numbered[n])
+        if made is None:
+            continue
+        for key, value in values.items():
+            if isinstance(value, Tensor) and isinstance(made.get(key), Tensor):
+                values[key] = value.to(made[key].device)
+        optimizer.state[numbered[n]] = values
 
 
 def refuse_other_part(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Values of optimizers and schedulers as strict JSON; their tensors go to a safetensors file.
 
 Plain text, whole and finite numbers, truth values, None and lists are themselves.  Everything else
-is an object with one key that says what it is: ``{"tuple": [0.9, 0.999]}``.
+is an object with one key that says what it is: ``{"tuple": [0.9, 0.999]}``.  Numbers of numpy
+become Python's, of the same value; a tensor that is there twice stays one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdcompile.checkpoint.manifest import ANOTHER
 from pdcompile.errors import CheckpointError
@@ -33,6 +35,7 @@ class Encoder:
     def __init__(self, *, inline: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._inline = inline
+        self._met: dict[int, tuple[Tensor, str]] = {}  # by id: held, so that no other gets it
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Any:
         """JSON of a value, called `name` in errors; tensors in it are named after that.
@@ -42,6 +45,7 @@ class Encoder:
         """
         if depth > _DEPTH:
             raise _cannot(value, name, f"is nested deeper than {_DEPTH} levels")
+        value = value.item() if isinstance(value, np.bool_ | np.number) else value
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -61,9 +65,15 @@ class Encoder:
         for tag, known in _LISTS.items():
             if kind is known:
                 made = [self.encode(v, f"{name}/{i}", depth + 1) for i, v in enumerate(value)]
+                limit = getattr(value, "maxlen", None)
+                if limit is not None:
+                    return {"bounded": [limit, made]}
                 return made if tag == "list" else {tag: made}
         for tag, known in _MAPPINGS.items():
             if kind is known:
+                return {tag: self._pairs(value, name, depth)}
+        for tag, factory in _FACTORIES.items():
+            if kind is defaultdict and value.default_factory is factory:
                 return {tag: self._pairs(value, name, depth)}
         raise _cannot(value, name, f"is of type {kind.__module__}.{kind.__qualname__}")
 
@@ -76,15 +86,20 @@ class Encoder:
     def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
         if value.layout != torch.strided:
             raise _cannot(value, name, "is a sparse tensor")
+        if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise _cannot(value, name, f"is a tensor of type {type(value).__name__}")
         if self._inline:
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             text = base64.b64encode(flat.numpy().tobytes()).decode()
             return {"values": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
+        if id(value) in self._met:
+            return {"tensor": self._met[id(value)][1]}
         taken, number = name, 1
         while taken in self.tensors:
             number += 1
             taken = f"{name}#{number}"
         self.tensors[taken] = value.detach()
+        self._met[id(value)] = value, taken
         return {"tensor": taken}
 
 
@@ -108,7 +123,10 @@ def decode(data: Any, where: str, tensor: Callable[[str], Tensor] | None = None)
         try:  # keys and members of sets may have no hash
             if tag in _LISTS and isinstance(part, list):
                 return _LISTS[tag]([decode(one, where, tensor) for one in part])
-            if tag in _MAPPINGS and pairs:
+            if tag == "bounded":
+                limit, listed = part
+                return deque([decode(one, where, tensor) for one in listed], _count(limit))
+            if tag in {*_MAPPINGS, *_FACTORIES} and pairs:
                 found = [(decode(k, where, tensor), decode(v, where, tensor)) for k, v in part]
                 if all(_is_key(key) for key, _ in found):
                     return _mapping(tag, found)
@@ -133,8 +151,8 @@ def tensor_names(data: Any) -> list[str]:
 
 
 def _mapping(tag: str, pairs: list[tuple[Any, Any]]) -> Any:
-    if tag == "defaultdict":
-        return defaultdict(dict, pairs)
+    if tag in _FACTORIES:
+        return defaultdict(_FACTORIES[tag], pairs)
     return _MAPPINGS[tag](dict(pairs)) if tag == "counter" else _MAPPINGS[tag](pairs)
 
 
@@ -143,6 +161,12 @@ def _values(parts: Any) -> Tensor:
     data = bytearray(base64.b64decode(text, validate=True))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(_DTYPES[dtype]).reshape(shape).clone()
+
+
+def _count(given: Any) -> int:
+    if type(given) is not int:
+        raise ValueError(given)
+    return given
 
 
 def _int(text: Any) -> int:
@@ -170,8 +194,10 @@ def _is_key(key: Any) -> bool:
 # A table: torch imports some of its modules where they are asked for by name.
 _DTYPES = {dtype_name(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
-_MAPPINGS: dict[str, Any] = {
-    "dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict,
+_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_FACTORIES: dict[str, Any] = {  # of defaultdicts
+    "defaultdict": dict, "defaultdict of list": list, "defaultdict of set": set,
+    "defaultdict of int": int, "defaultdict of float": float, "defaultdict of None": None,
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "int": _int,

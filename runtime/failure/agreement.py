@@ -77,8 +77,9 @@ class Agreement:
         if wrong:
             raise ContractError(
                 f"rank 0 {wrong}",
-                remedy="make the same calls with the same minibatches on every rank (the same "
-                "seed and order in every loader); inputs that a rank does not need may be None",
+                remedy="make the same calls with the same minibatches on every rank (none is rank "
+                "0's alone, such as save; the same seed and order in every loader); inputs that a "
+                "rank does not need may be None",
             )
 
 

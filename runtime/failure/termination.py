@@ -32,12 +32,13 @@ def end_by_sigterm() -> None:
 class Termination:
     """SIGTERM as bytes of a file, which a thread can read while the main thread waits in gloo.
 
-    Only where the program has no handler of its own: `fd` is -1 otherwise.  Whoever reads it ends
-    the process (`end_by_sigterm`).
+    Only where the program has no handler of its own: `fd` is -1 otherwise, and a handler that it
+    sets later has the signal for itself.  Whoever reads it ends the process (`end_by_sigterm`).
     """
 
     def __init__(self) -> None:
         self.fd = -1
+        self._passed_on = False  # by a handler of the program's, which called the one before it
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return
@@ -55,20 +56,29 @@ class Termination:
         os.register_at_fork(after_in_child=self._leave_in_child)
 
     def arrived(self) -> bool:
-        """Whether it is SIGTERM that made `fd` readable, and not another signal."""
+        """Whether it is SIGTERM that made `fd` readable, and not another signal, or one that a
+        handler of the program's takes."""
+        return self._came() and self._is_ours()
+
+    def _came(self) -> bool:
         with suppress(BlockingIOError):
             return signal.SIGTERM in os.read(self.fd, 4096)
         return False
+
+    def _is_ours(self) -> bool:
+        return self._passed_on or signal.getsignal(signal.SIGTERM) == self._handle
 
     def restore(self) -> None:
         """Let SIGTERM end the process again; one that came meanwhile does now."""
         if self.fd < 0 or os.getpid() != self._process:
             return
+        ours = self._is_ours()
         if threading.current_thread() is not threading.main_thread():
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+            if ours:
+                ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
         elif signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.arrived():
+        if self._came() and ours:
             end_by_sigterm()
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
@@ -79,6 +89,9 @@ class Termination:
     def _handle(self, number: int, frame: Any) -> None:
         if self.fd < 0 or os.getpid() != self._process:  # nobody reads it
             end_by_sigterm()
+        elif signal.getsignal(signal.SIGTERM) != self._handle:
+            self._passed_on = True
+            os.write(self._writes, bytes([signal.SIGTERM]))
 
     def _leave_in_child(self) -> None:
         if self.fd >= 0 and threading.current_thread() is threading.main_thread():

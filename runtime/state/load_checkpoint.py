@@ -8,6 +8,7 @@ beginning of a training, and a note says so.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
     prepared: Prepared | None = None
     own: PdcompileError | None = None
     told: dict[str, Any] = {}
+    before: dict[str, Any] = {}
     try:
         contents = Contents(folder / opened["name"])
         if contents.manifest.identity != opened["identity"]:
@@ -90,11 +92,14 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
                 remedy="give every rank the path of one folder that all hosts share",
             )
         prepared = prepare(session, contents, wanted)
+        _load_schedulers(prepared, wanted, before)
     except PdcompileError as error:
         own, told = error, told_of(error)
     texts = exchange.gather(json.dumps(told))
     closed = json.loads(exchange.announce(_verdict(session, texts)))
     if "error" in closed or prepared is None:
+        for name, state in before.items():
+            wanted.schedulers[name].load_state_dict(state)
         return Loaded(None, Position(), own or error_of(closed))
     apply(session, prepared, wanted)
     for note in prepared.notes if 0 in session.ranks else ():
@@ -147,11 +152,17 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
             if waiting is not None:
                 found.accumulated[fqn] = waiting
         for fqn in hidden(session, worker.stage):
-            contents.buffer(fqn)
+            contents.buffer([fqn], state.tensors[fqn])
     if wanted.optimizer:
         _prepare_optimizer(session, found, stored)
     found.apart = _prepare_replicas(session, contents)
     _prepare_schedulers(found, wanted)
+    saved, own = contents.manifest.seed, session.plan.training.seed
+    if saved not in (None, own):
+        found.notes.append(
+            f"the checkpoint was saved with seed={saved}, and this pipeline has seed={own}: random "
+            "numbers (dropout) are others from here on"
+        )
     if wanted.random_state:
         where = f"{contents.place}: random_state"
         found.generators = states_of(contents.manifest.random_state, where)
@@ -245,24 +256,54 @@ def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
     left = [name for name in saved if name not in wanted.schedulers]
     if left:
         found.notes.append(
-            f"the checkpoint has the state of scheduler {some(left)}, which was not handed to load"
+            f"the checkpoint has the state of scheduler {some(left)}, which was not handed over: "
+            "pipe.load(folder, schedulers=...) sets it"
         )
     found.schedulers = {name: saved[name] for name in wanted.schedulers}
+    for name, kind in found.contents.manifest.scheduler_types:
+        here = type(wanted.schedulers.get(name)).__name__
+        if name in wanted.schedulers and here != kind:
+            raise CheckpointError(
+                f"scheduler {name} was a {kind} when it was saved, and is a {here} now",
+                where=f"{found.contents.place}: schedulers",
+                remedy="make the scheduler that was saved, or leave it out",
+            )
+
+
+def _load_schedulers(prepared: Prepared, wanted: Wanted, before: dict[str, Any]) -> None:
+    """They are the user's, and may refuse: while all can still be as it was.
+
+    `before` gets the states that they had.
+    """
+    for name, state in prepared.schedulers.items():
+        one = wanted.schedulers[name]
+        try:
+            before[name] = copy.deepcopy(one.state_dict())
+            one.load_state_dict(state)
+        except Exception as error:  # the user's
+            raise CheckpointError(
+                f"scheduler {name} ({type(one).__name__}) does not take its state: "
+                f"{type(error).__name__}: {error}",
+                where=f"{prepared.contents.place}: schedulers",
+                remedy="make the scheduler as it was when it was saved, or leave it out",
+            ) from error
 
 
 def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
     """Copy what was read into the pipeline."""
     contents, minibatches = prepared.contents, prepared.contents.position.minibatches
     held = [worker.weights for worker in session.workers]
+    session.updating = minibatches  # should it end here, weights are half loaded
     for fqn, name in prepared.source.items():
         session.state.put(fqn, contents.weight(name), held)
     for stage in session.stages:
         for fqn in hidden(session, stage):
-            value = contents.buffer(fqn)
+            value = contents.buffer([fqn], session.state.tensors[fqn])
             if value is not None:
                 session.state.put(fqn, value, held)
     session.load({}, minibatches)
     session.end_call()  # all versions are new: what was known of them says nothing
+    session.updating = minibatches
     if prepared.history:
         stored = {f: contents.first_name(keys) for f, keys in session.state.names.items()}
         for worker, fqn, version in _older(session, prepared):
@@ -274,8 +315,6 @@ def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
         assert session.optimizer is not None
         names = names_of(all_parameters(session))
         load_named(session.optimizer, names, prepared.groups, prepared.state)
-    for name, one in prepared.schedulers.items():
-        wanted.schedulers[name].load_state_dict(one)
     for _, fqn, index, tensor in _own_buffers(session, contents):
         tensor.copy_(contents.replica(fqn, index))
     session.replicas_apart = prepared.apart  # from here on: an optimizer that loads would flush

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pdcompile.checkpoint import folder as checkpoints
 from pdcompile.checkpoint.generators import generator_states
 from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredFile, StoredStage
+from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.checkpoint.tensor_file import TensorFile, unwritten
 from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.jsonio import decode, encode
@@ -31,27 +32,34 @@ class Saved(NamedTuple):
     error: PdcompileError | None
 
 
+class Asked(NamedTuple):
+    """How many of the `own` checkpoints of this training stay, whether what was written is read
+    back, and schedulers by name, of which rank 0's are saved."""
+
+    keep: int | None
+    verify: bool
+    schedulers: Mapping[str, Any]
+    own: checkpoints.OwnCheckpoints
+
+
 def save(
     session: Session,
     exchange: Exchange,
     folder: Path,
     position: Position,
-    *,
-    keep: int | None,
-    verify: bool,
-    schedulers: Mapping[str, Any],
+    asked: Asked,
     apart: Apart,
 ) -> Saved:
     """Write a checkpoint; nothing is in flight, and all ranks are in this call.
 
-    `schedulers`: JSON of their states, by name; `apart`: what replicas here have of their own.
+    `apart`: what replicas here have of their own.
     """
     first = 0 in session.ranks
     opened = json.loads(exchange.announce(_opened(folder) if first else ""))
     if "error" in opened:
         return Saved(None, error_of(opened))
     written, identity = folder / opened["name"], opened["identity"]
-    own: PdcompileError | None = None
+    failed: PdcompileError | None = None
     told: dict[str, Any] = {}
     try:
         if not written.is_dir():
@@ -63,28 +71,36 @@ def save(
         waiting = held(session, position.minibatches)
         stages = write_stages(session, written, identity, position.minibatches, waiting)
         replicas = write_replicas(session, written, identity, apart)
-        if verify:
+        if asked.verify:
             files = [file for stage in stages for file in stage.files]
             _read_back(written, [*files, *(file for _, _, file in replicas)], identity)
         told["stages"] = [encode(stage) for stage in stages]
         told["replicas"] = encode(replicas)
     except (PdcompileError, OSError) as error:
-        own = error if isinstance(error, PdcompileError) else unwritten(written, error)
-        told = told_of(own)
+        failed = error if isinstance(error, PdcompileError) else unwritten(written, error)
+        told = told_of(failed)
     texts = exchange.gather(json.dumps(told))
     verdict = ""
     if first:
         parts = [json.loads(text) for text in texts]
-        verdict = _closed(session, written, identity, position, parts, schedulers)
+        verdict = _closed(session, written, identity, position, parts, asked.schedulers)
     closed = json.loads(exchange.announce(verdict))
     if "error" in closed:
-        return Saved(None, own or error_of(closed))
-    if first and keep is not None:
-        try:
-            checkpoints.keep_last(folder, keep)
-        except OSError as error:
-            warn(f"an old checkpoint cannot be removed: {error}")
-    return Saved(folder / closed["name"], None)
+        return Saved(None, failed or error_of(closed))
+    place = folder / closed["name"]
+    if first:
+        _keep(place, asked.keep, asked.own)
+    return Saved(place, None)
+
+
+def _keep(place: Path, keep: int | None, own: checkpoints.OwnCheckpoints) -> None:
+    own.made(place)
+    others = own.others(place.parent)
+    try:
+        if keep is not None:
+            checkpoints.keep_last(place.parent, keep, others)
+    except OSError as error:
+        warn(f"an old checkpoint cannot be removed: {error}")
 
 
 def _opened(folder: Path) -> str:
@@ -155,9 +171,32 @@ def _manifest(
         optimizer="" if session.optimizer is None else type(session.optimizer).__name__,
         aliases=tuple((one, fqn) for fqn, keys in names.items() for one in keys if one != fqn),
         stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
-        schedulers=dict(schedulers),
+        schedulers=_states(schedulers),
+        scheduler_types=tuple((name, type(one).__name__) for name, one in schedulers.items()),
         random_state=generator_states(),
+        seed=plan.training.seed,
     )
+
+
+def _states(schedulers: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON of their states, by name.
+
+    Raises:
+        CheckpointError: one gives no state, or one that no file without code can hold.
+    """
+    encoder, found = Encoder(inline=True), {}
+    for name, one in schedulers.items():
+        try:
+            state = one.state_dict()
+        except Exception as error:  # the user's
+            raise CheckpointError(
+                f"scheduler {name} ({type(one).__name__}) gives no state: "
+                f"{type(error).__name__}: {error}",
+                where="schedulers",
+                remedy="hand over schedulers whose state_dict() works, or save it yourself",
+            ) from error
+        found[name] = encoder.encode(state, f"schedulers/{name}")
+    return found
 
 
 def _read_back(folder: Path, files: list[StoredFile], identity: str) -> None:

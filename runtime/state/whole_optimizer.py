@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -171,10 +170,5 @@ def load_optimizer(session: Session, given: Any) -> None:
     groups, state = read_whole(given, whole_order(session))
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
-    own = {name: copy.deepcopy(dict(one)) for name, one in _known(state, names) if name in mine}
+    own = copy.deepcopy({name: dict(one) for name, one in state.items() if name in mine})
     load_named(session.optimizer, names, groups, own)
-
-
-def _known(state: Mapping[str, Any], names: Mapping[int, str]) -> list[tuple[str, Any]]:
-    known = set(names.values())
-    return [(name, values) for name, values in state.items() if name in known]
