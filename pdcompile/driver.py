@@ -277,6 +277,10 @@ def compile(
             items.
         autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn
             run in that region, as in ``with torch.autocast(…): loss = loss_fn(model(x), y)``.
+        grad_scaler: a torch.amp.GradScaler (True: with torch's defaults), for autocast in float16:
+            losses are scaled, and a minibatch with a gradient that is not finite on any stage makes
+            no update.  The pipeline does what its `scale`, `unscale_`, `step` and `update` do;
+            `get_scale()` and `state_dict()` are those after the last call.  For `step` alone.
         max_grad_norm: clip by the global norm over all stages; None: no clipping.
         linear_lr_scaling: under "stash", where a stage of r replicas averages r minibatches in an
             update: learning rates in proportion, r times that of the optimizer divided by the

@@ -336,7 +336,9 @@ class Worker:
 
     def _step(self, ins: Instruction) -> None:
         assert self.updater is not None
-        self.updater.update(self.weights, self.base + ins.minibatch, self.stage)
+        minibatch, scale = self.base + ins.minibatch, self.norms.scale
+        skipped = scale is not None and scale.skips(minibatch)
+        self.updater.update(self.weights, minibatch, self.stage, skipped=skipped)
         self._weights_at = None
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
@@ -355,10 +357,9 @@ class Worker:
 
     def _wait_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        most = self._clips_to or self._max_norm
-        assert most is not None
-        total = self.norms.wait(minibatch)
-        clip(self._gradients(minibatch).values(), total, most)
+        total, most = self.norms.wait(minibatch), self._clips_to or self._max_norm
+        if most is not None:
+            clip(self._gradients(minibatch).values(), total, most)
 
 
 def _apart(value: Tensor, written: Collection[int]) -> Tensor:

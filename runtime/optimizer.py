@@ -71,10 +71,12 @@ class Updater:
             for group in self.optimizer.param_groups
         ]
 
-    def update(self, weights: StageWeights, minibatch: int, stage: int) -> None:
-        """Make W_minibatch+1 of a stage from the gradients of its minibatch."""
+    def update(
+        self, weights: StageWeights, minibatch: int, stage: int, *, skipped: bool = False
+    ) -> None:
+        """Make W_minibatch+1 of a stage from its minibatch's gradients; `skipped`: from none."""
         gradients = weights.harvest(minibatch)
-        if weights.advance(minibatch):
+        if weights.advance(minibatch) and not skipped:
             given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
             self.apply(minibatch, given, stage)
         weights.adopt()

@@ -21,7 +21,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
-from pdcompile.options.option_checks import check_older_weights, check_target
+from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.failure.verdict import verdict_of
@@ -137,6 +137,7 @@ class Pipeline(Saving):
 
         Raises ConfigError under schedules whose gradients belong to older weights.
         """
+        check_unscaled(self._options)
         return self._train("forward_backward", args, kwargs, target)
 
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:

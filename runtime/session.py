@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
+from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
@@ -63,7 +64,8 @@ class Session(Guarded):
         self.agreement: Agreement | None = None
         self.wirings = _wirings(compiled, self.stages)
         self._programs = Programs(plan, compiled.eval_edges, ordered=orders_data())
-        made = Workers(compiled, model, self.state, self.ranks, world)
+        self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
+        made = Workers(compiled, model, self.state, self.ranks, world, self.loss_scale)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
         self._buffers_part, self._weights_part = made.buffers_part, made.weights_part
         if world is not None:
@@ -84,7 +86,7 @@ class Session(Guarded):
             self.state.discard_others()
         self._adopt()
         self._watch = _watched(self)
-        self._optimizer_watch = OptimizerWatch(self.optimizer)
+        self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
         self.end_call()
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
@@ -198,17 +200,10 @@ class Session(Guarded):
                 worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
         # Whatever the caller has switched off.
-        with preserved_rng(), torch.enable_grad(), self._nonfinite():
+        with preserved_rng(), torch.enable_grad(), _nonfinite(self):
             run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
         if self._log is not None:
             self._log.enter(Outside.CALL)
-
-    def _nonfinite(self) -> AbstractContextManager[object]:
-        if not self.options.detect_nonfinite:
-            return nullcontext()
-        return NonFiniteCheck(
-            lambda: next((w.current for w in self.workers if w.current is not None), None)
-        )
 
     @contextmanager
     def call(self, minibatch: int | None = None) -> Iterator[None]:
@@ -282,8 +277,18 @@ class Session(Guarded):
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
             worker.weights.restart(minibatches)
+        if self.loss_scale is not None:
+            self.loss_scale.restart(minibatches)
         self._programs.restart(minibatches)
         self._adopt()
+
+
+def _nonfinite(session: Session) -> AbstractContextManager[object]:
+    if not session.options.detect_nonfinite:
+        return nullcontext()
+    return NonFiniteCheck(
+        lambda: next((w.current for w in session.workers if w.current is not None), None)
+    )
 
 
 def _watched(session: Session) -> ModelWatch:

@@ -23,6 +23,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
         )
     _check_recomputation(plan, graph)
     _check_sums(plan, graph)
+    _check_scaling(plan, graph)
 
 
 def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
@@ -36,6 +37,18 @@ def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
                 "returns something, or writes tensors or the module",
                 where=op.module_path,
                 remedy="do that in the module's forward; or recompute=False for this stage",
+            )
+
+
+def _check_scaling(plan: Plan, graph: OpGraph) -> None:
+    """Refuse parameters whose gradients are in float16: divided by the scale they would vanish."""
+    for fqn, info in graph.tensors.items() if plan.training.loss_scaling else ():
+        if info.requires_grad and info.dtype == "float16":
+            raise ConfigError(
+                "this parameter is float16, and so is its gradient, which a GradScaler cannot "
+                "divide by the scale",
+                where=fqn,
+                remedy="keep parameters in float32, and give autocast=torch.float16",
             )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
+from pdcompile.eager.loss_scale import LossScale
 from pdcompile.plan import Plan
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.stage.compute import Compute
@@ -38,9 +39,10 @@ class Workers:
 
     def __init__(
         self, compiled: Compiled, model: nn.Module, state: State, ranks: list[int],
-        world: World | None,
+        world: World | None, scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self._compiled, self._model, self._state, self._world = compiled, model, state, world
+        self._scale = scale
         self._spec = compiled.stream.spec
         self._streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
@@ -58,7 +60,7 @@ class Workers:
         self._stages = sorted({stage for _, stages in here for stage in stages})
         for rank, stages in here:
             transport = self._transport(rank)
-            norms = Norms(self._sums(-1, rank), rank, state.owned, state.dtypes)
+            norms = Norms(self._sums(-1, rank), rank, state.owned, state.dtypes, scale)
             held = {stage: self._worker(stage, norms, transport) for stage in stages}
             for worker in held.values():
                 worker.held = held
@@ -105,7 +107,7 @@ class Workers:
         second = SecondRun(weights.modules[0], self._compiled, stage) if again else None
         compute = Compute(
             stage, plan.tied, weights, self._streams, _autocast(plan), second,
-            whole=bool(self._compiled.interfaces[stage].opaque),
+            whole=bool(self._compiled.interfaces[stage].opaque), scale=self._scale,
         )  # fmt: skip
         dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
         worker = Worker(stage, compute, plan, weights, norms, transport, dtype)

@@ -122,7 +122,7 @@ def test_memory_limit_too_small_for_the_largest_layer() -> None:
         ({"time_limit": -1.0}, "time_limit", "0 or more"),
         ({"autocast": torch.float32}, "autocast", "bfloat16"),
         ({"autocast": "bfloat"}, "autocast", "bfloat16"),
-        ({"grad_scaler": object()}, "grad_scaler", "leave it out"),
+        ({"grad_scaler": object()}, "grad_scaler", "for example torch.amp.GradScaler"),
         ({"max_staleness": 7}, "max_staleness", "'any'"),
         ({"plan": "missing.json"}, "missing.json", "plan.json"),
         ({"plan": 3}, "plan=3", "plan.json"),

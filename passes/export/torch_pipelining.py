@@ -52,6 +52,11 @@ def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[Conf
             "loss_reduction is a function, and torch weighs all microbatches alike",
             "plan with loss_reduction='mean' or 'sum'",
         )
+    if training.loss_scaling:
+        yield _error(
+            "the plan scales losses for float16, and the script has no GradScaler of all stages",
+            "plan with autocast='bfloat16' and without grad_scaler (--grad-scaler)",
+        )
     if training.batch_size % training.num_microbatches:
         yield _error(
             f"{training.batch_size} samples in {training.num_microbatches} microbatches: torch "

@@ -165,7 +165,7 @@ def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
             training.schedule,
             depths,
             problem.num_microbatches,
-            clipping=training.max_grad_norm is not None,
+            clipping=training.joint,
             optimizer_factor=problem.memory.optimizer_factor,
         )
     except PdcompileError:

@@ -32,7 +32,7 @@ def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Pla
             training.schedule,
             training.warmup,
             training.num_microbatches,
-            clipping=training.max_grad_norm is not None,
+            clipping=training.joint,
             optimizer_factor=training.optimizer_factor,
         )
     own = replace(
@@ -62,7 +62,7 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
             training.schedule,
             training.num_microbatches,
             optimizer_factor=training.optimizer_factor,
-            clipping=training.max_grad_norm is not None,
+            clipping=training.joint,
             step=training.step,
         ),
         assignment(plan, where),

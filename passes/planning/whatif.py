@@ -229,7 +229,7 @@ def changed_problem(
             name,
             depths,
             m,
-            clipping=training.max_grad_norm is not None,
+            clipping=training.joint,
             optimizer_factor=training.optimizer_factor,
         )
         problem = replace(

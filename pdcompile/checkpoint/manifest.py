@@ -103,6 +103,8 @@ class Manifest:
         schedulers: their states, as JSON; `scheduler_types`: (name, name of the class).
         random_state: of the generators of rank 0's process, as JSON.
         seed: of the random numbers that the model draws; None: not known.
+        loss_scale: updates before, and fields of `Scale`, of the scales that later minibatches
+            take; empty without a GradScaler.
         checksum: CRC-32 of this text with 0 in its place.
     """
 
@@ -122,6 +124,7 @@ class Manifest:
     random_state: Any = None
     seed: int | None = None
     scheduler_types: tuple[tuple[str, str], ...] = ()
+    loss_scale: tuple[tuple[int, float, int, float, float, int], ...] = ()
     checksum: int = 0
 
     def to_text(self) -> str:

@@ -117,6 +117,14 @@ class Flags:
     max_grad_norm: Annotated[
         float | None, training(help="Clip gradients to this norm over all stages.")
     ] = None
+    grad_scaler: Annotated[
+        bool | None,
+        training(
+            "--grad-scaler",
+            help="Scale losses for float16 and skip updates that overflow, as a "
+            "torch.amp.GradScaler with its defaults does.",
+        ),
+    ] = None
     linear_lr_scaling: Annotated[
         bool | None,
         training(

@@ -14,7 +14,7 @@ from pdcompile.schedule.registry import DEFAULT
 # Where None stands for "not said": a given plan then decides, else the default.
 OPEN = (
     "schedule", "replicas", "recompute", "loss_reduction", "linear_lr_scaling", "seed", "outputs",
-    "autocast", "max_grad_norm",
+    "autocast", "grad_scaler", "max_grad_norm",
 )  # fmt: skip
 
 

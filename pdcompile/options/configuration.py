@@ -9,6 +9,7 @@ from typing import Any
 from pdcompile.cluster import Cluster
 from pdcompile.clusters import FORMS, cluster_of
 from pdcompile.eager.autocast import autocast_text
+from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
@@ -86,6 +87,7 @@ def configure(
         loss_reduction=reduction if isinstance(reduction, str) else "callable",
         autocast=autocast_text(options.autocast, device),
         max_grad_norm=options.max_grad_norm,
+        loss_scaling=scaler_of(options.grad_scaler) is not None,
         seed=options.seed,
         keeps_outputs=options.outputs != "none",
         sends_outputs=options.outputs in SENT,
@@ -298,11 +300,13 @@ def _refuse_other_counts(options: Options, name: str, written: Written) -> None:
 def _refuse_several(options: Options, kind: ScheduleKind) -> None:
     """Raise ConfigError for what needs several microbatches, replicas or stages in one update."""
     asked = f"under schedule={kind.name!r}"
-    if options.max_grad_norm is not None and not kind.one_age:
+    scaled = scaler_of(options.grad_scaler) is not None
+    if (options.max_grad_norm is not None or scaled) and not kind.one_age:
         raise ConfigError(
-            f"max_grad_norm {asked} needs the gradients of all stages at one time, and they are "
-            "of weights of unlike age",
-            remedy=f"use schedule={one_age_streams()}, or clip per stage in the optimizer",
+            f"{'grad_scaler' if scaled else 'max_grad_norm'} {asked} needs the gradients of all "
+            "stages at one time, and they are of weights of unlike age",
+            remedy=f"use schedule={one_age_streams()}"
+            + (", or autocast='bfloat16'" if scaled else ", or clip per stage in the optimizer"),
         )
     if options.microbatches not in ("auto", 1) or set(options.microbatch_counts or ()) - {1}:
         several = options.microbatch_counts or options.microbatches

@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from pdcompile.eager.autocast import autocast_text
+from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import name_of
 
 PLACES = {"stages": "stages", "replicas": "stages: replicas", "recompute": "stages: recompute"}
-NAMES = {"microbatches": "num_microbatches"}  # of options that `Training` calls by another one
+# of options that `Training` calls by another one
+NAMES = {"microbatches": "num_microbatches", "grad_scaler": "loss_scaling"}
 
 
 def completed(options: Options, plan: Plan) -> Options:
@@ -62,6 +64,7 @@ def _recorded(plan: Plan) -> dict[str, Any]:
         "recompute": tuple(stage.recompute for stage in plan.stages),
         "loss_reduction": training.loss_reduction,
         "autocast": training.autocast,
+        "grad_scaler": training.loss_scaling,
         "max_grad_norm": training.max_grad_norm,
         "linear_lr_scaling": training.linear_lr_scaling,
         "seed": training.seed,
@@ -86,6 +89,8 @@ def _asked(options: Options, name: str, stated: Any, stages: int) -> Any:
         return None if stated == "callable" else stated
     if name == "autocast":
         return autocast_text(given, (stated or "cpu").partition(":")[0])
+    if name == "grad_scaler":
+        return scaler_of(given) is not None
     if name == "loss_reduction":
         return "callable" if callable(given) else given
     if name == "recompute":

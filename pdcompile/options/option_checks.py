@@ -11,6 +11,7 @@ from pdcompile.batch import check_batch_dims
 from pdcompile.cluster import Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
+from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError
 from pdcompile.files import is_path
 from pdcompile.options import Options
@@ -80,11 +81,7 @@ def check_options(options: Options) -> None:
         )
     _group(options.group)
     autocast_text(options.autocast)
-    if options.grad_scaler is not None:
-        raise ConfigError(
-            f"grad_scaler={options.grad_scaler!r} is not available yet",
-            remedy="leave it out: autocast='bfloat16' needs none",
-        )
+    _grad_scaler(options)
     if options.memory is not None:
         parse_bytes(options.memory, what="memory")
     chosen_schedule(options)
@@ -98,6 +95,23 @@ def check_options(options: Options) -> None:
         plan = name == "plan" and isinstance(given, Plan)
         if not (given is None or plan or is_path(given)):
             raise ConfigError(f"{name}={given!r} is not a path", remedy=f"the path of {made}")
+
+
+def _grad_scaler(options: Options) -> None:
+    if scaler_of(options.grad_scaler) is None:
+        return
+    if options.optimizer is None:
+        raise ConfigError(
+            "grad_scaler= decides whether an update is made, and optimizer=None makes none",
+            remedy="leave grad_scaler out; in a loop of your own loss_fn can return the loss times "
+            "a scale",
+        )
+    if options.detect_nonfinite:
+        raise ConfigError(
+            "detect_nonfinite=True raises at the gradients that overflow, and a GradScaler finds "
+            "its scale by them",
+            remedy="leave one of the two out",
+        )
 
 
 def _recompute(given: Any) -> None:
@@ -177,6 +191,17 @@ def check_older_weights(schedule: str, *, updates: bool) -> None:
             f"schedule={schedule!r} computes gradients on older weights, which means nothing "
             "without updates",
             remedy=f"call step with an optimizer=, or use a flush schedule ({flush_schedules()})",
+        )
+
+
+def check_unscaled(options: Options) -> None:
+    """Refuse gradients without an update where a GradScaler decides whether there is one."""
+    if scaler_of(options.grad_scaler) is not None:
+        raise ConfigError(
+            "grad_scaler= scales the losses of `step`, and decides whether it makes an update",
+            where="forward_backward",
+            remedy="call step; or leave grad_scaler out, and let loss_fn return the loss times a "
+            "scale",
         )
 
 

@@ -374,7 +374,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         cluster.level_between,
         half_duplex(cluster, ranks),
         [stage.trainable_bytes for stage in plan.stages],
-        plan.training.max_grad_norm is not None,
+        plan.training.joint,
         plan.training.schedule,
         [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
     )

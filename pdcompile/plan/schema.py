@@ -157,6 +157,12 @@ class Training:
     keeps_outputs: bool = True  # the caller gets outputs of training, not the loss alone
     sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
+    loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
+
+    @property
+    def joint(self) -> bool:
+        """Whether an update waits for all stages: for their norms, or whether one is not finite."""
+        return self.max_grad_norm is not None or self.loss_scaling
 
     def step_bytes(self, sizes: Iterable[int]) -> int:
         """Temporaries of an update of parameters of these sizes in bytes, in this order."""
@@ -170,10 +176,10 @@ class Training:
     def update_seconds(self, owned: int, *, versions: bool) -> float:
         """Of an update of so many bytes of weights, as long as memory needs for what is moved.
 
-        Where there are `versions` the newest is copied first; where gradients are clipped they
-        are read, and scaled.
+        Where there are `versions` the newest is copied first; where gradients are clipped, or
+        losses scaled, they are read and multiplied.
         """
-        clipped = 0.0 if self.max_grad_norm is None else CLIPPED
+        clipped = CLIPPED if self.joint else 0.0
         moved = self.step_moved + clipped + (COPIED if versions else 0.0)
         return owned * moved * self.moving_seconds
 

@@ -222,9 +222,13 @@ def _updates(plan: Plan) -> Iterator[Finding]:
     if kind.one_age:
         return
     instead = f"use schedule {one_age_streams()}"
-    if training.max_grad_norm is not None:
-        message = f"clipping by a norm of all stages {under}, whose stages hold weights of unlike "
-        yield "training.max_grad_norm", message + "age", f"{instead}, or no clipping"
+    for name, asked, what in (
+        ("max_grad_norm", training.max_grad_norm is not None, "clipping by a norm of all stages"),
+        ("loss_scaling", training.loss_scaling, "skipping updates of all stages together"),
+    ):
+        if asked:
+            message = f"{what} {under}, whose stages hold weights of unlike age"
+            yield f"training.{name}", message, f"{instead}, or do without"
     for i, tied in enumerate(plan.tied):
         message = f"{tied.fqn!r} is on stages {list(tied.stages)}, whose weights differ in age "
         remedy = f"{instead}, or keep its users on one stage (constraints=[Together(…)])"

@@ -34,12 +34,13 @@ from pdcompile.batch.step_result import (
 )
 from pdcompile.eager.autocast import autocast_region, autocast_text
 from pdcompile.eager.gradients import memory_of
+from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.modes import apply_overrides, in_mode
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
-from pdcompile.options.option_checks import check_older_weights, check_target
+from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.reference.checks import check_model, check_options, chosen_model, turns_of
 from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
@@ -64,6 +65,8 @@ class Reference(ReferenceState):
         ages = weight_ages(self._model, options)
         self._versions = Versions(self._model, ages)
         self._groups = Groups(self._model, ages, learning_rates(options))
+        lag = max((age.lag for age in ages.values()), default=0)
+        self._scale = loss_scale(options.grad_scaler, lag)
         if self._versions.stale:
             check_older_weights(options.schedule, updates=self.optimizer is not None)
         self._first: BatchLayout | None = None  # of each input in its first call
@@ -89,14 +92,23 @@ class Reference(ReferenceState):
         if self.optimizer is None:
             return self._train(args, kwargs or {}, target)
         self.zero_grad()
+        if self._scale is not None:
+            self._scale.follow()
         try:
             with self._versions.of_minibatch():
                 result = self._train(args, kwargs or {}, target)
             self._groups.take(self._num_minibatches - 1)
+            number = self._num_minibatches - 1
+            held = [p.grad for p in self._model.parameters() if p.grad is not None]
+            finite = self._scale is None or self._scale.unscale(number, held)
             if self._options.max_grad_norm is not None:
                 self.clip_grad_norm_(self._options.max_grad_norm)
-            self._versions.remember(self._num_minibatches - 1)
-            self._groups.step(self.optimizer)
+            self._versions.remember(number)
+            if finite:
+                self._groups.step(self.optimizer)
+            if self._scale is not None:
+                self._scale.learn(number, finite=finite)
+                self._scale.show()
         finally:
             self.zero_grad()
         return result
@@ -109,6 +121,7 @@ class Reference(ReferenceState):
         """
         if self._versions.stale:
             check_older_weights(self._options.schedule, updates=False)
+        check_unscaled(self._options)
         return self._train(args, kwargs, target)
 
     def flush(self) -> None:
@@ -146,10 +159,13 @@ class Reference(ReferenceState):
                     output, loss = self._forward(flat, part, scope, with_loss=True)
                     loss_leaf = _position(loss, output)
                     loss = scaled_loss(self._differentiable(loss, output), scale)
+                    root = loss
+                    if self._scale is not None:
+                        root = loss * torch.tensor(self._scale.scale(self._num_minibatches))
                     if self._turns:
-                        later[index] = scope, loss
-                    elif loss.requires_grad:
-                        scope.backward(loss)
+                        later[index] = scope, root
+                    elif root.requires_grad:
+                        scope.backward(root)
                 losses.append(loss.detach())
                 outputs.append(self._kept(output))
             for index in sorted(later, key=self._turns.__getitem__):

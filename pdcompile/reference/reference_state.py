@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.gradients import clip, norm_of
+from pdcompile.eager.loss_scale import LossScale
 from pdcompile.errors import ClosedError, InputError
 from pdcompile.position import (
     Position,
@@ -26,6 +27,7 @@ class ReferenceState:
 
     _versions: Versions
     _groups: Groups
+    _scale: LossScale | None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -103,6 +105,8 @@ class ReferenceState:
         self._versions.forget()
         found = as_position(position) or position_of(state) or self.position
         self._groups.resume(found.minibatches, accumulated_of(state, found))
+        if self._scale is not None:
+            self._scale.restart(found.minibatches)
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
 
     def to_model(self) -> nn.Module:

@@ -59,6 +59,8 @@ def headline(plan: Plan) -> Text:
     )
     if training.max_grad_norm is not None:
         text.append(f", gradients clipped to norm {training.max_grad_norm:g}")
+    if training.loss_scaling:
+        text.append(", losses scaled for float16")
     if training.linear_lr_scaling:
         text.append(", learning rates in proportion to replicas")
     return text

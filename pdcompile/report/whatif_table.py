@@ -130,6 +130,8 @@ def command(found: Whatif, written: Path | None = None) -> str:
     words.append(f"--schedule {training.schedule} --microbatches {training.num_microbatches}")
     if training.max_grad_norm is not None:
         words.append(f"--max-grad-norm {training.max_grad_norm:g}")
+    if training.loss_scaling:
+        words.append("--grad-scaler")
     if training.seed:
         words.append(f"--seed {training.seed}")
     words.append("-o plan.json")

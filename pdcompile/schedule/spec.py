@@ -262,7 +262,7 @@ def spec_of(plan: Plan) -> PipelineSpec:
         tuple(ranks_of(plan.stages)),
         plan.edges,
         plan.tied,
-        training.max_grad_norm is not None,
+        training.joint,
     )
 
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.gradients import memory_of
+from pdcompile.eager.loss_scale import LossScale
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.ir.stage_interface import named_results
@@ -81,14 +82,17 @@ class Compute:
         second: SecondRun | None = None,
         *,
         whole: bool = False,
+        scale: LossScale | None = None,
     ) -> None:
-        """`second`: of a stage that recomputes; `whole`: its backward cannot be split."""
+        """`second`: of a stage that recomputes; `whole`: its backward cannot be split; `scale`: of
+        the loss."""
         self._stage = stage
         self._weights = weights
         self._streams = streams
         self._autocast = autocast
         self._second = second
         self._whole = whole
+        self._scale = scale
         held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
         self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
         self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
@@ -187,7 +191,7 @@ class Compute:
         if flight.kept is not None:
             flight = self._again(feed, microbatch, version, flight.kept)
         self._weights.begin_backward(feed.minibatch, version)
-        roots = self._roots(feed.wiring, flight, version, receive)
+        roots = self._roots(feed, flight, version, receive)
         rest = Rest()
         if split and not self._whole and flight.draws is None:
             passed_on = [self._weights.parameter(version, fqn) for _, fqn in self._passed_on]
@@ -216,7 +220,7 @@ class Compute:
 
     def _roots(
         self,
-        wiring: Wiring,
+        feed: Feed,
         flight: _Flight,
         version: int,
         receive: Callable[[Kind, int], Tensor],
@@ -225,7 +229,7 @@ class Compute:
         roots: list[Root] = [
             (entrance.value, receive(Kind.GRADIENT, edge))
             for edge, entrance in flight.entered.items()
-            if edge in wiring.chained
+            if edge in feed.wiring.chained
         ]
         for index, fqn in self._summed_later:
             parameter = self._weights.parameter(version, fqn)
@@ -235,5 +239,7 @@ class Compute:
             if origin is not None:
                 roots.append((origin, gradient))
         if flight.loss is not None and flight.loss.requires_grad:
-            roots.append((flight.loss, None))
+            scale = None if self._scale is None else self._scale.scale(feed.minibatch)
+            seed = None if scale is None else torch.full_like(flight.loss, scale)
+            roots.append((flight.loss, seed))
         return roots

@@ -156,6 +156,7 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
     if wanted.optimizer:
         _prepare_optimizer(session, found, stored)
     found.apart = _prepare_replicas(session, contents)
+    _prepare_loss_scale(session, found)
     _prepare_schedulers(found, wanted)
     saved, own = contents.manifest.seed, session.plan.training.seed
     if saved not in (None, own):
@@ -206,6 +207,14 @@ def _older(session: Session, found: Prepared) -> Iterator[tuple[Worker, str, int
             for fqn in held:
                 if fqn in trained:
                     yield worker, fqn, version
+
+
+def _prepare_loss_scale(session: Session, found: Prepared) -> None:
+    saved = found.contents.manifest.loss_scale
+    if saved and session.loss_scale is None:
+        found.notes.append("the checkpoint has a loss scale, and no grad_scaler= takes it")
+    if session.loss_scale is not None and not saved:
+        found.notes.append("the checkpoint has no loss scale: that of grad_scaler= stays as it is")
 
 
 def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, str]) -> None:
@@ -302,6 +311,8 @@ def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
             if value is not None:
                 session.state.put(fqn, value, held)
     session.load({}, minibatches)
+    if session.loss_scale is not None:
+        session.loss_scale.restart(minibatches, contents.manifest.loss_scale)
     session.end_call()  # all versions are new: what was known of them says nothing
     session.updating = minibatches
     if prepared.history:

@@ -175,6 +175,7 @@ def _manifest(
         scheduler_types=tuple((name, type(one).__name__) for name, one in schedulers.items()),
         random_state=generator_states(),
         seed=plan.training.seed,
+        loss_scale=() if session.loss_scale is None else session.loss_scale.saved(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Clipping by the global norm: every rank's per-parameter norms, exchanged and stacked.
+"""What an update needs of all ranks' gradients: their norms, and whether all are finite.
 
 The arithmetic is that of torch.nn.utils.clip_grad_norm_, in the order of the model's parameters,
 so that the coefficient is bit for bit the one that a single process would find.
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pdcompile.eager.gradients import norm_of
-from pdcompile.errors import ConfigError
+from pdcompile.eager.loss_scale import LossScale
+from pdcompile.errors import ConfigError, ContractError
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.runtime.transport.reductions import Sums
 
@@ -23,14 +24,16 @@ class Norms:
     """One rank's part in the exchange: a sum in which every rank fills in what it owns.
 
     `owned[r]`: the trainable parameters that rank r owns, replicas the same ones; `dtypes`: of all
-    parameters, in the order of the model.  A norm plus zeros is that norm, bit for bit.
+    parameters, in the order of the model.  A norm plus zeros is that norm, bit for bit.  `scale`:
+    of the losses, which gradients are divided by first.
     """
 
     def __init__(
         self, sums: Sums, rank: int, owned: Sequence[Sequence[str]],
-        dtypes: Mapping[str, torch.dtype],
+        dtypes: Mapping[str, torch.dtype], scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self._sums = sums
+        self.scale = scale
         self._mine = owned[rank]
         self._before = sum(map(len, owned[:rank]))
         self._names = [fqn for names in owned for fqn in names]
@@ -40,12 +43,15 @@ class Norms:
 
     def post(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
         """Give this rank's norms to all others."""
+        finite = self.scale is None or self.scale.unscale(minibatch, gradients.values())
         mine = {fqn: norm_of(g) for fqn, g in gradients.items()}
         absent = torch.tensor(ABSENT)
-        row = torch.zeros(len(self._names) + 1, dtype=torch.float64)
+        row = torch.zeros(len(self._names) + 2, dtype=torch.float64)
         if self._mine:
             listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._mine]
             row[self._before : self._before + len(listed)] = torch.stack(listed)
+        if self.scale is not None:  # a norm can overflow where every gradient is finite
+            row[-2:] = torch.tensor([self.scale.scale(minibatch), 0.0 if finite else 1.0])
         self._posted[minibatch] = mine, self._sums.start(row)
 
     def ready(self, minibatch: int) -> bool:
@@ -56,6 +62,9 @@ class Norms:
         norms, handle = self._posted.pop(minibatch)
         row = handle.wait()
         assert row is not None
+        if self.scale is not None:
+            self._refuse_unlike(minibatch, float(row[-2]) / self._sums.size)
+            self.scale.learn(minibatch, finite=not row[-1])
         for fqn, norm in zip(self._names, row.tolist(), strict=False):
             if norm != ABSENT and fqn not in norms:
                 norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn])
@@ -64,6 +73,16 @@ class Norms:
         if stacked:
             self.total = torch.linalg.vector_norm(torch.stack(stacked), 2.0)
         return self.total
+
+    def _refuse_unlike(self, minibatch: int, mean: float) -> None:
+        assert self.scale is not None
+        if mean != self.scale.scale(minibatch):
+            raise ContractError(
+                f"the loss of minibatch {minibatch} was scaled by {self.scale.scale(minibatch):g} "
+                f"here, and by {mean:g} in the mean of all ranks",
+                where="grad_scaler",
+                remedy="give every rank a GradScaler of the same settings, and change them alike",
+            )
 
     def abandon(self) -> None:
         """Forget what is in flight: the connections are about to close."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.eager import digest
+from pdcompile.eager.loss_scale import LossScale
 from pdcompile.errors import ConfigError
 
 # What every optimizer has, and what schedulers of learning rates add.
@@ -19,19 +20,27 @@ class OptimizerWatch:
     """The optimizer as the last call left it, while an update of its is in flight.
 
     Values of its param_groups (learning rates) count from the next step on, as always: updates
-    have them from the moment when their step was called.
+    have them from the moment when their step was called.  So does what the user puts into the
+    GradScaler, which shows the newest `scale` of the losses between calls.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, scale: LossScale | None = None
+    ) -> None:
         self._optimizer = optimizer
+        self._scale = scale
         self._seen: list[tuple[str, Any]] = []
 
     def remember(self, *, in_flight: bool) -> None:
         """A call ends."""
+        if self._scale is not None:
+            self._scale.show()
         self._seen = self._present() if in_flight else []
 
     def check(self, *, in_flight: bool) -> None:
         """Raise ConfigError when an update in flight would meet another optimizer."""
+        if self._scale is not None:
+            self._scale.follow()
         if not in_flight:
             return
         now = self._present()

@@ -218,7 +218,7 @@ def _widths(
 
 def settings(space: SearchSpace, training: Training, used: int) -> Iterator[Setting]:
     """Every schedule with every number of microbatches and extra warm-up."""
-    clips = training.max_grad_norm is not None
+    clips = training.joint
     for schedule, m in product(space.schedules, space.microbatches):
         # whatever the warm-up is to be
         same = used == 1 or kind_of(schedule).warmup == "all" or space.placement

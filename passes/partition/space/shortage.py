@@ -172,9 +172,7 @@ def least_share(
         if budget.late:
             proved = False
             break
-        setting = Setting(
-            schedule, m, extra, training.optimizer_factor, training.max_grad_norm is not None
-        )
+        setting = Setting(schedule, m, extra, training.optimizer_factor, training.joint)
         prepared = problems[m]
         shares = Shares(
             prepared.segments, setting, space.straight, space.decides_recomputation, prepared.last

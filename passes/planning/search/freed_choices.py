@@ -113,7 +113,7 @@ def _least(
         for extra in space.extra_warmup:
             setting = Setting(
                 schedule, training.num_microbatches, extra, training.optimizer_factor,
-                training.max_grad_norm is not None, training.step,
+                training.joint, training.step,
             )  # fmt: skip
             for menus in plans.menus()[:2]:
                 for counts in menus:
