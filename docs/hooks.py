@@ -25,7 +25,7 @@ EXAMPLES = "reference/examples.md"
 COMMANDS = "<!-- commands -->"
 _LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
 _BOLD = re.compile(r"\[bold\](.*?)\[/\]")
-_EXAMPLE = re.compile(r"\n\n((?:pdcompile|torchrun) )")
+_EXAMPLE = re.compile(r"(?<=\n\n)(?:  \S.*\n)+")  # the text of a verb indents them by two spaces
 _FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
@@ -92,4 +92,11 @@ def commands() -> str:
     command = get_command(app)
     page = get_docs_for_click(obj=command, ctx=typer.Context(command), name="pdcompile")
     page = _BOLD.sub(r"`\1`", page.partition("\n")[2].replace("$ pdcompile", "pdcompile"))
-    return _EXAMPLE.sub(r"\n\n    \1", page)
+    for name, verb in getattr(command, "commands", {}).items():
+        first = (verb.help or "").partition("\n\n")[0]  # typer cuts it after a few words
+        page = re.sub(rf"^(\* `{name}`: ).*", rf"\g<1>{first}", page, flags=re.MULTILINE)
+    return _EXAMPLE.sub(_as_block, page)
+
+
+def _as_block(found: re.Match[str]) -> str:
+    return "    " + " \\\n      ".join(line.strip() for line in found[0].splitlines()) + "\n"

@@ -234,6 +234,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "readme.html", "reference/cli.html", "reference/api.html"} <= pages
-    commands = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
-    assert "--time-limit" in commands
-    assert "[bold]" not in commands
+    verbs = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert "--time-limit" in verbs
+    assert "[bold]" not in verbs
+    assert "What would the best plan be on other machines or with another schedule?" in verbs
+    names = (tmp_path / "reference" / "api.html").read_text(encoding="utf-8")
+    documented = set(re.findall(r'id="pdcompile\.(?:errors\.|reference\.)?(\w+)"', names))
+    assert {*pdcompile.__all__} - documented == set()

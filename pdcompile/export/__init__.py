@@ -66,7 +66,8 @@ def export(
         to: "torch-pipelining" (stages and a script that trains and compares them), "torchtitan",
             "megatron" or "accelerate" (the lines of their configuration).
         folder: where the files go; others in it are left alone.
-        optimizer, lr: of the script: a class of torch.optim, and its learning rate.
+        optimizer: of the script, a class of torch.optim.
+        lr: its learning rate.
         time_limit: seconds for the search of cuts between modules.
 
     Raises:
