@@ -66,6 +66,23 @@ def test_a_branch_runs_backward_at_the_same_time_where_its_value_is_not_read() -
     assert min(objectives(problem)) == pytest.approx(total - 3 * 6.0)
 
 
+def long_block(stages: int) -> PartitionProblem:
+    """Six items in a row and one around them, which takes as long as three of these."""
+    row = range(1, 7)
+    seconds = {0: 1.0, **dict.fromkeys(row, 1.0), 7: 3.0, 8: 1.0}
+    items = tuple(Item(f"i{i}", (f"i{i}",), f, 2 * f) for i, f in seconds.items())
+    sinks = {0: (1, 7), **{i: (i + 1,) for i in row[:-1]}, 6: (8,), 7: (8,)}
+    traffic = tuple(Traffic(f"i{i}", i, ends, 1, 1) for i, ends in sinks.items())
+    limits = (StageLimits(bytes_per_second=2.0),) * stages
+    return PartitionProblem(items, traffic, limits, objective="flush")
+
+
+def test_a_branch_is_counted_beside_one_stage_of_its_block_only() -> None:
+    """It is hidden whole behind the row, 3 (1 + 6 + 1), and the way has four hops of a second there
+    and back.  Were it beside several stages, more cuts inside the block would seem to pay."""
+    assert min(objectives(long_block(6))) == pytest.approx(3 * 8.0 + 4 * 1.0)
+
+
 @pytest.mark.slow
 def test_what_many_layers_read_is_made_beside_the_first_of_them() -> None:
     """Without stages of their own the projections are on the way: 16 seconds, three times."""
