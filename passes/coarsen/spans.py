@@ -191,7 +191,7 @@ def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> N
 
 def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
     """Parameters that no reader surely gives a gradient: copies of a parameter on other stages
-    send zeros where they have none, and an optimizer would go on with them."""
+    would send in every microbatch that they have none."""
     readers: dict[str, list[int]] = {
         fqn: []
         for fqn, info in graph.tensors.items()

@@ -184,9 +184,8 @@ class Chain:
             here = {i: one.by_stage[k] for i, one in enumerate(self._tied) if k in one.by_stage}
             stage.backward(sums, {copy: passed[i] for i, copy in here.items() if i in passed})
             for i, copy in here.items():
-                if copy is not self._tied[i].owned:  # where there is none, a copy sends zeros
-                    passed[i] = torch.zeros_like(copy) if copy.grad is None else copy.grad
-                    copy.grad = None
+                if copy is not self._tied[i].owned and copy.grad is not None:
+                    passed[i], copy.grad = copy.grad, None
 
 
 def tensors_by_name(model: nn.Module, sources: Sources) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 
@@ -44,14 +43,9 @@ class Entrance:
     def gradient(self) -> Tensor | None:
         return self._found[0] if self._found else None
 
-    def gradient_or_zeros(self) -> Tensor:
-        return torch.zeros_like(self.value) if self.gradient is None else self.gradient
-
-    def take(self) -> Tensor:
-        """The gradient, or zeros; autograd's graph does not keep it alive from now on."""
-        found = self.gradient_or_zeros()
-        self._found.clear()
-        return found
+    def take(self) -> Tensor | None:
+        """The gradient; autograd's graph does not keep it alive from now on."""
+        return self._found.pop() if self._found else None
 
 
 def _taker(found: list[Tensor]) -> Callable[[tuple[Tensor, ...]], tuple[None]]:

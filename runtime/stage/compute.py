@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
+from pdcompile.eager.absent import absent, is_absent
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
@@ -184,7 +185,8 @@ class Compute:
     ) -> list[tuple[Kind, int, Tensor]]:
         """Accumulate the stage's gradients; `receive(kind, edge)` gives what later stages sent.
 
-        Returns what goes to earlier stages as (GRADIENT, edge, sum) and (TIED, index, sum).
+        Returns what goes to earlier stages as (GRADIENT, edge, sum) and (TIED, index, sum); a tied
+        copy keeps nothing of it.
         `split`: only what that needs, with `backward_weight` to follow.
         """
         flight = self.flights.pop((feed.minibatch, microbatch))
@@ -200,9 +202,18 @@ class Compute:
             flight.draws.backward_of([one for one, _ in roots], [one for _, one in roots])
         elif roots:
             accumulate(roots)
-        sent = [(Kind.GRADIENT, edge, entrance.take()) for edge, entrance in flight.entered.items()]
+        found: list[tuple[Kind, int, Tensor | None, Tensor]] = [
+            (Kind.GRADIENT, edge, entrance.take(), entrance.value)
+            for edge, entrance in flight.entered.items()
+        ]
         for index, fqn in self._passed_on:
-            sent.append((Kind.TIED, index, self._weights.take_gradient(version, fqn)))
+            parameter = self._weights.parameter(version, fqn)
+            gradient, parameter.grad = parameter.grad, None
+            found.append((Kind.TIED, index, gradient, parameter))
+        sent = [
+            (kind, index, absent(of) if gradient is None else gradient)
+            for kind, index, gradient, of in found
+        ]
         memories = {memory_of(gradient) for _, _, gradient in sent}
         kept = map(memory_of, rest.gradients)
         self._weights.separate_gradients(version, memories.union(kept))
@@ -225,19 +236,22 @@ class Compute:
         version: int,
         receive: Callable[[Kind, int], Tensor],
     ) -> list[Root]:
-        """Where backward begins, in eager's order of summation."""
-        roots: list[Root] = [
+        """Where backward begins, in eager's order of summation: where a gradient has come in."""
+        came: list[tuple[Tensor | GradientEdge | None, Tensor]] = [
             (entrance.value, receive(Kind.GRADIENT, edge))
             for edge, entrance in flight.entered.items()
             if edge in feed.wiring.chained
         ]
         for index, fqn in self._summed_later:
             parameter = self._weights.parameter(version, fqn)
-            roots.append((parameter, receive(Kind.TIED, index)))
+            came.append((parameter, receive(Kind.TIED, index)))
         for edge, origin in flight.left.items():
-            gradient = receive(Kind.GRADIENT, edge)
-            if origin is not None:
-                roots.append((origin, gradient))
+            came.append((origin, receive(Kind.GRADIENT, edge)))
+        roots: list[Root] = [
+            (origin, gradient)
+            for origin, gradient in came
+            if origin is not None and not is_absent(gradient)
+        ]
         if flight.loss is not None and flight.loss.requires_grad:
             scale = None if self._scale is None else self._scale.scale(feed.minibatch)
             seed = None if scale is None else torch.full_like(flight.loss, scale)

@@ -99,7 +99,8 @@ class Replicas:
                 handle.remove()
 
     def _completed(self, minibatch: int, version: int, fqn: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # an autograd.Function gave it none
+            return
         for posted in self._gradients.add(self._update(minibatch), fqn, parameter.grad):
             self._weights.parameter(version, posted).grad = None  # the sum takes its place
 

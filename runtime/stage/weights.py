@@ -115,11 +115,6 @@ class StageWeights:
             self._without = self.owned
         self._accumulating = (number, version % self.versions)
 
-    def take_gradient(self, version: int, fqn: str) -> Tensor:
-        """This microbatch's gradient of a tied copy, which leaves none behind."""
-        gradient = self._take(version, fqn)
-        return torch.zeros_like(self.parameter(version, fqn)) if gradient is None else gradient
-
     def separate_gradients(self, version: int, memories: Collection[int]) -> None:
         """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
         the next microbatch would add to it there: give such parameters memory of their own.
