@@ -111,15 +111,15 @@ class Session(Guarded):
         """The ranks that get the outputs of a call.
 
         A minibatch's outputs can be large, and training does not need them: replicas of the last
-        stage send each other theirs only where that is asked for.
+        stage send each other theirs only where that is asked for.  Evaluation gives them always.
         """
         if self.world is None:
             return self.ranks
         chosen, last = self.options.outputs, self.spec.ranks[-1]
         if chosen == "all":
             return self.stages_of_rank
-        apart = chosen == "last" and training and len(last) > 1
-        return () if chosen == "none" or apart else last[:1]
+        given = chosen == "everything" or (chosen == "last" and len(last) == 1)
+        return last[:1] if given or not training else ()
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.
