@@ -174,6 +174,12 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another dtype": (
         lambda d: d["stages"][0]["weights"]["tensors"][0].update(dtype="int32"), "is int32",
     ),
+    "extra states that are none": (
+        lambda d: d.update(extra_states=[1]), "extra_states are malformed",
+    ),
+    "an extra state that is none": (
+        lambda d: d.update(extra_states={"a": {"code": 1}}), "no value of a checkpoint",
+    ),
     "an alias of nothing": (lambda d: d.update(aliases=[["a", "b"]]), "no further name of b"),
     "state that is no value": (
         lambda d: d["stages"][0]["state"].update({"first.weight": {"eval": "1"}}), "is no value",
@@ -245,7 +251,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, target: Any) -> None:
 
 
 def test_a_manifest_that_is_older_than_some_keys_is_read(copy: Path, saved: Path) -> None:
-    new = ("seed", "scheduler_types")
+    new = ("seed", "scheduler_types", "extra_states", "loss_scale")
     rewritten(last(copy), lambda d: [d.pop(key) for key in new])
     (copy / LATEST).unlink()
     pipe = pipeline("2bw", 2, tied=True)

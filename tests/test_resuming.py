@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import pdcompile
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster
-from pdcompile.errors import CheckpointError, ConfigError
+from pdcompile.errors import CheckpointError, ConfigError, InputError
 from pdcompile.position import Position
 from tests.helpers.changes import Rich, batch
 from tests.helpers.launch import ROOT, processes
@@ -126,6 +126,45 @@ def test_plain_pytorch_gets_what_state_dicts_leave_out(tmp_path: Path) -> None:
     other = by_hand(Counted(3), 1, *batch(0), microbatches=2, loss_fn=F.mse_loss).prepare()
     with pytest.raises(CheckpointError, match=r"calls is float32 \(4,\)"):
         other.load(tmp_path)
+
+
+class Tagged(torch.nn.Linear):
+    """Keeps more than tensors in its state dict."""
+
+    def __init__(self, **tag: Any) -> None:
+        super().__init__(8, 8)
+        self.tag = tag
+
+    def get_extra_state(self) -> Any:
+        return self.tag
+
+    def set_extra_state(self, state: Any) -> None:
+        self.tag = {**state}
+
+
+def test_extra_states_of_modules_go_on(tmp_path: Path) -> None:
+    def tagged(**tag: Any) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), Tagged(**tag))
+        return by_hand(model, 2, *batch(0), microbatches=2, loss_fn=F.mse_loss).prepare()
+
+    pipe = tagged(version=3)
+    state = pipe.full_state_dict()
+    pipe.save(tmp_path)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), Tagged(version=1))
+    assert set(state) == set(plain.state_dict())
+    for load in (plain.load_state_dict, lambda _: pdcompile.load_checkpoint(tmp_path, plain)):
+        plain[1].tag = {}  # type: ignore[assignment]
+        load(state)
+        assert plain[1].tag == {"version": 3}
+    other = tagged()
+    other.load_state_dict({**state, "1._extra_state": {"version": 4}})
+    assert other.state_dict()["1._extra_state"] == {"version": 4}
+    other.load(tmp_path)
+    assert other.state_dict()["1._extra_state"] == {"version": 3}
+    with pytest.raises(InputError, match="Tagged does not take its extra state: TypeError"):
+        other.load_state_dict({"1._extra_state": 3})
+    with pytest.warns(UserWarning, match=r"1\._extra_state is in no checkpoint: .*function"):
+        tagged(code=len).save(tmp_path / "other")
 
 
 def test_the_optimizers_state_goes_where_the_model_is(tmp_path: Path) -> None:

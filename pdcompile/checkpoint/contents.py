@@ -205,13 +205,18 @@ class Contents:
 
     def schedulers(self) -> dict[str, Any]:
         """States of the learning-rate schedulers that were handed over, by name."""
-        data = self.manifest.schedulers or {}
-        where = f"{self.place}: schedulers"
-        if not isinstance(data, dict):
-            raise CheckpointError(
-                "the states of the schedulers are malformed", where=where, remedy=ANOTHER
-            )
-        return {name: decode(one, where) for name, one in data.items()}
+        return self._inline(self.manifest.schedulers, "schedulers")
+
+    def extra_states(self) -> dict[str, Any]:
+        """What modules keep beside tensors, by their keys in a state dict."""
+        return self._inline(self.manifest.extra_states, "extra_states")
+
+    def _inline(self, data: Any, kind: str) -> dict[str, Any]:
+        """Values of the manifest by name."""
+        where = f"{self.place}: {kind}"
+        if not isinstance(data or {}, dict):
+            raise CheckpointError(f"{kind} are malformed", where=where, remedy=ANOTHER)
+        return {name: decode(one, where) for name, one in (data or {}).items()}
 
     # -- files ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
 from pdcompile.checkpoint.tensor_file import dtype_name
 from pdcompile.errors import CheckpointError, InputError
@@ -54,9 +55,11 @@ def load_checkpoint(
         parts = optimizer_parts(
             contents, optimizer, {fqn: slot.tensor for fqn, slot in kept.items()}, stored
         )
+    extra = contents.extra_states()
     with torch.no_grad():
         for fqn, value in values.items():
             every[fqn].tensor.copy_(value)
+    set_extra_states(model, extra)
     if optimizer is not None and parts is not None:
         names, groups, state = parts
         load_named(optimizer, names, groups, state)

@@ -105,6 +105,7 @@ class Manifest:
         seed: of the random numbers that the model draws; None: not known.
         loss_scale: updates before, and fields of `Scale`, of the scales that later minibatches
             take; empty without a GradScaler.
+        extra_states: of modules, by their keys in a state dict, as JSON.
         checksum: CRC-32 of this text with 0 in its place.
     """
 
@@ -125,6 +126,7 @@ class Manifest:
     seed: int | None = None
     scheduler_types: tuple[tuple[str, str], ...] = ()
     loss_scale: tuple[tuple[int, float, int, float, float, int], ...] = ()
+    extra_states: Any = None
     checksum: int = 0
 
     def to_text(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from pdcompile.errors import InputError
 
 
-def check_state(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_state(
+    state: Any, shapes: Mapping[str, tuple[int, ...]], extra: Collection[str] = ()
+) -> None:
     """Raise InputError unless it holds tensors under names and in shapes of the model.
 
     Args:
         shapes: of all that can be loaded, by name; a state may hold a part of it.
+        extra: names of what modules keep beside tensors.
     """
     if not isinstance(state, Mapping):
         raise InputError(
@@ -24,7 +27,7 @@ def check_state(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
             where="load_state_dict",
             remedy=_instead(state),
         )
-    unknown = [name for name in state if name not in shapes]
+    unknown = [name for name in state if name not in shapes and name not in extra]
     if unknown:
         shown = ", ".join(map(str, unknown[:3])) + (", …" if len(unknown) > 3 else "")
         raise InputError(
@@ -33,6 +36,8 @@ def check_state(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
             remedy=_renamed(state, unknown, shapes),
         )
     for name, value in state.items():
+        if name in extra:
+            continue
         if not isinstance(value, Tensor):
             raise InputError(
                 f"{name} is of type {type(value).__name__}, not a tensor",

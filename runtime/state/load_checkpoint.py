@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.generators import restore, states_of
 from pdcompile.checkpoint.into_eager import optimizer_parts
 from pdcompile.checkpoint.named_optimizer import NamedGroup, load_named, names_of
@@ -158,6 +159,7 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
     found.apart = _prepare_replicas(session, contents)
     _prepare_loss_scale(session, found)
     _prepare_schedulers(found, wanted)
+    contents.extra_states()
     saved, own = contents.manifest.seed, session.plan.training.seed
     if saved not in (None, own):
         found.notes.append(
@@ -305,6 +307,7 @@ def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
     session.updating = minibatches  # should it end here, weights are half loaded
     for fqn, name in prepared.source.items():
         session.state.put(fqn, contents.weight(name), held)
+    set_extra_states(session.model, contents.extra_states())
     for stage in session.stages:
         for fqn in hidden(session, stage):
             value = contents.buffer([fqn], session.state.tensors[fqn])

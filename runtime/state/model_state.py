@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from pdcompile.checkpoint.extra_states import extra_states, set_extra_states, tensor_keys
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
@@ -30,7 +31,7 @@ class State:
     def __init__(self, model: nn.Module, compiled: Compiled, ranks: list[int]) -> None:
         self._model = model
         self._ranks = ranks
-        self._keys = tuple(model.state_dict())
+        self._keys = tensor_keys(model)
         graphs = compiled.capture.eval, compiled.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
         self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
@@ -117,11 +118,12 @@ class State:
         """What this process holds, live and detached, under the model's names."""
         mine = set(self._ranks)
         named = [(key, self._canonical[key]) for key in self._keys]
-        return {
+        own = {
             key: self.tensors[fqn].detach()
             for key, fqn in named
             if not mine.isdisjoint(self._holders[fqn])
         }
+        return {**own, **extra_states(self._model)}
 
     def gather(self, share: Callable[[tuple[Broadcast, ...], Box], None]) -> dict[str, Tensor]:
         """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}.
@@ -145,16 +147,21 @@ class State:
             fqn: box.tensors[number, -1].detach().to("cpu", copy=(number, -1) not in box.expected)
             for number, (fqn, _) in enumerate(infos)
         }
-        return {key: found[self._canonical[key]] for key in self._keys}
+        tensors = {key: found[self._canonical[key]] for key in self._keys}
+        return {**tensors, **extra_states(self._model)}
 
     def load(self, state: Mapping[str, Tensor], stages: list[StageWeights]) -> None:
         """Copy values into what this process holds, every version of it.
 
         Raises InputError, before anything is changed, for a name or shape of another model.
         """
-        check_state(state, {key: self._infos[self._canonical[key]].shape for key in self._keys})
+        shapes = {key: self._infos[self._canonical[key]].shape for key in self._keys}
+        extra = extra_states(self._model)
+        check_state(state, shapes, extra)
+        set_extra_states(self._model, state)
         for name, value in state.items():
-            self.put(self._canonical[name], value, stages)
+            if name not in extra:
+                self.put(self._canonical[name], value, stages)
 
     def put(self, fqn: str, value: Tensor, stages: list[StageWeights]) -> None:
         """Copy a value into what this process holds of a tensor, every version of it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdcompile.checkpoint import folder as checkpoints
+from pdcompile.checkpoint.extra_states import encoded_extra_states
 from pdcompile.checkpoint.generators import generator_states
 from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredFile, StoredStage
 from pdcompile.checkpoint.plain_values import Encoder
@@ -95,12 +96,12 @@ def save(
 
 def _keep(place: Path, keep: int | None, own: checkpoints.OwnCheckpoints) -> None:
     own.made(place)
-    others = own.others(place.parent)
     try:
+        others = own.others(place.parent)
         if keep is not None:
             checkpoints.keep_last(place.parent, keep, others)
     except OSError as error:
-        warn(f"an old checkpoint cannot be removed: {error}")
+        warn(f"old checkpoints cannot be found or removed: {error}")
 
 
 def _opened(folder: Path) -> str:
@@ -176,6 +177,7 @@ def _manifest(
         random_state=generator_states(),
         seed=plan.training.seed,
         loss_scale=() if session.loss_scale is None else session.loss_scale.saved(),
+        extra_states=encoded_extra_states(session.model),
     )
 
 
