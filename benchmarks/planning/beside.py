@@ -13,11 +13,10 @@ Seconds of a step are those of our simulator for all of them, which counts updat
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from pdcompile.passes.coarsen.wishes import between_borders
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.candidate_plan import candidate_plan
-from pdcompile.passes.planning.module_borders import balanced
+from pdcompile.passes.planning.module_borders import balanced, rebalanced
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Forecast, Plan
@@ -104,40 +103,12 @@ def equal_shares(weights: Sequence[float], stages: int) -> Cut | None:
 def auto_partition(layers: Layers, stages: int, seconds: Callable[[Cut], float]) -> Cut | None:
     """The best of the partitions that it comes by, beginning with equal seconds.
 
-    Of each the stage with most to do gives its first layer to the stages before it, or its last
-    layer to those after it, which are then balanced again.  `seconds` of a step are those of the
-    planner's own evaluator, which knows every transfer; the original takes one cost for each hop.
+    `seconds` of a step are those of the planner's own evaluator, which knows every transfer; the
+    original takes one cost for each hop.
     """
-    start = equal_shares(layers.seconds, stages)
-    if start is None:
-        return None
-    best, least = start, seconds(start)
-    waiting, seen = deque([start]), {start}
-    while waiting and len(seen) < MOST_TRIED:
-        cut = waiting.popleft()
-        for moved in _moved(layers, cut):
-            if moved in seen:
-                continue
-            seen.add(moved)
-            waiting.append(moved)
-            if (own := seconds(moved)) < least:
-                best, least = moved, own
-    return best
-
-
-def _moved(layers: Layers, cut: Cut) -> list[Cut]:
-    ends = (0, *cut, len(layers.seconds))
-    loads = [sum(layers.seconds[a:b]) for a, b in pairwise(ends)]
-    s = loads.index(max(loads))
-    found: list[Cut] = []
-    if ends[s + 1] - ends[s] > 1 and s > 0:
-        front = equal_shares(layers.seconds[: ends[s] + 1], s)
-        found += [] if front is None else [(*front, ends[s] + 1, *cut[s:])]
-    if ends[s + 1] - ends[s] > 1 and s < len(loads) - 1:
-        last = ends[s + 1] - 1
-        back = equal_shares(layers.seconds[last:], len(loads) - 1 - s)
-        found += [] if back is None else [(*cut[:s], last, *(last + layer for layer in back))]
-    return found
+    total = list(accumulate(layers.seconds, initial=0.0))
+    cuts = islice(rebalanced(total, range(1, len(layers.seconds)), stages), MOST_TRIED)
+    return min(cuts, key=seconds, default=None)
 
 
 @dataclass(frozen=True)

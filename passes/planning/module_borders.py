@@ -9,9 +9,10 @@ module, and a cut inside the attention two.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice, pairwise
 
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.module_tree import ancestors
@@ -68,16 +69,20 @@ def divided_before(parts: Sequence[Unit], num_items: int) -> list[int]:
 
 
 def simple_cuts(
-    parts: Sequence[Unit], problem: PartitionProblem, stages: int
+    parts: Sequence[Unit], problem: PartitionProblem, stages: int, most: int
 ) -> Iterator[tuple[int, ...]]:
     """Boundaries that people choose: equally many blocks a stage, and equal shares of seconds and
-    of parameters, at borders that divide nothing and at those of blocks alone."""
+    of parameters, at borders that divide nothing and at those of blocks alone; and at most so many
+    that `rebalanced` comes by at those of blocks."""
     before, n = divided_before(parts, len(problem.items)), len(problem.items)
+    seconds = list(accumulate(map(_seconds, problem.items), initial=0.0))
     borders = [[p for p in range(1, n) if not before[p]]]
     outer = blocks(parts)
     if len(outer) >= stages:
         begins, end = [unit.items[0] for unit in outer], outer[-1].items[-1] + 1
-        borders.append([p for p in (*begins, end) if 0 < p < n])
+        ends = [unit.items[-1] + 1 for unit in outer]
+        ends = [a for a, b in zip(ends, (*begins[1:], n), strict=True) if seconds[b] > seconds[a]]
+        borders.append([p for p in sorted({*begins, *ends}) if 0 < p < n])
         for first, last in ((0, 0), (1, 1), (1, 0), (0, 1)):  # does embedding count, does the head?
             edges = [0] * first + begins + [end] * last
             for extra in (0, stages - 1):  # of uneven shares the larger ones last, or first
@@ -90,6 +95,8 @@ def simple_cuts(
             found = balanced(total, places, stages)
             if found is not None:
                 yield found
+    for places in borders[1:]:
+        yield from islice(rebalanced(seconds, places, stages), most)
 
 
 def blocks(parts: Sequence[Unit]) -> list[Unit]:
@@ -113,6 +120,44 @@ def balanced(total: Sequence[float], borders: Sequence[int], stages: int) -> tup
         else:
             high, best = share, found
     return best
+
+
+def rebalanced(
+    total: Sequence[float], borders: Sequence[int], stages: int
+) -> Iterator[tuple[int, ...]]:
+    """Equal shares, and cuts that others come by from there (torch's proposed `auto_partition`):
+    of each the largest share gives what is between its first borders to the stages before it, or
+    between its last ones to those after it, which are balanced again."""
+    first = balanced(total, borders, stages)
+    waiting = deque(() if first is None else (first,))
+    seen = set(waiting)
+    while waiting:
+        cut = waiting.popleft()
+        yield cut
+        for moved in _moved(total, borders, cut):
+            if moved not in seen:
+                seen.add(moved)
+                waiting.append(moved)
+
+
+def _moved(
+    total: Sequence[float], borders: Sequence[int], cut: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    ends = (0, *cut, len(total) - 1)
+    shares = [total[b] - total[a] for a, b in pairwise(ends)]
+    s = shares.index(max(shares))
+    inside = [p for p in borders if ends[s] < p < ends[s + 1]]
+    if inside and s > 0:
+        at = inside[0]
+        front = balanced(total[: at + 1], [p for p in borders if p < at], s)
+        if front is not None:
+            yield (*front, at, *cut[s:])
+    if inside and s < len(shares) - 1:
+        at = inside[-1]
+        rest = [sum_to - total[at] for sum_to in total[at:]]
+        back = balanced(rest, [p - at for p in borders if p > at], len(shares) - 1 - s)
+        if back is not None:
+            yield (*cut[:s], at, *(at + p for p in back))
 
 
 def _greedy(

@@ -4,8 +4,9 @@ Within a tolerance of the fastest plan's objective, and sending no more bytes a 
 preferred which divides the fewest modules (see `module_borders`); of these the one that sends the
 least, in steps of 1 % of what the fastest sends; of these the fastest.  A plan that halves neither
 of the two may only cost a part of the tolerance (`worth`).  It is never slower than a simple cut,
-of equally many blocks, seconds or parameters a stage, that may be used as well, updates counted;
-where one of those is faster than what was searched, it is the fastest.
+of equally many blocks, seconds or parameters a stage, that may be used as well, updates counted,
+nor than one that others make of these; where one of those is faster than what was searched, it is
+the fastest.
 
 Candidates come from two programs.  `BoundaryProgram` cuts so that no stage is above some load;
 how high that may be is found by bisection, with the one evaluator as judge.  Where stages have a
@@ -41,6 +42,7 @@ TOLERANCE = 0.01  # where the user says nothing
 STEPS = 100  # of bytes sent, in which savings count
 LOADS = 10  # that are tried
 WORK = 2_000_000  # items, values and instructions that are evaluated, in all
+REBALANCED = 100  # cuts between blocks
 SEARCHES = 6  # with modules kept whole
 SEARCHING = 2.5e-3  # seconds an item, of such a search at least
 LONGEST = 4.0  # seconds
@@ -118,7 +120,8 @@ class Search:
     def run(self, own: Choice, tolerance: float, fits: Fits) -> Preference:
         """See `preference`."""
         program = BoundaryProgram(self.plan, self.units)
-        cuts = simple_cuts(self.units, self.plan.problem, len(program.stages))
+        most = min(REBALANCED, _evaluations(self.plan))
+        cuts = simple_cuts(self.units, self.plan.problem, len(program.stages), most)
         simple = [one for cut in cuts if (one := self.choice(program.assigned(cut)))]
         self._with_whole(self.units)
         fastest = self._fastest(own, fits)
