@@ -134,10 +134,10 @@ def test_names_of_schedules_stand_in_the_registry_alone() -> None:
     assert sum(bool(named.search(text)) for text in literals(registry)) >= len(KINDS)
 
 
-def test_the_readme_says_what_every_schedule_costs() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_guide_says_what_every_schedule_costs() -> None:
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "schedules.md"
     for name in KINDS:
-        assert readme.count(f"\n| `{name}` | ") == 1, name
+        assert guide.read_text(encoding="utf-8").count(f"\n| `{name}` | ") == 1, name
 
 
 def test_auto_considers_all_but_minibatches_in_one_piece() -> None:
