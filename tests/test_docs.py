@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 
 import pdcompile
+from tests.helpers.alike import Call
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -27,6 +28,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"(?:\$ )?((?:\w+=\S+ )*(?:pdcompile|torchrun|python|make) .+)")
+CONSOLE = re.compile(r"^```console\n\$ pdcompile ([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BY_PROCESSES = "# torchrun --nproc-per-node="  # how such a block begins
 
 
@@ -189,7 +191,9 @@ def of_pdcompile(words: list[str], command: str) -> None:
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         assert words[0] in {*group.commands, "VERB"}, command
         group = group.commands.get(words.pop(0), group)
-    if words and not {"--help", "--version"} & {*words}:
+    if hasattr(group, "commands") or "--help" in words:  # of the front page, which act at once
+        assert {*words} <= {"--help", *(name for one in group.params for name in one.opts)}, command
+    elif words:
         group.make_context(group.name, words)  # raises where an option or an argument is not one
 
 
@@ -207,6 +211,32 @@ def test_commands_are_found() -> None:
         of_pdcompile(["plan", "x.py:build", "--clusters", "1x2"], "an option that there is not")
 
 
+def plain(text: str) -> str:
+    """Without numbers and units, and without the line breaks that depend on their length."""
+    number = r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?(?: (?:%|[munp]?s|[kMGT]?B)(?!\w))?"
+    return " ".join(re.sub(number, "#", text).split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if CONSOLE.search(page.read_text("utf-8"))]
+)
+def test_pages_show_what_is_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """The commands of a page in order; `…` stands for what the page leaves out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for command, shown in CONSOLE.findall(page.read_text(encoding="utf-8")):
+        code, printed, _ = call(*shlex.split(command))
+        assert code == 0, command
+        left = plain(printed)
+        for part in filter(None, map(plain, shown.split("…\n"))):
+            assert part in left, f"{page.name}: {command}\n{printed}"
+            left = left.partition(part)[2]
+
+
 def links(page: Path) -> Iterator[str]:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     yield from re.findall(r"(?<!`)\]\(([^)#\s]+)", text)
@@ -221,6 +251,19 @@ def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
 def test_the_readme_is_one_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 160
+
+
+def test_the_comparison_counts_lines() -> None:
+    pages = (ROOT / "README.md", ROOT / "docs" / "comparison.md")
+    own, other = (BLOCK.search(page.read_text(encoding="utf-8")) for page in pages)
+    assert own is not None
+    assert other is not None
+    counts = [
+        sum(bool(line.partition("#")[0].strip()) for line in one[1].splitlines())
+        for one in (own, other)
+    ]
+    assert f"{counts[0]} lines" in pages[1].read_text(encoding="utf-8")
+    assert f"it is {counts[1]}, with the cut by hand" in pages[1].read_text(encoding="utf-8")
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
