@@ -468,4 +468,7 @@ def one_age_streams() -> str:
 
 def described() -> str:
     """Every schedule and what its updates compute, for help texts."""
-    return "; ".join(f"{name} {kind.update}" for name, kind in KINDS.items())
+    alike: dict[str, list[str]] = {}
+    for name, kind in KINDS.items():
+        alike.setdefault(kind.update, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {update}" for update, names in alike.items())
