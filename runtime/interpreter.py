@@ -7,6 +7,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
+from pdcompile.runtime.recording import Recording
 from pdcompile.runtime.stage.compute import Compute, Feed
 from pdcompile.runtime.stage.replicas import OF_REPLICAS, Replicas
 from pdcompile.runtime.stage.weights import StageWeights
@@ -127,6 +129,7 @@ class Worker:
         self.norms = norms
         self.transport = transport
         self.updater: Updater | None = None
+        self.recording: Recording | None = None
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
         self.losses = Losses(transport, loss_dtype)
@@ -389,7 +392,10 @@ def run_together(
                     break
                 if log is not None:
                     log.begin(ins, stage.base)
+                began = perf_counter()
                 stage.execute(ins)
+                if stage.recording is not None:
+                    stage.recording.add(stage.transport.rank, ins, stage.base, began)
                 position[n] += 1
                 moved = True
     stuck = [

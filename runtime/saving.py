@@ -1,4 +1,4 @@
-"""Saving: the part of a `Pipeline` that keeps a training on disk, and goes on from there."""
+"""Saving: the part of a `Pipeline` that keeps a training on disk, and what was recorded of it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.runtime.pipeline_state import PipelineState
+from pdcompile.runtime.recording import Recorded, Recording, together
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.checkpoint_parts import part_again, replicas_apart
 from pdcompile.runtime.state.exchange import Exchange
@@ -157,6 +158,29 @@ class Saving(PipelineState):
         self.flush()
         load_optimizer(self._running, state)
         self._running.end_call()
+
+    def record(self) -> None:
+        """Note from now on when each instruction of this process's ranks begins and ends."""
+        recording = Recording()
+        for worker in self._running.workers:
+            worker.recording = recording
+
+    def recorded(self) -> tuple[Recorded, ...]:
+        """The timeline of the last minibatches of all ranks, on rank 0; () on the others.
+
+        Every rank calls it, and has called `record` before.  Flushes first.
+
+        Raises:
+            ConfigError: nobody called `record`.
+        """
+        recording = self._running.workers[0].recording
+        if recording is None:
+            raise ConfigError(
+                "nothing was recorded", remedy="call pipe.record() on every rank before its steps"
+            )
+        self.flush()
+        with self._call("recorded") as session:
+            return together(self._told(session).gather(recording.text()))
 
     def _told(self, session: Session) -> Exchange:
         if self._exchange is None:

@@ -340,7 +340,9 @@ def test_simulate_draws_and_writes(plan_file: Path, tmp_path: Path, call: Call) 
     assert lines[0].startswith("rank 0 F0")
     assert lines[1].startswith("rank 1 ··")
     assert err.count("written: ") == 3
-    assert "<svg" in (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
+    page = (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "What limits this plan" in page
     events = json.loads((tmp_path / "new" / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event["name"].startswith("B ") for event in events) == 2 * 2 * 4
 
@@ -348,7 +350,7 @@ def test_simulate_draws_and_writes(plan_file: Path, tmp_path: Path, call: Call) 
 def test_simulate_json(plan_file: Path, call: Call) -> None:
     code, out, _ = call("simulate", str(plan_file), "--json")
     document = json.loads(out)
-    assert (code, document["status"], document["steps"]) == (0, "done", 3)
+    assert (code, document["status"], document["steps"]) == (0, "done", 1)
     assert document["seconds"] > 0
     assert 0 < document["idle"] < 1
     assert len(document["forecast"]["ledgers"]) == 2
@@ -415,11 +417,25 @@ def test_a_schedule_by_its_name(tmp_path: Path, call: Call) -> None:
     names = {one["name"] for one in json.loads(trace.read_text())["traceEvents"]}
     assert {"F 0", "I 0", "W 0"} <= names
     assert "backward to weights" in report.read_text(encoding="utf-8")
-    code, out, _ = call("run", target, "--plan", plan_path, "--steps", "4", "--json")
+    measured = tmp_path / "measured.json"
+    code, out, _ = call(
+        "run", target, "--plan", plan_path, "--steps", "4", "--json", "--trace", str(measured)
+    )
     document = json.loads(out)
-    assert (code, document["steps"]) == (0, 4)
+    assert (code, document["steps"], document["trace"]) == (0, 4, str(measured))
     assert document["step_seconds"] > 0
     assert document["forecast_step_seconds"] > 0
+    code, out, _ = call(
+        "simulate", plan_path, "--overlay", str(measured), "--html", str(report), "--json"
+    )
+    document = json.loads(out)
+    assert code == 0
+    rows = [row[0] for row in document["measured"]]
+    assert "stage 1, update" in rows
+    assert "a step" not in rows  # one process took turns
+    assert "in turn" in document["note"]
+    assert "in turn" in report.read_text(encoding="utf-8")
+    assert document["critical_path"][0]["seconds"] > 0
 
 
 def test_times_are_taken_with_the_threads_of_a_run(

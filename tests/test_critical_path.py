@@ -124,7 +124,7 @@ def test_it_is_the_longest_of_all_paths(
         assert a in waits.before[b]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(several=True), st.sampled_from([0.0, 0.3]))
 def test_it_has_no_gaps_and_its_shares_add_up(plan: Plan, latency: float) -> None:
     level = Level("wire", 2, 8.0, latency, True)
@@ -170,7 +170,7 @@ def test_sums_over_replicas_are_on_it() -> None:
     assert {one.end_seconds - one.start_seconds for one in sums} == {64.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(several=True))
 def test_memory_over_time_peaks_where_the_ledger_says(plan: Plan) -> None:
     stages = tuple(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pdcompile.errors import ConfigError
 from pdcompile.passes.simulate import drained, simulate
 from pdcompile.plan import Certificate, MemoryLedger
-from pdcompile.report import chrome, html, labels, picture, plan_table, svg, timeline
+from pdcompile.report import chrome, labels, palette, picture, plan_table, svg, timeline
 from tests.helpers.report_data import Event, one_f_one_b, plan
 from tests.helpers.schedules import make_plan
 
@@ -199,15 +199,88 @@ def test_traffic_says_that_it_is_without_sums_over_replicas() -> None:
     assert "sums of gradients over replicas among it" in plan_table.forecast_line(shared).plain
 
 
-def test_html_is_complete_escaped_and_loads_nothing() -> None:
-    hostile = dataclasses.replace(plan(), notes=("<script>alert(1)</script>",))
-    text = html.page(hostile, one_f_one_b(2), title="a & b")
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
-    assert "a &amp; b" in text
-    assert not re.findall(r"(?:src|href|@import|url\()", text)
-    assert text.count("<svg") == 2
-    assert "limit: 4.00 MB" in text
+def test_the_legend_says_what_is_shown_and_no_more() -> None:
+    events = one_f_one_b(2, 3, 1.0, 2.0)
+    shown = timeline.bars(events)
+    wide = timeline.text(events, width=7 + 25)
+    assert timeline.legend(wide, shown) == (
+        "F forward, B backward, U update, dots idle; the number is the microbatch"
+    )
+    many = one_f_one_b(2, 60)
+    narrow = timeline.text(many, width=40)
+    assert not re.search(r"\d", narrow.plain.replace("rank 0", "").replace("rank 1", ""))
+    assert "number" not in timeline.legend(narrow, timeline.bars(many))
+    alone = one_f_one_b(1, 2)[:-1]
+    drawn = timeline.text(alone, width=40)
+    assert timeline.legend(drawn, timeline.bars(alone)) == (
+        "F forward, B backward; the number is the microbatch"
+    )
+    assert timeline.legend(timeline.text([]), ()) == ""
+
+
+@given(st.integers(1, 64))
+def test_text_can_be_read_on_every_colour(count: int) -> None:
+    fills = [fill for pair in palette.WORK.values() for fill in pair]
+    for fill in (*fills, *palette.MEMORY.values(), palette.LINK, *palette.stages(count)):
+        assert palette.contrast(palette.INK, fill) >= 4.5, fill
+    assert len(set(palette.stages(count))) == count
+    assert palette.contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+def traced() -> chrome.Trace:
+    return chrome.Trace(one_f_one_b(2, 2), measured=True, apart=True, plan="x")
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(chrome.trace(traced())))
+    found = chrome.load(path)
+    assert (found.measured, found.apart, found.plan) == (True, True, "x")
+    for one, other in zip(found.events, traced().events, strict=True):
+        assert (one.rank, one.stage, one.action) == (other.rank, other.stage, other.action)
+        assert (one.minibatch, one.microbatch) == (other.minibatch, other.microbatch)
+        assert one.start_seconds == pytest.approx(other.start_seconds)
+        assert one.end_seconds == pytest.approx(other.end_seconds)
+
+
+def spoiled(change: str, value: object) -> str:
+    document = chrome.trace(traced())
+    event = next(one for one in document["traceEvents"] if one["ph"] == "X")
+    if change == "format":
+        document["otherData"]["format"] = value
+    elif change in ("pid", "ts", "dur", "args"):
+        event[change] = value
+    else:
+        event["args"][change] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a trace of pdcompile"),
+        (spoiled("format", "other/1"), "not a trace of pdcompile"),
+        (spoiled("pid", "0"), "pid is '0', no whole number"),
+        (spoiled("stage", True), "stage is True"),
+        (spoiled("microbatch", 1.5), "microbatch is 1.5"),
+        (spoiled("action", None), "action is None"),
+        (spoiled("dur", -1), "dur is -1, no time"),
+        (spoiled("ts", "soon"), "ts is 'soon'"),
+        (spoiled("args", None), "an event without args"),
+    ],
+)
+def test_traces_that_are_none(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        chrome.load(path)
+    assert "run --trace" in (error.value.remedy or "")
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the trace"):
+        chrome.load(tmp_path / "none.json")
 
 
 def test_module_ranges() -> None:
@@ -230,7 +303,7 @@ def test_ranges_name_exactly_their_numbers(numbers: set[int]) -> None:
 
 def test_reports_need_no_torch() -> None:
     program = (
-        "import sys, pdcompile.report.html, pdcompile.report.picture, pdcompile.report.chrome;"
+        "import sys, pdcompile.report.page, pdcompile.report.picture, pdcompile.report.chrome;"
         "sys.exit(bool({'torch', 'ortools', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], check=False)

@@ -80,6 +80,7 @@ def assemble(
             *note_on_left_out(training, graph, given, by_name, num_stages - 1),
             *(_notes_on_whole_backwards(ops) if splits else ()),
         ),
+        model=graph.classes.get("", ("", ""))[0].rpartition(".")[2],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,23 @@ class RunTime:
     ] = 300.0
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a run tells of itself."""
+
+    every: Annotated[
+        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
+    ] = 10
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the timeline of the last 8 minibatches, for simulate --overlay and "
+            "https://ui.perfetto.dev (.json).",
+        ),
+    ] = None
+
+
 @app.command()
 @takes_flags
 def run(
@@ -91,13 +109,11 @@ def run(
     given: GivenSources,
     saves: Saves,
     run_time: RunTime,
+    told: Told,
     steps: Annotated[
         int,
         typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
     ] = 20,
-    every: Annotated[
-        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
-    ] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Train TARGET as a pipeline.
@@ -135,9 +151,13 @@ def run(
     first = pipe.position.minibatches
     minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
     with pipe, training_progress(max(steps - first, 0)) as advance:
-        done = trained(pipe, minibatches, Looks(every, steps, advance), saves, target)
+        if told.trace is not None:
+            pipe.record()
+        done = trained(pipe, minibatches, Looks(told.every, steps, advance), saves, target)
         pipe.flush()
         seconds = time.perf_counter() - done.began
+        if told.trace is not None:
+            write_trace(pipe, told.trace)
     if not is_first_rank():
         return
     forecast = pipe.plan.forecast
@@ -152,10 +172,23 @@ def run(
             "step_seconds": step_seconds(done.ended),
             "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
             **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
+            **({} if told.trace is None else {"trace": str(told.trace)}),
         },
         f"{done.items / seconds:,.0f} {done.what}/s",
         as_json=as_json,
     )
+
+
+def write_trace(pipe: Any, path: Path) -> None:
+    """What was recorded on all ranks, into a file of rank 0."""
+    from pdcompile.cli.output import is_first_rank, under_torchrun, write_text
+    from pdcompile.report.chrome import Trace
+    from pdcompile.report.chrome import trace as as_trace
+
+    events = pipe.recorded()
+    if is_first_rank():
+        made = Trace(events, measured=True, apart=under_torchrun(), plan=pipe.plan.fingerprint)
+        write_text(path, json.dumps(as_trace(made)))
 
 
 class Looks(NamedTuple):
@@ -224,6 +257,8 @@ def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> No
     stdout().print(f"{document['steps']} steps in {document['seconds']:.1f} s: {throughput}")
     if document.get("checkpoint"):
         stdout().print(f"saved as {document['checkpoint']}")
+    if document.get("trace"):
+        stdout().print(f"timeline written to {document['trace']}")
     measured, forecast = document["step_seconds"], document["forecast_step_seconds"]
     if measured and forecast and under_torchrun():
         stdout().print(

@@ -102,8 +102,9 @@ def schedule(
         f"{100 * timeline.idle(timeline.bars(events)):.3g} % idle"
     )
     bands = max(1, MOST_LINES // len(written.rows))
-    console.print(timeline.text(events, width=console.width, bands=bands))
-    console.print("F forward, B backward (I to the inputs, W to the weights), dots idle")
+    drawing = timeline.text(events, width=console.width, bands=bands)
+    console.print(drawing)
+    console.print(timeline.legend(drawing, timeline.bars(events)))
     console.print(str(proof), markup=False)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)

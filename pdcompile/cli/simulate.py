@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +15,13 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
 from pdcompile.plan import Plan
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdcompile.report.page.compose import Sources
+
 MOST_LINES = 32  # of the timeline, where numbers need the room
+MOST_WORK = 3_000  # stages × microbatches of plans whose page looks for other cuts
 
 
 @app.command()
@@ -23,8 +31,8 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="Minibatches in the timeline, which ends with a drain. [default: as many as show "
-            "a full pipeline, 3 or more]",
+            help="Minibatches in the timeline, which ends with a drain. [default: 1; where a "
+            "schedule does not drain, as many as show a full pipeline, 3 or more]",
         ),
     ] = None,
     trace: Annotated[
@@ -38,6 +46,12 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Draw the timeline: .svg, or .png with matplotlib."),
     ] = None,
+    overlay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A run's trace (run --trace) to compare with, here and in --html."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a plan: the timeline of every rank, idle time, memory, traffic.
@@ -50,49 +64,91 @@ def simulate(
       pdcompile simulate plan.json
 
       pdcompile simulate plan.json --steps 4 --html report.html --trace trace.json
+
+      pdcompile simulate plan.json --overlay measured.json --html report.html
     """
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
-    from pdcompile.passes.simulate import drained
-    from pdcompile.passes.simulate import simulate as simulated
+    from pdcompile.passes.simulate.critical_chain import critical_path
     from pdcompile.report import chrome, timeline
-    from pdcompile.report import html as page
+    from pdcompile.report.page.compose import simulated
+    from pdcompile.report.page.measured_run import compared, run_of
+    from pdcompile.report.page.words import path_in_words
     from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.svg import Panel
-    from pdcompile.schedule.registry import name_of
+    from pdcompile.schedule.registry import kind_of, name_of
     from pdcompile.schedule.spec import spec_of
 
     loaded = Plan.load(plan)
-    steps = steps or 2 * spec_of(loaded).reach - 1
-    forecast = simulated(loaded).forecast
-    loaded = replace(loaded, forecast=forecast)
-    events = drained(loaded, steps)
+    run = None if overlay is None else run_of(overlay, loaded)
+    stream = kind_of(loaded.training.schedule).stream
+    steps = steps or (2 * spec_of(loaded).reach - 1 if stream else 1)
+    made = replace(simulated(loaded, steps), run=run)
+    loaded = replace(loaded, forecast=made.steady.forecast)
+    events = made.drawn.timeline
+    path = critical_path(made.steady.timeline, made.steady.window, flush=not stream)
     if trace is not None:
-        write_text(trace, json.dumps(chrome.trace(events)))
+        drawn = chrome.Trace(events, plan=loaded.fingerprint)
+        write_text(trace, json.dumps(chrome.trace(drawn)))
     if html is not None:
-        write_text(html, page.page(loaded, events, title=plan.name))
+        write_page(loaded, made, html, title=plan.name)
     if picture is not None:
         write_text(picture, "")  # the same errors for a place that cannot be written
         save([Panel(name_of(loaded.training.schedule), events)], picture)
     shown = timeline.bars(events)
+    rows = [] if run is None else list(compared(loaded, run))
     if as_json:
         document = {
             "status": "done",
-            "forecast": asdict(forecast),
+            "forecast": asdict(made.steady.forecast),
             "steps": steps,
             "seconds": timeline.duration(shown),
             "idle": timeline.idle(shown),
+            "critical_path": [asdict(share) for share in path.shares],
+            **({} if run is None else {"measured": rows, "note": run.note}),
         }
         emit_json(document)
         return
     console = stdout()
     bands = max(1, MOST_LINES // max(1, len(loaded.stages)))
-    console.print(timeline.text(events, width=console.width, bands=bands))
-    number = timeline.numbered(shown)
-    key = f"F forward, B backward, U update, dots idle; the number is the {number}"
-    console.print(key)
+    drawing = timeline.text(events, width=console.width, bands=bands)
+    console.print(drawing)
+    console.print(timeline.legend(drawing, shown))
     console.print(memory_table(loaded))
     console.print(forecast_line(loaded))
-    for path in (trace, html, picture):
-        if path is not None:
-            stderr().print(f"written: {path}", soft_wrap=True)
+    console.print(f"critical path: {path_in_words(path)}")
+    if run is not None:
+        console.print(comparison_table(rows))
+        console.print(run.note)
+    for written in (trace, html, picture):
+        if written is not None:
+            stderr().print(f"written: {written}", soft_wrap=True)
+
+
+def write_page(plan: Plan, made: Sources, path: Path, *, title: str) -> None:
+    """Explain the plan, and write its page."""
+    from pdcompile.cli.output import write_text
+    from pdcompile.errors import PlanError
+    from pdcompile.passes.planning.explain import explain
+    from pdcompile.report import page
+
+    write_text(path, "")  # errors of the place before the work
+    try:
+        small = len(plan.stages) * plan.training.num_microbatches <= MOST_WORK
+        found = explain(plan, time_limit=None if small else 0, where=title, cuts=small)
+        left_out = "" if small else f"Other cuts: pdcompile explain {title}."
+        made = replace(made, explanation=found, unexplained=left_out)
+    except PlanError as error:
+        made = replace(made, unexplained=f"Not known: {error.message}.")
+    date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
+    write_text(path, page.html(page.page_data(plan, made, title=title, date=date)))
+
+
+def comparison_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Forecast and measured times, row by row."""
+    from pdcompile.report import labels
+
+    made = labels.table("|measured run", ">forecast", ">measured", ">ratio")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -200,7 +200,7 @@ class Plan:
     """Everything that the schedule, the code generator and the runtime need to know.
 
     `problem` is what the planner was given (see `pdcompile.plan.embedded`); only `explain`,
-    `diff` and `whatif` read it.
+    `diff`, `whatif` and reports read it.  `model` is the class of the model, for people.
     """
 
     fingerprint: str  # of graph, costs and cluster
@@ -214,6 +214,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     schema: str = SCHEMA
     problem: PartitionProblem | None = field(default=None, metadata=COMPACT)
+    model: str = field(default="", metadata=COMPACT)
 
     @property
     def num_ranks(self) -> int:

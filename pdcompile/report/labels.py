@@ -95,15 +95,15 @@ class Heading:
     """A word that is divided, with hyphens, where the column has no room for the whole."""
 
     def __init__(self, *parts: str) -> None:
-        self._word = "".join(parts)
+        self.word = "".join(parts)
         self._divided = [*(part + "-" for part in parts[:-1]), parts[-1]]
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(max(map(len, self._divided)), len(self._word))
+        return Measurement(max(map(len, self._divided)), len(self.word))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = len(self._word) <= options.max_width
-        yield Text(self._word if whole else "\n".join(self._divided), justify="right")
+        whole = len(self.word) <= options.max_width
+        yield Text(self.word if whole else "\n".join(self._divided), justify="right")
 
 
 def table(*columns: str) -> Table:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdcompile.errors import ConfigError
-from pdcompile.report.svg import FILLS, NAMES, Panel, draw, kinds_in
-from pdcompile.report.timeline import bars, duration, idle
+from pdcompile.report.palette import IDLE, INK, WORK
+from pdcompile.report.svg import Panel, draw, kinds_in
+from pdcompile.report.timeline import KIND_NAMES, bars, duration, idle
 from pdcompile.units import format_seconds
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -62,7 +63,7 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
                 (bar.end - bar.start) * scale,
                 left=bar.start * scale,
                 height=0.9,
-                color=FILLS[bar.kind][bar.minibatch % 2],
+                color=WORK[bar.kind][bar.minibatch % 2],
                 edgecolor="white",
                 linewidth=0.4,
             )
@@ -75,16 +76,16 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
                     ha="center",
                     va="center",
                     fontsize=7,
-                    color="black" if bar.minibatch % 2 else "white",
+                    color=INK,
                 )
         axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks], fontsize=8)
         axis.invert_yaxis()
-        axis.set_facecolor("#eef0f3")
+        axis.set_facecolor(IDLE)
         axis.spines[:].set_visible(False)
     axes[-1].set_xlim(0, longest * scale)
     axes[-1].set_xlabel(f"{unit}; dark and light: even and odd minibatches", fontsize=8)
     kinds = kinds_in(bar for _, shown in content for bar in shown)
-    keys = [Patch(color=FILLS[kind][0], label=NAMES[kind]) for kind in kinds]
+    keys = [Patch(color=WORK[kind][0], label=KIND_NAMES[kind]) for kind in kinds]
     figure.legend(handles=keys, loc="lower right", ncols=3, fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(path)

@@ -6,19 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from pdcompile.report.timeline import Bar, Event, Kind, bars, duration, idle, numbered
+from pdcompile.report.palette import IDLE, INK, WORK
+from pdcompile.report.timeline import (
+    KIND_NAMES,
+    Bar,
+    Event,
+    Kind,
+    bars,
+    duration,
+    idle,
+    numbered,
+)
 from pdcompile.units import format_seconds
-
-# Fill of even and odd minibatches; distinct in lightness too, for those who see no colour.
-FILLS: dict[Kind, tuple[str, str]] = {
-    "forward": ("#4f8ff7", "#9cc2ff"),
-    "backward": ("#2f9e5f", "#93d6ae"),
-    "backward to inputs": ("#2f9e5f", "#93d6ae"),
-    "backward to weights": ("#8a4fc4", "#c9a6e8"),
-    "step": ("#d08a13", "#efc46d"),
-}
-SPLIT: tuple[Kind, ...] = ("backward to inputs", "backward to weights")
-NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in FILLS}
 
 WIDTH, MARGIN, ROW, GAP = 1000, 64, 26, 6
 
@@ -65,8 +64,8 @@ def draw(panels: Sequence[Panel]) -> str:
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}"
     ".title{font-size:13px;font-weight:600}.rank{text-anchor:end;fill:#555}"
-    ".label{font-size:10px;text-anchor:middle;fill:#fff;pointer-events:none}"
-    ".odd{fill:#223}.idle{fill:#eef0f3}.tick{text-anchor:middle;fill:#555}"
+    f".label{{font-size:10px;text-anchor:middle;fill:{INK};pointer-events:none}}"
+    f".idle{{fill:{IDLE}}}.tick{{text-anchor:middle;fill:#555}}"
     ".bar{stroke:#fff;stroke-width:.8}"
 )
 
@@ -90,12 +89,11 @@ def _bar(bar: Bar, y: int, total: float) -> str:
     hover += f" from {format_seconds(bar.start)}"
     drawn = (
         f'<rect class="bar" x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" '
-        f'height="{ROW - 2}" fill="{FILLS[bar.kind][odd]}"><title>{escape(hover)}</title></rect>'
+        f'height="{ROW - 2}" fill="{WORK[bar.kind][odd]}"><title>{escape(hover)}</title></rect>'
     )
     label = str(bar.number) if bar.number >= 0 else ""
     if label and right - left >= 6 * len(label) + 3:
-        kind = "label odd" if odd else "label"
-        drawn += _text((left + right) / 2, y + 16, label, kind)
+        drawn += _text((left + right) / 2, y + 16, label, "label")
     return drawn
 
 
@@ -105,20 +103,20 @@ def _axis(y: int, total: float) -> str:
 
 
 def kinds_in(shown: Iterable[Bar]) -> list[Kind]:
-    """What a legend explains: what is there, in the order of `FILLS`."""
+    """What a legend explains: what is there."""
     present = {bar.kind for bar in shown}
-    return [kind for kind in FILLS if kind in present or kind not in SPLIT]
+    return [kind for kind in KIND_NAMES if kind in present]
 
 
 def _legend(y: int, shown: Sequence[Bar]) -> str:
     """One line of colours, and one that says what numbers and shades mean, as far as they occur."""
     x, parts = MARGIN, []
     for kind in kinds_in(shown):
-        fills = FILLS[kind]
+        fills = WORK[kind]
         parts.append(f'<rect x="{x}" y="{y - 6}" width="14" height="12" fill="{fills[0]}"/>')
         parts.append(f'<rect x="{x + 14}" y="{y - 6}" width="14" height="12" fill="{fills[1]}"/>')
-        parts.append(_text(x + 34, y + 4, NAMES[kind], "key"))
-        x += 110 if len(NAMES[kind]) < 10 else 165
+        parts.append(_text(x + 34, y + 4, KIND_NAMES[kind], "key"))
+        x += 110 if len(KIND_NAMES[kind]) < 10 else 165
     shades = len({bar.minibatch for bar in shown}) > 1
     note = "; dark and light: even and odd minibatches" if shades else ""
     parts.append(_text(MARGIN, y + 24, f"number: {numbered(shown)}{note}; grey: idle", "key"))

@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 from rich.text import Text
 
+from pdcompile.report.palette import WORK
+
 Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "step"]
 
 # Instructions that occupy the device; everything else waits or moves bytes.
@@ -25,6 +27,7 @@ COMPUTE: dict[str, Kind] = {
 LETTERS: dict[Kind, str] = {
     kind: "U" if kind == "step" else letter for letter, kind in COMPUTE.items()
 }
+KIND_NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in LETTERS}
 FILL: dict[Kind, str] = {
     "forward": "-",
     "backward": "=",
@@ -32,12 +35,8 @@ FILL: dict[Kind, str] = {
     "backward to weights": "~",
     "step": "U",
 }
-STYLES: dict[Kind, tuple[str, str]] = {  # even and odd minibatches
-    "forward": ("black on #7fb2ff", "black on #b5d3ff"),
-    "backward": ("black on #7fcf9a", "black on #b4e4c3"),
-    "backward to inputs": ("black on #7fcf9a", "black on #b4e4c3"),
-    "backward to weights": ("black on #c9a6e8", "black on #e2cff3"),
-    "step": ("black on #f0b84f", "black on #f7d697"),
+STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
+    kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
 }
 
 
@@ -149,6 +148,20 @@ def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
             drawing.append_text(_line(row, total, count * columns, window))
             drawing.append("\n")
     return drawing
+
+
+def legend(drawing: Text, shown: Sequence[Bar]) -> str:
+    """What the signs of a text timeline mean, of those that it has.
+
+    Args:
+        drawing: what `text` made of the events whose bars are `shown`.
+    """
+    margin = max((len(f"rank {bar.rank} ") for bar in shown), default=0)
+    signs = {sign for line in drawing.plain.splitlines() for sign in line[margin:]}
+    parts = [f"{LETTERS[kind]} {KIND_NAMES[kind]}" for kind in LETTERS if LETTERS[kind] in signs]
+    parts += ["dots idle"] * ("·" in signs)
+    number = f"; the number is the {numbered(shown)}" if any(map(str.isdigit, signs)) else ""
+    return ", ".join(parts) + number
 
 
 def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:

@@ -1,0 +1,168 @@
+"""From a plan, its simulations and a run to the data of a page: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pdcompile.passes.simulate import Simulation, simulate, simulate_drained
+from pdcompile.passes.simulate.critical_chain import critical_path
+from pdcompile.passes.simulate.ledger import held_over_time
+from pdcompile.plan import Plan
+from pdcompile.report import palette
+from pdcompile.report.labels import counted
+from pdcompile.report.page.grids import grid
+from pdcompile.report.page.lanes import lanes
+from pdcompile.report.page.measured_run import Run, compared
+from pdcompile.report.page.memory_lanes import memory_lanes
+from pdcompile.report.page.model_map import model_map
+from pdcompile.report.page.page_data import Binding, Grid, PageData, Tile
+from pdcompile.report.page.strips import critical_strips, traffic
+from pdcompile.report.page.words import (
+    cluster_in_words,
+    gap_tile,
+    proof_in_terms,
+    proved,
+    what_limits,
+)
+from pdcompile.report.plan_table import headline, limits
+from pdcompile.report.plan_table import stage_table as plan_stages
+from pdcompile.report.timeline import Event
+from pdcompile.schedule.registry import kind_of
+from pdcompile.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # it brings the search along
+    from pdcompile.passes.planning.explain import Explanation
+
+COLOURS = {
+    **{kind.replace(" ", "-"): even for kind, (even, _) in palette.WORK.items()},
+    **{f"{kind.replace(' ', '-')}-odd": odd for kind, (_, odd) in palette.WORK.items()},
+    **{name.replace(" ", "-"): fill for name, fill in palette.MEMORY.items()},
+    "link": palette.LINK,
+    "stage": palette.WEIGHTS,
+    "ink": palette.INK,
+}
+FAR = 1.25  # times, from which a run is called far from its forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a page is made of, beside the plan.
+
+    `steady`: the simulation that the forecast is read from; `drawn`: the minibatches of the
+    timeline.  `explanation`: what of it is missing, `unexplained` says.
+    """
+
+    steady: Simulation
+    drawn: Simulation
+    explanation: Explanation | None = None
+    unexplained: str = ""
+    run: Run | None = None
+
+
+def simulated(plan: Plan, steps: int) -> Sources:
+    """Simulate a plan for its page, with so many minibatches in the timeline."""
+    steady = simulate(plan)
+    return Sources(steady, simulate_drained(plan, steps))
+
+
+def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
+    """The page of a plan; `title` names it where the plan does not know its model."""
+    plan = replace(plan, forecast=made.steady.forecast)
+    flush = not kind_of(plan.training.schedule).stream
+    path = critical_path(made.steady.timeline, made.steady.window, flush=flush)
+    curves = held_over_time(plan, made.drawn.programs, made.drawn.passed_seconds)
+    seconds = max(made.drawn.ends_seconds)
+    drawn: Sequence[Event] = made.drawn.timeline
+    run = made.run
+    return PageData(
+        title=f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
+        subtitle=f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
+        tiles=_tiles(plan, run),
+        limits=(*what_limits(plan, path, made.explanation), *_off(plan, run)),
+        proof=proved(plan),
+        proof_details=tuple(proof_in_terms(plan)),
+        timeline=lanes(drawn, () if run is None else run.aligned(drawn)),
+        critical=critical_strips(path),
+        model=model_map(plan),
+        stages=grid(plan_stages(plan)),
+        memory=memory_lanes(plan, curves, seconds),
+        traffic=traffic(plan, made.steady),
+        binding=_binding(made),
+        measured=None if run is None else _measured(plan, run),
+        notes=plan.notes,
+        colours=COLOURS,
+        stage_colours=palette.stages(len(plan.stages)),
+    )
+
+
+def _off(plan: Plan, run: Run | None) -> Iterator[str]:
+    """Whether a run was far from the forecast."""
+    forecast = plan.forecast
+    measured = None if run is None else run.step_seconds
+    if forecast is None or not measured or not forecast.step_seconds:
+        return
+    ratio = measured / forecast.step_seconds
+    if not 1 / FAR <= ratio <= FAR:
+        yield (
+            f"The run took {format_seconds(measured)} a step, {ratio:.2g} times the forecast: "
+            "compare its stages below, and plan again with costs measured where it runs."
+        )
+
+
+def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
+    forecast, limit_of = plan.forecast, limits(plan)
+    assert forecast is not None
+    totals = [ledger.total_bytes for ledger in forecast.ledgers]
+
+    def fullness(rank: int) -> tuple[float, int]:
+        limit = limit_of.get(rank)
+        return (totals[rank] / limit if limit else 0.0), totals[rank]
+
+    rank = max(range(len(totals)), key=fullness)
+    limit = limit_of.get(rank)
+    room = f"rank {rank}; no limit"
+    if limit:
+        room = f"of {format_bytes(limit)} on rank {rank}: {100 * totals[rank] / limit:.0f} %"
+    gap, certain = gap_tile(plan.certificate)
+    seconds = None if run is None else run.step_seconds
+    measured = "" if seconds is None else f"measured {format_seconds(seconds)}"
+    return (
+        Tile("step time", format_seconds(forecast.step_seconds), measured or "forecast"),
+        Tile("samples/s", f"{forecast.samples_per_second:,.3g}"
+             if forecast.samples_per_second < 100 else f"{forecast.samples_per_second:,.0f}",
+             f"minibatches of {plan.training.batch_size}"),
+        Tile("idle", f"{100 * forecast.bubble:.1f} %", "of the time of all devices"),
+        Tile("peak memory", format_bytes(totals[rank]), room,
+             "bad" if limit and totals[rank] > limit else ""),
+        Tile("gap", gap, certain),
+    )  # fmt: skip
+
+
+def _binding(made: Sources) -> Binding:
+    found = made.explanation
+    if found is None:
+        return Binding(made.unexplained)
+    from pdcompile.report.explain_table import boundary_table, deciding, relaxed_table, stage_table
+
+    tried = replace(
+        found, relaxed=tuple(one for one in found.relaxed if one.objective_seconds is not None)
+    )
+    untried = len(found.relaxed) - len(tried.relaxed)
+    note = (
+        f"{counted(untried, 'limit')} not tried for lack of time: pdcompile explain --time-limit"
+        if untried
+        else ""
+    )
+    return Binding(
+        " ".join(filter(None, (f"{deciding(found)}.", made.unexplained))),
+        grid(stage_table(found)),
+        grid(boundary_table(found)) if found.boundaries else None,
+        grid(relaxed_table(tried), note) if tried.relaxed else None,
+    )
+
+
+def _measured(plan: Plan, run: Run) -> Grid:
+    rows = tuple(compared(plan, run))
+    return Grid(("", "forecast", "measured", "ratio"), (False, True, True, True), rows, run.note)

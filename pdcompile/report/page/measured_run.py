@@ -1,0 +1,122 @@
+"""A run of a plan beside its forecast: which of its minibatches to draw, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdcompile.errors import ConfigError
+from pdcompile.plan import Plan
+from pdcompile.plan.schema import ranks_of
+from pdcompile.report.chrome import Trace, TracedEvent, load
+from pdcompile.report.timeline import COMPUTE, Event, bars, duration, idle
+from pdcompile.units import format_seconds
+
+IN_TURN = (
+    "One process ran all ranks in turn: stages took what is measured here, but not at the same "
+    "time, so that steps and idle time say nothing, and no boxes are drawn."
+)
+OTHER_PLAN = (
+    "The run was of another plan with the same stages and microbatches: costs or limits differ."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a trace says of a plan: its compute, by minibatch; `note`: what to know about it."""
+
+    minibatches: tuple[tuple[TracedEvent, ...], ...]
+    apart: bool
+    note: str = ""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """From the start of a minibatch to that of the next, on average; None: not known."""
+        starts = [min(one.start_seconds for one in events) for events in self.minibatches]
+        if not self.apart or len(starts) < 2:
+            return None
+        return (starts[-1] - starts[0]) / (len(starts) - 1)
+
+    def aligned(self, drawn: Sequence[Event]) -> tuple[TracedEvent, ...]:
+        """As many of its last minibatches as are drawn of the forecast, with the same numbers."""
+        numbers = sorted({one.minibatch for one in drawn if str(one.action) in COMPUTE})
+        if not self.apart or not numbers:
+            return ()
+        chosen = self.minibatches[-len(numbers) :]
+        return tuple(
+            replace(one, minibatch=number)
+            for number, events in zip(numbers, chosen, strict=False)
+            for one in events
+        )
+
+
+def run_of(path: Path, plan: Plan) -> Run:
+    """The run in a trace file.
+
+    Raises:
+        ConfigError: it is no trace of a run, or of stages, ranks or microbatches that the plan
+            does not have.
+    """
+    found = load(path)
+    compute = [
+        TracedEvent(*(getattr(one, name) for name in TracedEvent.__slots__))
+        for one in found.events
+        if one.action in COMPUTE
+    ]
+    _check(found, compute, plan, str(path))
+    numbers = sorted({one.minibatch for one in compute})
+    minibatches = tuple(tuple(o for o in compute if o.minibatch == number) for number in numbers)
+    notes = [IN_TURN] * (not found.apart) + [OTHER_PLAN] * (found.plan != plan.fingerprint)
+    return Run(minibatches, found.apart, " ".join(notes))
+
+
+def _check(found: Trace, compute: Sequence[TracedEvent], plan: Plan, where: str) -> None:
+    remedy = "pdcompile run TARGET --plan plan.json --trace trace.json, with this plan"
+    if not found.measured or not compute:
+        raise ConfigError("this trace is not of a run", where=where, remedy=remedy)
+    held = {(r, s) for s, ranks in enumerate(ranks_of(plan.stages)) for r in ranks}
+    seen = {(one.rank, one.stage) for one in compute}
+    if seen != held:
+        other = sorted(seen ^ held)[0]
+        raise ConfigError(
+            f"the run is of another plan: stage {other[1]} on rank {other[0]} is in one of them "
+            "only",
+            where=where,
+            remedy=remedy,
+        )
+    most = max(one.microbatch for one in compute) + 1
+    if most != plan.training.num_microbatches:
+        raise ConfigError(
+            f"the run had {most} microbatches, and the plan has {plan.training.num_microbatches}",
+            where=where,
+            remedy=remedy,
+        )
+
+
+def compared(plan: Plan, run: Run) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of what, forecast, measured and measured / forecast, step first and then by stage."""
+    forecast = plan.forecast
+    assert forecast is not None
+    if run.step_seconds is not None:
+        yield _row("a step", forecast.step_seconds, run.step_seconds)
+        shown = bars(one for events in run.minibatches for one in events)
+        if duration(shown):
+            yield "idle", f"{100 * forecast.bubble:.1f} %", f"{100 * idle(shown):.1f} %", ""
+    events = [one for minibatch in run.minibatches for one in minibatch]
+    for s, stage in enumerate(plan.stages):
+        backward = stage.backward_pass_seconds
+        expected = (("F", "forward", stage.forward_seconds), ("B", "backward", backward),
+                    ("STEP", "update", stage.update_seconds))  # fmt: skip
+        for action, name, seconds in expected:
+            actions = ("B", "I", "W") if action == "B" else (action,)
+            own = [one for one in events if one.stage == s and one.action in actions]
+            if own:
+                took = sum(one.end_seconds - one.start_seconds for one in own)
+                count = len({(one.minibatch, one.microbatch, one.rank) for one in own})
+                yield _row(f"stage {s}, {name}", seconds, took / count)
+
+
+def _row(name: str, forecast: float, measured: float) -> tuple[str, str, str, str]:
+    ratio = f"{measured / forecast:.2f}" if forecast > 0 else ""
+    return name, format_seconds(forecast), format_seconds(measured), ratio

@@ -1,0 +1,178 @@
+"""The model as a graph that fits on a page: its modules by stage, and what crosses stages.
+
+Items of the planner's problem are drawn by the module that they are in, as deep as there is room
+for; equal modules in a row, ``layers.0`` to ``layers.9``, become one box where that is too much.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pdcompile.errors import PlanError
+from pdcompile.plan import Plan
+from pdcompile.plan.embedded import assignment
+from pdcompile.problem import PartitionProblem
+from pdcompile.report import labels
+from pdcompile.report.labels import counted
+from pdcompile.report.page.page_data import MapEdge, MapNode, ModelMap
+from pdcompile.units import format_bytes, format_seconds
+
+MOST_NODES = 72
+MOST_ROWS = 12  # of a stage
+NAMED = 8  # items of a box that are named one by one
+
+
+@dataclass
+class _Box:
+    stage: int
+    name: str
+    items: list[int] = field(default_factory=list)
+
+
+def model_map(plan: Plan) -> ModelMap:
+    """The graph of a plan; of one without a problem, a box a stage."""
+    columns = tuple(
+        (
+            f"stage {stage.index} · {'ranks' if len(stage.ranks) > 1 else 'rank'} "
+            + labels.ranks(stage.ranks or (stage.index,)),
+            labels.modules(stage.parameters, stage.ops),
+        )
+        for stage in plan.stages
+    )
+    problem = plan.problem
+    try:
+        stage_of = assignment(plan) if problem is not None else ()
+    except PlanError:  # somebody moved parts of items: stages are all that is known
+        problem, stage_of = None, ()
+    if problem is None:
+        return ModelMap(columns, *_stages_alone(plan))
+    boxes, note = _boxes(problem, stage_of)
+    box_of = {item: n for n, box in enumerate(boxes) for item in box.items}
+    rows: dict[int, int] = defaultdict(int)
+    nodes = []
+    for box in boxes:
+        nodes.append(MapNode(box.stage, rows[box.stage], box.name, _detail(problem, box)))
+        rows[box.stage] += 1
+    return ModelMap(columns, tuple(nodes), tuple(_edges(problem, stage_of, box_of)), note)
+
+
+def _boxes(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[list[_Box], str]:
+    """The deepest division that fits, and what it is in words."""
+    paths = [_path(item.name) for item in problem.items]
+    deepest = max(map(len, paths))
+    for depth in range(deepest, 0, -1):
+        for runs in (False, True):
+            boxes = _grouped(paths, stage_of, depth, runs=runs)
+            if _fits(boxes):
+                if len(boxes) == len(problem.items):
+                    return boxes, "Every box is an item: what may not be divided."
+                what = "equal modules in a row are one box" if runs else "by module"
+                count = counted(len(problem.items), "item")
+                return boxes, f"{len(boxes)} boxes for {count} of the model, {what}."
+    stages = sorted(set(stage_of))
+    boxes = [_Box(s, f"stage {s}", [i for i, t in enumerate(stage_of) if t == s]) for s in stages]
+    count = counted(len(problem.items), "item")
+    return boxes, f"One box a stage: the model's {count} are too many to draw."
+
+
+def _fits(boxes: Sequence[_Box]) -> bool:
+    rows: dict[int, int] = defaultdict(int)
+    for box in boxes:
+        rows[box.stage] += 1
+    return len(boxes) <= MOST_NODES and max(rows.values()) <= MOST_ROWS
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """``blocks.0:add_1`` is an op of its own in ``blocks.0``."""
+    module, _, op = name.partition(":")
+    return (*module.split("."), *([op] if op else ()))
+
+
+def _grouped(
+    paths: Sequence[tuple[str, ...]], stage_of: Sequence[int], depth: int, *, runs: bool
+) -> list[_Box]:
+    """Items of one stage with the same beginning of their paths; in a row, where `runs`, those
+    that differ in its last number only."""
+    found: dict[tuple[int, tuple[str, ...]], _Box] = {}
+    numbers: dict[int, set[int]] = defaultdict(set)
+    for item, (path, stage) in enumerate(zip(paths, stage_of, strict=True)):
+        start = path[:depth]
+        key = (*start[:-1], "#") if runs and start[-1].isdigit() else start
+        box = found.setdefault((stage, key), _Box(stage, ".".join(start)))
+        box.items.append(item)
+        if key is not start:
+            numbers[id(box)].add(int(start[-1]))
+            shown = ",".join(labels.ranges(numbers[id(box)]))
+            box.name = ".".join((*start[:-1], shown))
+    return sorted(found.values(), key=lambda box: (box.stage, box.items[0]))
+
+
+def _detail(problem: PartitionProblem, box: _Box) -> str:
+    items = [problem.items[i] for i in box.items]
+    parts = [
+        f"forward {format_seconds(sum(one.forward_seconds for one in items))}",
+        f"backward {format_seconds(sum(one.backward_seconds for one in items))} a microbatch",
+        f"{format_bytes(sum(one.parameter_bytes for one in items))} of parameters",
+    ]
+    if len(items) > 1:
+        names = [one.name for one in items[:NAMED]]
+        more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
+        parts.append(f"{counted(len(items), 'item')}: {', '.join(names)}{more}")
+    return f"{box.name}, stage {box.stage}: " + "; ".join(parts)
+
+
+def _edges(
+    problem: PartitionProblem, stage_of: Sequence[int], box_of: dict[int, int]
+) -> Iterator[MapEdge]:
+    """One a pair of boxes; a value that several items of a stage read is sent there once."""
+    inside: set[tuple[int, int]] = set()
+    crossing: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    for value in problem.traffic:
+        source, sent = box_of[value.producer], set()
+        for item in sorted(value.consumers):
+            target = box_of[item]
+            if stage_of[item] == stage_of[value.producer]:
+                if target != source:
+                    inside.add((source, target))
+            elif stage_of[item] not in sent:
+                sent.add(stage_of[item])
+                size = (value.value, value.forward_bytes, value.backward_bytes)
+                crossing[source, target].append(size)
+    for source, target in sorted(inside):
+        yield MapEdge(source, target)
+    for (source, target), values in sorted(crossing.items()):
+        total = sum(forward + backward for _, forward, backward in values)
+        parts = ", ".join(
+            f"{name} {format_bytes(forward)}"
+            + (f" and its gradient {format_bytes(backward)}" if backward else "")
+            for name, forward, backward in values[:NAMED]
+        )
+        more = f" and {len(values) - NAMED} more" if len(values) > NAMED else ""
+        yield MapEdge(source, target, format_bytes(total), f"a microbatch: {parts}{more}")
+
+
+def _stages_alone(plan: Plan) -> tuple[tuple[MapNode, ...], tuple[MapEdge, ...], str]:
+    nodes = tuple(
+        MapNode(
+            s, 0, f"stage {s}",
+            f"stage {s}: {counted(len(stage.ops), 'op')}, forward "
+            f"{format_seconds(stage.forward_seconds)}, backward "
+            f"{format_seconds(stage.backward_pass_seconds)} a microbatch",
+        )
+        for s, stage in enumerate(plan.stages)
+    )  # fmt: skip
+    crossing: dict[tuple[int, int], list[tuple[str, int, bool]]] = defaultdict(list)
+    for edge in plan.edges:
+        for target in edge.targets:
+            crossing[edge.source, target].append((edge.value, edge.bytes, edge.gradient))
+    edges = tuple(
+        MapEdge(
+            source, target,
+            format_bytes(sum(size * (1 + gradient) for _, size, gradient in values)),
+            "a microbatch: " + ", ".join(name for name, _, _ in values[:NAMED]),
+        )
+        for (source, target), values in sorted(crossing.items())
+    )  # fmt: skip
+    return nodes, edges, "One box a stage: the plan does not say what its modules cost and send."

@@ -1,0 +1,208 @@
+"""What a report says in sentences: what limits a plan, how good it is, what its numbers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from pdcompile.cluster import Cluster, Device
+from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
+from pdcompile.plan import Certificate, Plan
+from pdcompile.report import labels
+from pdcompile.report.plan_table import limits
+from pdcompile.schedule.registry import kind_of
+from pdcompile.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:  # it brings the search along
+    from pdcompile.passes.planning.explain import Explanation
+
+FULL = 0.9  # of a limit, from which memory is mentioned
+EVEN = 1.05  # times the mean, up to which stages are called balanced
+ALIKE = 0.99  # of the slowest stage's load
+NOTICED = 0.005  # of the time
+FILLING = 0.15  # of a step, from which more microbatches are worth a sentence
+
+
+def named(share: Share) -> str:
+    """What a part of the critical path is: ``computing of stage 2``."""
+    return {
+        "compute": f"computing of stage {share.stage}",
+        "update": f"updates of stage {share.stage}",
+        "link": "link " + " → ".join(map(str, share.ranks)),
+        "sum": f"sums of stage {share.stage}'s gradients over its replicas",
+        "norms": "norms of gradients over all ranks",
+        "fill": "filling the pipeline (bubble)",
+        "drain": "draining the pipeline (bubble)",
+    }[share.what]
+
+
+def path_in_words(path: CriticalPath) -> str:
+    """``70 % computing of stage 2, 20 % link 1 → 2, 10 % bubble``: what is 1 % or more."""
+    if not path.seconds:
+        return "Nothing takes time."
+    bubble = sum(one.seconds for one in path.shares if one.what in ("fill", "drain"))
+    parts = [(one.seconds, named(one)) for one in path.shares if one.what not in ("fill", "drain")]
+    parts = sorted([*parts, (bubble, "bubble (the pipeline fills and drains)")], reverse=True)
+    shown = [f"{percent(s / path.seconds)} {name}" for s, name in parts if s >= path.seconds / 100]
+    return ", ".join(shown)
+
+
+def what_limits(plan: Plan, path: CriticalPath, found: Explanation | None) -> Iterator[str]:
+    """Sentences for somebody who has a minute: the most important first."""
+    first = path.decisive
+    if first is None:
+        yield "No stage and no link takes time in this plan."
+    else:
+        yield f"{_subject(first)}. Its critical path: {path_in_words(path)}."
+    yield from _balance(plan, -1 if first is None else first.stage)
+    bubble = sum(one.seconds for one in path.shares if one.what in ("fill", "drain"))
+    if path.seconds and bubble > FILLING * path.seconds:
+        yield (
+            "More microbatches a minibatch would make the bubble a smaller part of a step, and so "
+            "would a schedule that fills it."
+        )
+    yield from _memory(plan)
+    if found is not None:
+        yield from _eased(found)
+
+
+def _subject(share: Share) -> str:
+    what = {"compute": "Computing", "update": "The update", "sum": "Summing gradients"}
+    if share.what == "link":
+        a, b = share.ranks
+        return f"The link from rank {a} to rank {b} limits this plan"
+    where = f" of stage {share.stage}" if share.stage >= 0 else ""
+    return f"{what.get(share.what, 'Comparing norms of gradients')}{where} limits this plan"
+
+
+def _balance(plan: Plan, decisive: int) -> Iterator[str]:
+    loads = [
+        (stage.forward_seconds + stage.backward_pass_seconds) / stage.replicas
+        for stage in plan.stages
+    ]
+    mean = sum(loads) / len(loads)
+    if len(loads) < 2 or not mean:
+        return
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    if decisive >= 0 and loads[decisive] >= ALIKE * loads[slowest]:
+        slowest = decisive
+    more = loads[slowest] / mean - 1
+    if loads[slowest] <= EVEN * mean:
+        yield (
+            f"Stages are balanced: the slowest, stage {slowest}, computes {percent(more)} longer "
+            "than their mean."
+        )
+    else:
+        yield f"Stage {slowest} computes {percent(more)} longer than the mean of all stages."
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    assert plan.forecast is not None
+    known = [
+        (ledger.total_bytes / limit, rank, ledger.total_bytes, limit)
+        for rank, ledger in enumerate(plan.forecast.ledgers)
+        if (limit := limits(plan).get(rank))
+    ]
+    if not known:
+        return
+    part, rank, total, limit = max(known)
+    if part > 1:
+        more = format_bytes(total - limit)
+        yield f"Rank {rank} needs {more} more than its limit of {format_bytes(limit)}."
+    elif part > FULL:
+        yield f"Memory is nearly full: rank {rank} needs {percent(part)} of its limit."
+
+
+def _eased(found: Explanation) -> Iterator[str]:
+    """The limit without which most would be won."""
+    gains = [
+        (1 - one.objective_seconds / found.objective_seconds, one.text)
+        for one in found.relaxed
+        if one.objective_seconds is not None and found.objective_seconds > 0
+    ]
+    gain, text = max(gains, default=(0.0, ""))
+    if gain > NOTICED:
+        yield f"Of all limits, easing this one would gain most: {text}, {percent(gain)} less time."
+
+
+def proved(plan: Plan) -> str:
+    """One sentence on how far a plan is from the best one."""
+    one = plan.certificate
+    if one.bound_seconds <= 0:
+        return "Nothing is proved of other plans: a faster one may exist."
+    if one.fastest_seconds is not None:
+        slower = percent(one.objective_seconds / one.fastest_seconds - 1)
+        best = replace(one, objective_seconds=one.fastest_seconds)
+        rest = "that one is proved to be the fastest" if not best.gap else (
+            f"no plan saves more than {percent(best.gap)} of that one's time"
+        )  # fmt: skip
+        return (
+            f"Proved: this plan is {slower} slower than the fastest one found, for cuts at borders "
+            f"of modules, and {rest}."
+        )
+    if not one.gap:
+        return "Proved: among all plans of this kind, with these costs, none is faster."
+    return f"Proved: no plan of this kind saves more than {percent(one.gap)} of the time."
+
+
+def proof_in_terms(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The certificate, term by term, with what each means."""
+    one = plan.certificate
+    what = "a microbatch" if kind_of(plan.training.schedule).stream else "a step"
+    yield "objective", f"{format_seconds(one.objective_seconds)} {what}: what the search made small"
+    yield "lower bound", f"{format_seconds(one.bound_seconds)}: proved, no plan takes less"
+    yield "gap", f"{100 * one.gap:.2g} % of the objective is between these two"
+    yield "status", _STATUS[one.status]
+    if one.fastest_seconds is not None:
+        fastest = format_seconds(one.fastest_seconds)
+        yield "fastest plan found", f"{fastest}; its cuts lie less well, see --cut-tolerance"
+    yield "prover", f"{one.prover}, in {format_seconds(one.seconds)}"
+    yield "scope", f"{one.scope}: the proof holds for plans that keep this together"
+    yield (
+        "forecast",
+        (
+            "step time, idle time and memory are simulated from the programs that ranks run, with "
+            "updates and every wait; the objective knows only devices, links and round trips"
+        ),
+    )
+
+
+_STATUS: dict[str, str] = {
+    "optimal": "optimal: the search ended with a proof",
+    "feasible": "feasible: a plan that works, with the gap above to what may be possible",
+}
+
+
+def gap_tile(one: Certificate) -> tuple[str, str]:
+    """The gap as a headline, and a word on it."""
+    if one.bound_seconds <= 0:
+        return "unknown", "nothing is proved"
+    return f"{100 * one.gap:.2g} %", "proved optimal" if not one.gap else "to the proved bound"
+
+
+def cluster_in_words(plan: Plan) -> str:
+    """``8 × h100 of 80.0 GB; nvlink 450 GB/s, infiniband 50.0 GB/s``."""
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster") if plan.cluster else None
+    if cluster is None:
+        return labels.counted(plan.num_ranks, "device")
+    devices = [
+        f"{len(list(group))} × {_device(device)}" for device, group in groupby(cluster.devices)
+    ]
+    levels = [
+        f"{level.name} {format_rate(level.bytes_per_second)}"
+        for level in cluster.levels
+        if level.size > 1
+    ]
+    return "; ".join([", ".join(devices), *([", ".join(levels)] if levels else [])])
+
+
+def _device(device: Device) -> str:
+    limit = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
+    return f"{device.kind}{limit}"
+
+
+def percent(part: float) -> str:
+    """``70 %``, ``3.2 %``."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.2g} %"

@@ -1,0 +1,58 @@
+"""One colour for one meaning, on terminals, in pictures and on pages.
+
+Forward is blue, backward green, update amber, a stage violet, a link brown; and so are, in memory,
+activations, gradients, optimizer state, weights and messages.  All fills are light enough for `INK`
+on them.
+"""
+
+from __future__ import annotations
+
+INK = "#10141a"  # text on any fill
+
+#: kinds of work: of even and of odd minibatches, which differ in lightness too
+WORK: dict[str, tuple[str, str]] = {
+    "forward": ("#7fb2ff", "#b5d3ff"),
+    "backward": ("#7fcf9a", "#b4e4c3"),
+    "backward to inputs": ("#7fcf9a", "#b4e4c3"),
+    "backward to weights": ("#c2cc5e", "#e0e6a6"),
+    "step": ("#f0b84f", "#f7d697"),
+}
+LINK = "#d0a47c"
+WEIGHTS = "#ada3ea"
+SPARE = "#b9c0c9"  # of no lasting meaning: temporaries
+IDLE = "#eef0f3"
+LIMIT = "#c62828"
+
+#: what memory is full of
+MEMORY: dict[str, str] = {
+    "weights": WEIGHTS,
+    "gradients": WORK["backward"][0],
+    "optimizer state": WORK["step"][0],
+    "activations": WORK["forward"][0],
+    "messages": LINK,
+    "temporaries": SPARE,
+}
+
+_FIRST, _LAST = (222, 217, 250), (141, 128, 222)  # of a ramp of violets
+
+
+def stages(count: int) -> tuple[str, ...]:
+    """A violet a stage, from light to dark."""
+    steps = max(count - 1, 1)
+    return tuple(
+        "#" + "".join(f"{round(a + (b - a) * s / steps):02x}"
+                      for a, b in zip(_FIRST, _LAST, strict=True))
+        for s in range(count)
+    )  # fmt: skip
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours as WCAG 2 defines it: from 1 to 21."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -1,0 +1,74 @@
+"""Recording: when each instruction of this process's ranks began and ended, as a timeline.
+
+What is drawn beside the forecast: `passes.simulate` gives events of the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from pdcompile.schedule import Instruction, Phase
+
+KEPT = 8  # minibatches, the last ones: the first of a run set up what later ones have
+NOTED = frozenset((Phase.COMPUTE, Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT))
+_SAMPLES = 32  # of the clocks' difference
+
+
+class Recorded(NamedTuple):
+    """One instruction that took time; seconds are those of the hosts' clocks."""
+
+    rank: int
+    stage: int
+    action: str
+    minibatch: int
+    microbatch: int
+    start_seconds: float
+    end_seconds: float
+
+
+class Recording:
+    """Work and waits of the last minibatches; evaluation is left out.
+
+    Ranks of one host agree on the time to a microsecond, those of several as their clocks do.
+    """
+
+    def __init__(self) -> None:
+        self._minibatches: dict[int, list[Recorded]] = {}
+        self._offset = min(time.time() - time.perf_counter() for _ in range(_SAMPLES))
+
+    def add(self, rank: int, ins: Instruction, base: int, began: float) -> None:
+        """An instruction has ended that began at `began` of `time.perf_counter`."""
+        minibatch, now = base + ins.minibatch, time.perf_counter()
+        if ins.action.phase not in NOTED or minibatch < 0:
+            return
+        if minibatch not in self._minibatches:
+            for old in [one for one in self._minibatches if one <= minibatch - KEPT]:
+                del self._minibatches[old]
+        self._minibatches.setdefault(minibatch, []).append(
+            Recorded(
+                rank, ins.stage, ins.action.value, minibatch, ins.microbatch,
+                began + self._offset, now + self._offset,
+            )
+        )  # fmt: skip
+
+    def text(self) -> str:
+        """What was recorded here, for `together`."""
+        return json.dumps([one for events in self._minibatches.values() for one in events])
+
+
+def together(texts: Iterable[str]) -> tuple[Recorded, ...]:
+    """The recordings of several processes as one, from second 0, by start."""
+    events = sorted(_events(texts), key=lambda one: (one.start_seconds, one.rank))
+    first = events[0].start_seconds if events else 0.0
+    return tuple(
+        one._replace(start_seconds=one.start_seconds - first, end_seconds=one.end_seconds - first)
+        for one in events
+    )
+
+
+def _events(texts: Iterable[str]) -> Iterator[Recorded]:
+    for text in texts:
+        yield from (Recorded(*fields) for fields in json.loads(text))

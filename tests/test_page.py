@@ -1,0 +1,385 @@
+"""The page of a plan: its data says what the plan says, and a browser draws all of it."""
+
+from __future__ import annotations
+
+import html as entities
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError
+from pdcompile.passes.planning.explain import explain
+from pdcompile.passes.simulate import drained
+from pdcompile.plan import Plan
+from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
+from pdcompile.report import chrome
+from pdcompile.report.page import PageData, html, page_data, simulated
+from pdcompile.report.page.lanes import kept, lanes
+from pdcompile.report.page.measured_run import Run, compared, run_of
+from pdcompile.report.page.memory_lanes import MOST_POINTS, thinned
+from pdcompile.report.page.model_map import MOST_NODES, MOST_ROWS, model_map
+from pdcompile.report.timeline import bars
+from tests.helpers.report_data import Event, one_f_one_b, plan
+from tests.helpers.schedules import make_plan, plans
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--&\u2028"
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+
+def with_problem(num_items: int = 6, name: str = "blocks.{}.up", stages: int = 2) -> Plan:
+    """Equal items in a chain, over stages of equal length."""
+    items = tuple(
+        Item(name.format(i), (f"op_{i}",), 1e-3, 2e-3, 1000, 1000, 100) for i in range(num_items)
+    )
+    traffic = tuple(Traffic(f"v{i}", i, (i + 1,), 2_000, 2_000) for i in range(num_items - 1))
+    problem = PartitionProblem(
+        items, traffic, (StageLimits(memory_bytes=4_000_000),) * stages,
+        num_microbatches=4, objective="flush",
+    )  # fmt: skip
+    made, share = make_plan("1f1b", stages, 4), num_items // stages
+    held = tuple(
+        replace(
+            stage,
+            ops=tuple(f"op_{i}" for i in range(s * share, (s + 1) * share)),
+            forward_seconds=share * 1e-3,
+            backward_seconds=share * 2e-3,
+        )
+        for s, stage in enumerate(made.stages)
+    )
+    edges = tuple(replace(edge, bytes=2_000) for edge in made.edges)
+    cluster = Cluster.local(stages, memory="4 MB").to_toml()
+    return replace(
+        made, stages=held, edges=edges, cluster=cluster, problem=problem, model="GPT",
+        certificate=plan().certificate,
+    )  # fmt: skip
+
+
+def data_of(made: Plan, run: Run | None = None, steps: int = 1) -> PageData:
+    sources = replace(simulated(made, steps), run=run)
+    if made.problem is not None:
+        sources = replace(sources, explanation=explain(made, time_limit=0))
+    else:
+        sources = replace(sources, unexplained="Not known: the plan holds no problem.")
+    return page_data(made, sources, title="plan.json", date="25 November 2026")
+
+
+def embedded(document: str) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', document)
+    return json.loads(text)
+
+
+# -- the document ------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_loads_nothing() -> None:
+    document = html(data_of(with_problem()))
+    assert document.startswith("<!doctype html>")
+    assert not re.findall(
+        r"(?:src=|href=|@import|url\(|https?://(?!www\.w3\.org/2000/svg))", document
+    )
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', document)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert not re.findall(r"\son\w+=", document)
+
+
+@pytest.mark.parametrize("place", ["notes", "model", "fqn", "item", "title"])
+def test_texts_of_a_plan_are_never_markup(place: str) -> None:
+    made = with_problem()
+    if place == "notes":
+        made = replace(made, notes=(HOSTILE,))
+    elif place == "model":
+        made = replace(made, model=HOSTILE)
+    elif place == "fqn":
+        stages = (replace(made.stages[0], parameters=(HOSTILE,)), *made.stages[1:])
+        made = replace(made, stages=stages)
+    elif place == "item":
+        assert made.problem is not None
+        items = (replace(made.problem.items[0], name=HOSTILE), *made.problem.items[1:])
+        made = replace(made, problem=replace(made.problem, items=items))
+    sources = simulated(made, 1)
+    title = HOSTILE if place == "title" else "plan"
+    made = replace(made, model="") if place == "title" else made
+    document = html(page_data(made, sources, title=title, date="today"))
+    assert document.count("</script>") == 2
+    assert "<img" not in document
+    assert HOSTILE in json.dumps(embedded(document), ensure_ascii=False)
+
+
+def test_the_numbers_are_those_of_the_plan() -> None:
+    made = with_problem()
+    data = data_of(made)
+    tiles = {tile.label: tile for tile in data.tiles}
+    assert data.title == "GPT on 2 ranks"
+    assert "25 November 2026" in data.subtitle
+    assert "2 × cpu of 4.00 MB" in data.subtitle
+    assert tiles["step time"].value == "45.0 ms"  # 3 ms + 6 ms a microbatch, and one more of them
+    assert tiles["idle"].value == "20.0 %"
+    assert tiles["gap"].value == "0 %"
+    assert "of 4.00 MB on rank" in tiles["peak memory"].note
+    assert data.limits[0].startswith("Computing of stage")
+    assert data.limits[1].startswith("Stages are balanced")
+    assert data.proof == "Proved: among all plans of this kind, with these costs, none is faster."
+    assert data.binding.stages is not None
+    assert len(data.binding.stages.rows) == 2
+
+
+def test_a_plan_over_its_limit_says_so() -> None:
+    made = with_problem()
+    made = replace(made, stages=tuple(replace(s, parameter_bytes=5_000_000) for s in made.stages))
+    data = data_of(replace(made, problem=None))
+    assert any("more than its limit of 4.00 MB" in sentence for sentence in data.limits)
+    assert [tile.tone for tile in data.tiles if tile.label == "peak memory"] == ["bad"]
+    assert all(lane.over for lane in data.memory.lanes)
+    assert "no problem" in data.binding.sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bound_seconds": 0.0}, "Nothing is proved"),
+        ({"bound_seconds": 18e-3}, "saves more than 20 % of the time"),
+        ({"fastest_seconds": 22.5e-3, "objective_seconds": 25e-3}, "11 % slower than the fastest"),
+    ],
+)
+def test_the_proof_in_one_sentence(change: Mapping[str, Any], said: str) -> None:
+    made = with_problem()
+    data = data_of(replace(made, problem=None, certificate=replace(made.certificate, **change)))
+    assert said in data.proof
+    assert {"objective", "lower bound", "gap", "scope"} <= {term for term, _ in data.proof_details}
+
+
+@settings(max_examples=12, deadline=None)
+@given(plans(several=True))
+def test_any_plan_has_a_page(made: Plan) -> None:
+    made = replace(made, cluster=Cluster.local(made.num_columns).to_toml())
+    found = embedded(html(data_of(made, steps=2)))
+    assert found["tiles"]
+    assert found["limits"]
+    assert len(found["memory"]["lanes"]) == made.num_columns
+    assert sum(strip["fraction"] for strip in found["critical"]["strips"]) <= 1 + 1e-9
+    for strip in found["traffic"]["strips"]:
+        assert -1e-9 <= strip["fraction"] <= 1 + 1e-6
+
+
+# -- the timeline ------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(2, 60))
+def test_long_timelines_keep_their_ends_and_count_the_rest(
+    stages: int, num: int, most: int
+) -> None:
+    events = one_f_one_b(stages, num)
+    found = lanes(events, most=most)
+    shown = sum(len(lane.bars) for lane in found.lanes)
+    out = sum(count for lane in found.lanes for _, _, count in lane.left_out)
+    assert shown + out == len(events)
+    assert shown <= most + 2 * stages
+    assert bool(found.note) == (out > 0)
+    begin, end = kept(bars(events), most)
+    for lane in found.lanes:
+        for bar in lane.bars:
+            assert bar[5] + bar[6] <= begin + 1e-12 or bar[5] >= end - 1e-12 or not out
+
+
+def test_the_page_opens_with_one_full_minibatch() -> None:
+    found = lanes(drained(make_plan("2bw", 3, 4), 3))
+    assert [number for number, _, _ in found.minibatches] == [0, 1, 2]
+    assert found.shown == 1
+    assert found.numbered == "microbatch"
+
+
+# -- the graph ---------------------------------------------------------------------------------
+
+
+def test_small_models_are_drawn_item_by_item() -> None:
+    found = model_map(with_problem())
+    assert [node.name for node in found.nodes] == [f"blocks.{i}.up" for i in range(6)]
+    (cut,) = [edge for edge in found.edges if edge.label]
+    assert (found.nodes[cut.source].name, found.nodes[cut.target].name) == (
+        "blocks.2.up", "blocks.3.up",
+    )  # fmt: skip
+    assert cut.label == "4.00 kB"
+    assert "v2 2.00 kB and its gradient 2.00 kB" in cut.detail
+
+
+@pytest.mark.parametrize(("name", "first"), [("layers.{}", "layers.0–199"), ("part_{}", "stage 0")])
+def test_large_models_are_drawn_together(name: str, first: str) -> None:
+    found = model_map(with_problem(400, name))
+    assert found.nodes[0].name == first
+    assert len(found.nodes) <= MOST_NODES
+    assert max(node.row for node in found.nodes) < MOST_ROWS
+    assert "400 items" in found.note
+    assert len([edge for edge in found.edges if edge.label]) == 1
+
+
+def test_without_a_problem_stages_are_all_that_is_known() -> None:
+    found = model_map(plan())
+    assert [node.name for node in found.nodes] == ["stage 0", "stage 1"]
+    assert [edge.label for edge in found.edges] == ["131 kB"]
+    assert "does not say" in found.note
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def test_thinned_curves_keep_their_peak() -> None:
+    made = with_problem()
+    data = data_of(made)
+    for lane in data.memory.lanes:
+        assert len(lane.points) <= MOST_POINTS
+        assert max(sum(point[1:]) for point in lane.points) == sum(lane.peak_bytes)
+    assert thinned([]) == ()
+
+
+def test_of_many_ranks_the_fullest_have_curves() -> None:
+    made = make_plan("1f1b", 10, 2, saved_bytes=1000)
+    data = data_of(replace(made, cluster=Cluster.local(10).to_toml()))
+    ranks = data.memory.lanes
+    fullest = sorted(ranks, key=lambda lane: sum(lane.peak_bytes), reverse=True)[:8]
+    drawn = [lane.rank for lane in ranks if lane.points]
+    assert drawn == sorted(lane.rank for lane in fullest)
+    assert "2 others are left out" in data.memory.note
+
+
+# -- runs --------------------------------------------------------------------------------------
+
+
+def measured(
+    made: Plan, *, slower: float = 2.0, apart: bool = True, steps: int = 3
+) -> chrome.Trace:
+    """A run that took so much longer than forecast, step by step."""
+    events: list[Event] = []
+    at = 0.0
+    for step in range(steps):
+        found = drained(made, 1)
+        for one in found:
+            times = at + slower * one.start_seconds, at + slower * one.end_seconds
+            events.append(Event(one.rank, one.stage, str(one.action), step, one.microbatch, *times))
+        at += slower * max(one.end_seconds for one in found)
+    return chrome.Trace(tuple(events), measured=True, apart=apart, plan=made.fingerprint)
+
+
+def written(trace: chrome.Trace, folder: Path) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps(chrome.trace(trace)))
+    return path
+
+
+def test_a_run_beside_its_forecast(tmp_path: Path) -> None:
+    made = with_problem()
+    run = run_of(written(measured(made), tmp_path), made)
+    data = data_of(made, run)
+    assert run.step_seconds == pytest.approx(90e-3)
+    assert data.measured is not None
+    rows = {row[0]: row[1:] for row in data.measured.rows}
+    assert rows["a step"] == ("45.0 ms", "90.0 ms", "2.00")
+    assert rows["stage 1, backward"] == ("6.00 ms", "12.0 ms", "2.00")
+    assert rows["idle"][:2] == ("20.0 %", "20.0 %")
+    assert any("2 times the forecast" in sentence for sentence in data.limits)
+    assert [lane.measured for lane in data.timeline.lanes] == [False, True, False, True]
+    assert data.timeline.minibatches == ((0, 0.0, pytest.approx(90e-3)),)
+
+
+def test_one_process_is_compared_stage_by_stage(tmp_path: Path) -> None:
+    made = with_problem()
+    run = run_of(written(measured(made, apart=False), tmp_path), made)
+    assert run.step_seconds is None
+    data = data_of(made, run)
+    assert not any(lane.measured for lane in data.timeline.lanes)
+    assert data.measured is not None
+    assert "in turn" in data.measured.note
+    known = replace(made, forecast=simulated(made, 1).steady.forecast)
+    assert next(compared(known, run))[0] == "stage 0, forward"
+
+
+def test_runs_of_other_plans_are_refused(tmp_path: Path) -> None:
+    made = with_problem()
+    path = written(measured(make_plan("1f1b", 3, 4)), tmp_path)
+    with pytest.raises(ConfigError, match="stage 2 on rank 2 is in one of them only"):
+        run_of(path, made)
+    path = written(measured(make_plan("1f1b", 2, 3)), tmp_path)
+    with pytest.raises(ConfigError, match="3 microbatches, and the plan has 4"):
+        run_of(path, made)
+    path = written(chrome.Trace(drained(made, 1)), tmp_path)
+    with pytest.raises(ConfigError, match="not of a run"):
+        run_of(path, made)
+
+
+# -- in a browser ------------------------------------------------------------------------------
+
+PANELS = ("tiles", "limits", "proof", "timeline", "critical", "binding", "model", "stages",
+          "memory", "traffic")  # fmt: skip
+
+
+def browsed(document: str, folder: Path, width: int, *, dark: bool = False) -> tuple[str, str]:
+    """What the page has become in Chromium, and what its console said."""
+    path = folder / "report.html"
+    path.write_text(document, encoding="utf-8")
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1200", *scheme,
+            "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", path.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return done.stdout, "\n".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH")
+@pytest.mark.parametrize(
+    ("case", "width", "dark"),
+    [("flush", 1440, False), ("stream", 480, True), ("interleaved", 480, False),
+     ("replicas", 1440, True), ("run", 1440, False), ("hostile", 1440, False)],
+)  # fmt: skip
+def test_a_browser_draws_every_panel(case: str, width: int, dark: bool, tmp_path: Path) -> None:
+    run, steps, made = None, 1, with_problem()
+    if case == "stream":
+        made, steps = make_plan("2bw", 4, 8, saved_bytes=100), 3
+    elif case == "interleaved":
+        made = make_plan("interleaved", 4, 4, per_rank=2)
+    elif case == "replicas":
+        made = make_plan("1f1b", 2, 4, replicas=(2, 1), trainable_bytes=8, parameter_bytes=8)
+    elif case == "run":
+        run = run_of(written(measured(made), tmp_path), made)
+    elif case == "hostile":
+        made = replace(made, notes=(HOSTILE,), model=HOSTILE)
+    if not made.cluster:
+        made = replace(made, cluster=Cluster.local(made.num_ranks).to_toml())
+    dom, console = browsed(html(data_of(made, run, steps)), tmp_path, width, dark=dark)
+    assert console == ""
+    panels = dict(
+        re.findall(r'<(?:section|dl)[^>]* id="(\w+)"[^>]*>(.*?)</(?:section|dl)>', dom, re.S)
+    )
+    assert set(PANELS) <= set(panels)
+    for name in PANELS:
+        text = entities.unescape(re.sub(r"<[^>]*>", " ", panels[name]))
+        assert len(text.split()) >= 5, name
+    timeline = panels["timeline"]
+    assert timeline.count('class="bar') >= 2 * made.num_ranks
+    assert ('measured"' in timeline) == (case == "run")
+    assert panels["model"].count('class="bar') >= len(made.stages)
+    assert panels["model"].count('class="cut"') >= len(made.stages) - 1
+    assert panels["memory"].count("<path") >= 6 * made.num_ranks
+    assert ('id="measured"' in dom) == (case == "run")
+    assert "NaN" not in dom
+    assert "undefined" not in dom
+    assert re.search(r"<img", dom.split("</main>")[0]) is None
