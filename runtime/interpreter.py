@@ -125,9 +125,7 @@ class Worker:
         self.stage = stage
         self.replicas: Replicas | None = None
         self.held: dict[int, Worker] = {stage: self}
-        self.weights = weights
-        self.norms = norms
-        self.transport = transport
+        self.weights, self.norms, self.transport = weights, norms, transport
         self.updater: Updater | None = None
         self.recording: Recording | None = None
         self.current: Instruction | None = None
@@ -355,8 +353,8 @@ class Worker:
         self.replicas.execute(ins.action, self.base + ins.minibatch)
 
     def _post_norms(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
-        self.norms.post(minibatch, self._gradients(minibatch))
+        at = self.base + ins.minibatch
+        self.norms.post(at, self._gradients(at))
 
     def _wait_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
