@@ -35,7 +35,7 @@ _HOMES = {
     "pdcompile.schedule": "Schedule",
     "pdcompile.errors": "PdcompileError ConfigError InputError TraceError VerifyError CostError "
     "ClusterError PlanError InfeasibleError NotFoundError ScheduleError DeadlockError SourceError "
-    "CheckpointError NotPrepared ClosedError LaunchError ContractError RankError",
+    "CheckpointError NonFiniteError NotPrepared ClosedError LaunchError ContractError RankError",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -56,6 +56,7 @@ if _TYPE_CHECKING:
     from pdcompile.errors import InfeasibleError as InfeasibleError
     from pdcompile.errors import InputError as InputError
     from pdcompile.errors import LaunchError as LaunchError
+    from pdcompile.errors import NonFiniteError as NonFiniteError
     from pdcompile.errors import NotFoundError as NotFoundError
     from pdcompile.errors import NotPrepared as NotPrepared
     from pdcompile.errors import PdcompileError as PdcompileError

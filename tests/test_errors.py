@@ -41,6 +41,10 @@ CLASSES = [
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
+def test_every_error_can_be_imported_from_the_package() -> None:
+    assert {one.__name__ for one in CLASSES} - {*pdcompile.__all__} == set()
+
+
 def pipe_of(model: nn.Module | None = None, **options: Any) -> Any:
     settings = {"loss_fn": F.mse_loss, "costs": "estimated", "microbatches": 2, "stages": 2}
     return pdcompile.compile(model or models.mlp(), **settings | options)  # type: ignore[arg-type]
