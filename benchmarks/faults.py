@@ -186,16 +186,16 @@ def fault(kind: str, worker: Any, ins: Any, execute: Callable[[], None]) -> None
         execute()
         transport.send = send
     else:  # a bit of a message that its sender has sealed
-        transport = worker.transport
-        start = transport.start
+        link = worker.transport.control
+        start = link.start
 
         def flipped(flat: torch.Tensor, *given: Any, **named: Any) -> Any:
             flat[0] ^= 1
             return start(flat, *given, **named)
 
-        transport.start = flipped
+        link.start = flipped
         execute()
-        transport.start = start
+        link.start = start
 
 
 OVERHEAD = """

@@ -18,7 +18,8 @@ import torch
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.point_to_point import GroupTransport, _Transfer
+from pdcompile.runtime.transport.links import TaggedLink
+from pdcompile.runtime.transport.point_to_point import _Transfer
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ def _metered(pipe: Pipeline, whole: Meter, model: Meter) -> Iterator[None]:
         if session.optimizer is not None:
             kind = type(session.optimizer)  # of the optimizer itself changes are noticed
             stack.enter_context(patch.object(kind, "step", model.around(kind.step)))
-        tensors = ((GroupTransport, "start"), (_Transfer, "wait"), (StageWeights, "advance"))
+        tensors = ((TaggedLink, "start"), (_Transfer, "wait"), (StageWeights, "advance"))
         for owner, name in tensors:
             stack.enter_context(patch.object(owner, name, model.around(getattr(owner, name))))
         for worker in session.workers:

@@ -166,7 +166,7 @@ def _header(length: bytes, read: Any, path: Path) -> bytes:
 def _identity(header: bytes) -> str | None:
     """The checkpoint that the header names, where it can be read."""
     try:
-        found = json.loads(header[_LENGTH:])["__metadata__"]["pdcompile"]
+        found = json.loads(header[_LENGTH:].decode("utf-8"))["__metadata__"]["pdcompile"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
