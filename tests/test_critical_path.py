@@ -152,6 +152,15 @@ def test_the_slow_stage_is_named() -> None:
     assert path_of(plan, simulate(plan)).decisive.stage == 1  # type: ignore[union-attr]
 
 
+def test_updates_are_no_bubble() -> None:
+    plan = make_plan("1f1b", 1, 2)
+    plan = replace(plan, stages=(replace(plan.stages[0], update_seconds=0.5),))
+    assert shares(path_of(plan, simulate(plan))) == {
+        ("compute", 0, ()): 6,
+        ("update", 0, ()): 0.5,
+    }
+
+
 def test_the_slow_link_is_named() -> None:
     plan = make_plan("2bw", 2, 4, seconds=[(1, 2), (1, 2)])
     decisive = path_of(plan, simulate(plan, links=links(6.0))).decisive

@@ -20,8 +20,8 @@ What = Literal["compute", "update", "link", "sum", "norms", "fill", "drain"]
 @dataclass(frozen=True, slots=True)
 class Share:
     """Part of a critical path: computing or updates of a stage, a link between two ranks, sums of
-    gradients over a stage's replicas, norms over all ranks; `fill` and `drain` are what comes
-    before the largest of these begins and after it has ended."""
+    gradients over a stage's replicas, norms over all ranks; `fill` and `drain` are other stages and
+    links before the largest of these begins and after it has ended."""
 
     what: What
     seconds: float
@@ -72,15 +72,20 @@ def critical_path(
         inside = [n for n, (key, seconds) in enumerate(parts) if key == top and seconds > 0]
         first, after = (inside[0], inside[-1] + 1) if inside else (0, len(parts))
         parts = [
-            *((("fill", -1, ()), seconds) for _, seconds in parts[:first]),
+            *((_moving(key, "fill"), seconds) for key, seconds in parts[:first]),
             *parts[first:after],
-            *((("drain", -1, ()), seconds) for _, seconds in parts[after:]),
+            *((_moving(key, "drain"), seconds) for key, seconds in parts[after:]),
         ]
         shares = _summed(parts)
     return CriticalPath(sum(seconds for _, seconds in parts), events, shares)
 
 
 _Key = tuple[What, int, tuple[int, ...]]
+
+
+def _moving(key: _Key, what: What) -> _Key:
+    """Microbatches on their way fill and drain a pipeline; updates and sums do neither."""
+    return (what, -1, ()) if key[0] in ("compute", "link") else key
 
 
 def _key(share: Share) -> _Key:

@@ -20,14 +20,14 @@ class ModelMap {
         "Values and gradients that are sent between stages, a microbatch"));
     const scroll = el("div", { class: "scroll" }, this.chooser.frame);
     return section("model", "The model, cut into stages", scroll, this.chooser.said,
-      keys([[this.fills, "stages"], [["var(--link)"], "sent between stages: bytes of a microbatch, values and gradients"]]),
+      keys([[this.fills.length > 8 ? [this.fills[0], this.fills.at(-1)] : this.fills, "stages, from the first to the last"], [["var(--link)"], "sent between stages: bytes of a microbatch, values and gradients"]]),
       note(this.data.note), sent.length ? list : "");
   }
 
   draw() {
     const [wide, high, gapX, gapY, head] = [158, 26, 84, 12, 46];
-    const rows = Math.max(1, ...this.data.nodes.map((node) => node.row + 1));
-    const width = this.data.columns.length * (wide + gapX) - gapX + 16;
+    const rows = Math.max(3, ...this.data.nodes.map((node) => node.row + 1));
+    const width = this.data.columns.length * (wide + gapX) - gapX + 32;
     const height = head + rows * (high + gapY) + 12;
     const x = (node) => 8 + node.stage * (wide + gapX);
     const y = (node) => head + node.row * (high + gapY);
@@ -134,7 +134,7 @@ function memoryBars(data, fills) {
   const draw = () => {
     const width = frame.clientWidth;
     if (!width) return;
-    const room = width - 64 - (width < 640 ? 8 : 150);
+    const room = width - 64 - (width < 640 ? 8 : 176);
     svg.setAttribute("viewBox", `0 0 ${width} ${high * data.lanes.length + 4}`);
     svg.setAttribute("height", high * data.lanes.length + 4);
     svg.replaceChildren(...data.lanes.flatMap((lane, n) => {
