@@ -383,3 +383,41 @@ def test_a_browser_draws_every_panel(case: str, width: int, dark: bool, tmp_path
     assert "NaN" not in dom
     assert "undefined" not in dom
     assert re.search(r"<img", dom.split("</main>")[0]) is None
+
+
+KEYS = """
+setTimeout(() => {
+  const press = (id, ...keys) => {
+    const svg = document.querySelector(`#${id} svg[tabindex]`);
+    for (const key of keys) svg.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+    return document.querySelector(`#${id} [aria-live]`).textContent;
+  };
+  const drawn = () => document.querySelectorAll("#timeline .bar").length;
+  const found = [press("timeline", "ArrowRight", "ArrowRight"), press("timeline", "ArrowDown"),
+    press("model", "ArrowDown", "ArrowRight"), press("memory", "ArrowRight")];
+  const all = drawn();
+  press("timeline", "+", "+", "+");
+  found.push(drawn() < all);
+  press("timeline", "0");
+  found.push(drawn() === all);
+  document.body.append(Object.assign(document.createElement("pre"), {textContent: JSON.stringify(found)}));
+}, 1500);
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH")
+def test_keys_go_through_the_drawings(tmp_path: Path) -> None:
+    document = html(data_of(with_problem()))
+    document = re.sub(r"<meta http-equiv[^>]*>", "", document)  # it would refuse this script
+    document = document.replace("</body>", f"<script>{KEYS}</script></body>")
+    dom, console = browsed(document, tmp_path, 1000)
+    assert console == ""
+    (text,) = re.findall(r"<pre>(.*?)</pre>", dom)
+    bar, below, box, memory, closer, back = json.loads(entities.unescape(text))
+    start = "starts at 3.00 ms, takes 3.00 ms"
+    assert bar == f"forward of microbatch 1, minibatch 0, stage 0, rank 0: {start}"
+    assert below == f"forward of microbatch 0, minibatch 0, stage 1, rank 1: {start}"
+    assert box.startswith("blocks.3.up, stage 1: forward 1.00 ms; backward 2.00 ms a microbatch")
+    assert re.match(r"rank 0 at [\d.]+ ms: [\d.]+ k?B; ", memory)
+    assert (closer, back) == (True, True)
