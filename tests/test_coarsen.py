@@ -134,6 +134,21 @@ def test_a_write_of_statistics_is_where_they_are_computed() -> None:
     assert where["mean"] == where["scaled"] == where["write"] == where["counted"] != where["two"]
 
 
+@settings(max_examples=40, deadline=None)
+@given(random_graphs())
+def test_what_only_a_write_needs_is_found_from_the_write_back(graph: OpGraph) -> None:
+    """Not by a look at every op before it, of which there are thousands for thousands of writes."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    readers = [[position[name] for name in graph.values[op.name].consumers] for op in graph.ops]
+    for i in (i for i, found in enumerate(readers) if not found):
+        alone, shared = {i}, [-1]
+        for at in range(i - 1, -1, -1):
+            if alone.intersection(readers[at]):
+                (alone.add if alone.issuperset(readers[at]) else shared.append)(at)
+        last = max(shared)
+        assert spans._computed_for(graph, i, position) == (alone, None if last < 0 else last)
+
+
 def test_read_only_buffer_is_copied_to_every_stage_that_reads_it() -> None:
     g = GraphBuilder()
     table = g.buffer("table")

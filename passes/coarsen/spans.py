@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import (
@@ -184,9 +185,13 @@ def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> N
             users[fqn].append(i)
     for fqn in sorted(users):
         groups.join(users[fqn], BUFFER)
+    latest: dict[str, int] = {}  # module -> its last op so far
     for i, op in enumerate(graph.ops):
         if op.buffers_written and not graph.values[op.name].consumers:
-            groups.join([i, *_computed_for(graph, i, position)], BUFFER)
+            alone, beside = _computed_for(graph, i, position)
+            before = latest.get(op.module_path) if beside is None else beside
+            groups.join([*alone, *([] if before is None else [before])], BUFFER)
+        latest[op.module_path] = i
 
 
 def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
@@ -216,24 +221,31 @@ def _surely_returns(graph: OpGraph, name: str) -> bool:
     return any(_surely_returns(graph, reader) for reader in value.consumers)
 
 
-def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> list[int]:
+def _computed_for(
+    graph: OpGraph, i: int, position: dict[str, int]
+) -> tuple[set[int], int | None]:
     """What only a write into a buffer needs, and the last op that something else needs too.
 
     Evaluation reads the buffer where training has that op's result: were it written on a later
     stage, what follows in evaluation could not be where training has it.  A counter that reads
     nothing is with the op before it in its module.
     """
-    alone, beside = {i}, set()
-    for at in range(i, -1, -1):
-        op = graph.ops[at]
-        if at != i and not any(position[name] in alone for name in graph.values[op.name].consumers):
+    alone: set[int] = set()
+    beside: int | None = None
+    waiting = [-i]  # negative: consumers come before what they read
+    while waiting:
+        at = -heappop(waiting)
+        if at in alone or at == beside:
             continue
+        op = graph.ops[at]
         if all(position[name] in alone for name in graph.values[op.name].consumers):
             alone.add(at)
-        else:
-            beside.add(at)
-    before = [at for at in range(i) if graph.ops[at].module_path == graph.ops[i].module_path]
-    return [*alone, *([max(beside)] if beside else before[-1:])]
+            for name in op.inputs:
+                if name in position:
+                    heappush(waiting, -position[name])
+        elif beside is None:
+            beside = at
+    return alone, beside
 
 
 def _join_calls(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:

@@ -60,6 +60,7 @@ def settled(
     call: Callable[[dict[tuple[int, str], str]], Found],
     same: Callable[[Found, Found], bool],
     *,
+    again: Callable[[], Found] | None = None,
     kept_tensors: KeptTensors | None = None,
     within: Collection[str] | None = None,
 ) -> Found:
@@ -74,6 +75,7 @@ def settled(
     Args:
         call: makes the call; fills in the line that assigned each (id of module, attribute).
         same: whether two calls were the same computation.
+        again: makes a call that is only compared; None: the second call's result counts.
         kept_tensors: tensors that calls left in attributes; None: none may be left.
         within: paths of the modules whose changes count; None: all.
 
@@ -93,7 +95,7 @@ def settled(
                 kept_tensors.expire(model)
             after = State(model)
             try:
-                second = call({})
+                second = again() if again else call({})
             except TraceError:
                 raise change from None
             if kept_tensors is not None and training:
@@ -102,7 +104,7 @@ def settled(
                 raise change
             if kept_tensors is not None:
                 kept_tensors.accepted = kept_tensors.accepted or change
-            return first if getattr(second, "memos", ()) else second
+            return first if again or getattr(second, "memos", ()) else second
         finally:
             before.restore()
 

@@ -11,12 +11,17 @@ from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.merge.conditional_code import left_out, renamed, with_gates
 from pdcompile.passes.trace.merge.open_sizes import with_open_sizes
 from pdcompile.passes.trace.values.reads import Undecided
-from pdcompile.passes.trace.values.selections import average, same_ops, varied
+from pdcompile.passes.trace.values.selections import Policy, average, same_ops, varied
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
 
 Iterations = Callable[[int], Sequence[int]]  # number of a loop's iterations -> those that run
+
+
+def usual_sizes(expected: Sequence[int]) -> Policy:
+    """Each choice has its expected size."""
+    return lambda index, elements: expected[index] if index < len(expected) else elements
 
 
 def with_sizes_that_vary(
@@ -27,7 +32,8 @@ def with_sizes_that_vary(
     Returns None if the computation depends on these sizes.
 
     Args:
-        run: records the model with these sizes and iterations of loops.
+        run: records the model with these sizes and iterations of loops; the last time with
+            `usual_sizes`.
         expected: mode to the average sizes of results, filled in by the first call.
         loops: whether there are loops through what is chosen.
     """
@@ -35,31 +41,27 @@ def with_sizes_that_vary(
         everything = run(lambda index, elements: elements)
         if not everything.chosen:
             return everything
-        sizes = expected.setdefault(training, average(everything.chosen))
-
-        def as_usual(index: int, elements: int) -> int:
-            return sizes[index] if index < len(sizes) else elements
-
-        usual = run(as_usual)
+        sizes = usual_sizes(expected.setdefault(training, average(everything.chosen)))
         nothing, one = (
             run(lambda index, elements: 0, lambda count: range(0)),
             run(lambda index, elements: 1),
         )
-        some = usual
-        if not same_ops(usual.ops, everything.ops) or not same_ops(usual.ops, one.ops):
+        some = None
+        if not same_ops(everything.ops, one.ops):
             # Another size for every choice, so that sizes are not mistaken for each other.
             some = run(lambda index, elements: elements // 2 + 1 + index)
-        parts = [run(as_usual, lambda n, i=i: range(i, n, 2)) for i in (0, 1) if loops]
+        parts = [run(sizes, lambda n, i=i: range(i, n, 2)) for i in (0, 1) if loops]
+        usual = run(sizes)
     except Undecided:
         raise
     except TraceError:
         return None
-    if some is not usual:
+    if some is not None:
         opened = with_open_sizes((usual, everything, one, some, nothing))
         if opened is None:
             return None
         usual, everything, one, some, nothing = opened
-    if not all(same_ops(usual.ops, other.ops) for other in (everything, one, some)):
+    if not all(same_ops(usual.ops, other.ops) for other in (everything, one, some or one)):
         return None
     if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
         return None

@@ -25,7 +25,11 @@ from pdcompile.passes.trace.calls.python_state import State, settled, write_rebo
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
-from pdcompile.passes.trace.merge.value_sizes import Iterations, with_sizes_that_vary
+from pdcompile.passes.trace.merge.value_sizes import (
+    Iterations,
+    usual_sizes,
+    with_sizes_that_vary,
+)
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.refusals import ForwardRaised
@@ -83,7 +87,8 @@ def record(
     """Records the model on fake tensors, in as many runs as its branches and sizes by values need.
 
     Opaque modules become one op each; for them the model also runs on real tensors.  Without
-    `settle` the model stays as the run left it, in its present mode; else it is restored.
+    `settle` the model stays as the run left it, in its present mode; else it is restored.  A run
+    after another one, which only has to be the same computation, is made at the usual sizes alone.
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
@@ -91,7 +96,7 @@ def record(
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
-    def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
+    def recorded(assigned: dict[tuple[int, str], str], alone: bool = not settle) -> Recording:
         before = State(subject.model)
         findings = Findings()
 
@@ -107,6 +112,8 @@ def record(
         if training not in assumed.sizes_vary:
             return run(Variant())
         sizes = subject.expected
+        if alone and training in sizes:
+            return run(Variant(usual_sizes(sizes[training])))
         found = with_sizes_that_vary(
             lambda *made_up: run(Variant(*made_up)), sizes, training, loops=bool(assumed.loops)
         )
@@ -118,7 +125,9 @@ def record(
     with emptied(subject.caches):
         if not settle:
             return recorded({})
-        return settled(subject.model, training, recorded, same, kept_tensors=subject.kept_tensors)
+        again = partial(recorded, {}, alone=True) if training in assumed.sizes_vary else None
+        kept = subject.kept_tensors
+        return settled(subject.model, training, recorded, same, again=again, kept_tensors=kept)
 
 
 def same(one: Recording, other: Recording) -> bool:
