@@ -25,7 +25,8 @@ help:
 venv: $(READY)
 
 # timm needs torchvision, whose wheel is made for CUDA and breaks transformers beside a CPU torch:
-# it goes into a folder of its own, which only the tests of timm's models look into.
+# it goes into a folder of its own, without the file that breaks, and only what uses timm's models
+# looks into it: PYTHONPATH=.venv/torchvision-apart python examples/vision.py
 APART = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) \
   -c constraints.txt --no-deps
 
@@ -42,7 +43,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) \
 	  -c constraints.txt -e '.[test,lint,docs,bench]'
-	@$(APART) timm && $(APART) --target $(VENV)/torchvision-apart torchvision || \
+	@$(APART) timm && $(APART) --target $(VENV)/torchvision-apart torchvision && \
+	  : > $(VENV)/torchvision-apart/torchvision/_meta_registrations.py || \
 	  echo "make: timm or torchvision cannot be installed; tests of timm's models are left out"
 	@test -z "$$PYTHONDONTWRITEBYTECODE" || PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -qq \
 	  -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch || \

@@ -69,9 +69,13 @@ def linked(link: str, source: str, uri: str) -> str:
 
 
 def examples() -> str:
-    """A page of all examples, as they are."""
-    parts = ["# Examples", "", "Each runs as it is, in one process and under torchrun."]
-    for path in sorted((ROOT / "examples").glob("*.*")):
+    """A page of all examples, as they are, with what each is about first."""
+    parts = ["# Examples", "", "Each runs as it is, in one process and under torchrun.", ""]
+    paths = sorted((ROOT / "examples").glob("*.*"))
+    for path in paths:
+        title = path.read_text(encoding="utf-8").partition('"""')[2].partition("\n")[0]
+        parts += [f"- [{path.name}](#{path.stem}): {title}"] if path.suffix == ".py" else []
+    for path in paths:
         language = "python" if path.suffix == ".py" else "text"
         code = path.read_text(encoding="utf-8")
         heading = f"## examples/{path.name} {{: #{path.stem} }}"

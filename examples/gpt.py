@@ -1,6 +1,7 @@
 """A byte-level GPT with tied embedding and head, trained on Python's own standard library.
 
     pdcompile plan examples/gpt.py:build --cluster 1x2 --memory "32 MB"
+    torchrun --nproc-per-node=2 -m pdcompile run examples/gpt.py:build --schedule 2bw
 
 The text is read from the interpreter that runs this file, so there is nothing to download; a byte
 is a token.  The embedding is the first parameter that the model uses and the head the last: a

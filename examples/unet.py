@@ -1,6 +1,7 @@
 """A U-Net that finds discs in noise: each level's activation skips to the other side.
 
     pdcompile plan examples/unet.py:build --cluster 1x3
+    torchrun --nproc-per-node=2 -m pdcompile run examples/unet.py:build
 
 Whichever way it is cut, a skip goes over stages in between; it is sent once, straight to where it
 is used, and its gradient comes straight back.

@@ -26,6 +26,7 @@ _HOMES = {
     "pdcompile.passes.trace": "trace",
     "pdcompile.batch.not_kept": "NotKept",
     "pdcompile.workload": "Workload load_target",
+    "pdcompile.integrations.meter": "Meter",
     "pdcompile.cluster": "Cluster Device Level",
     "pdcompile.problem.constraints": "Pin Together Apart CutAt CutBefore Forbid MaxStages",
     "pdcompile.passes.profile": "Profile",
@@ -67,6 +68,7 @@ if _TYPE_CHECKING:
     from pdcompile.errors import TraceError as TraceError
     from pdcompile.errors import VerifyError as VerifyError
     from pdcompile.export import export as export
+    from pdcompile.integrations.meter import Meter as Meter
     from pdcompile.ir.graph import OpGraph as OpGraph
     from pdcompile.passes.costs.symbolic import SymbolicCosts as SymbolicCosts
     from pdcompile.passes.costs.symbolic import symbolic_costs as symbolic_costs

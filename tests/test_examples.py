@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pdcompile import load_target
-from tests.helpers.launch import processes
+from tests.helpers.launch import Run, processes, torchrun
+from tests.zoo.torchvision_path import reason
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -108,6 +109,49 @@ def test_own_loop_ends_with_the_weights_of_a_plain_model(tmp_path: Path) -> None
     assert losses[-1] < losses[0]
     assert [line.split(": ")[0] for line in lines[10:]] == ["evaluated", "plain PyTorch"]
     assert lines[10].split()[-1] == lines[11].split()[-1]
+
+
+# Examples that run as they are, with an argument.
+PROGRAMS = (
+    "gnmt.py", "t5.py", "experts.py", "edited_stage.py", "finetune.py gpt2", "finetune.py llama",
+    "vision.py resnet50", "vision.py vgg16",
+)  # fmt: skip
+
+
+def program(text: str, ranks: int, folder: Path) -> Run:
+    name, *arguments = text.split()
+    if name == "vision.py" and reason():
+        pytest.skip(reason())
+    script = f"import runpy, sys\nsys.argv = {[str(EXAMPLES / name), *arguments]}\n"
+    if name == "vision.py":
+        script += "from tests.zoo.torchvision_path import enable\nenable()\n"
+    script += "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    done = (processes if ranks == 1 else torchrun)(script, ranks, folder)
+    assert done.code == 0, done
+    return done
+
+
+def losses_of(done: Run) -> list[list[float]]:
+    """The losses of each training, by what is printed in between."""
+    parts = done.output.split("edited: ")
+    return [[float(found) for found in re.findall(r": loss ([\d.]+)", part)] for part in parts]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_programs_lower_the_loss(text: str, tmp_path: Path) -> None:
+    found = losses_of(program(text, 1, tmp_path))
+    for losses in found:
+        assert len(losses) >= 3
+        assert losses[-1] < 0.9 * losses[0]
+    assert len(found) == 1 or found[0][1:] != found[1][1:]  # the edit is another function
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_programs_print_the_same_losses_on_two_ranks(text: str, tmp_path: Path) -> None:
+    alone, both = (program(text, ranks, tmp_path) for ranks in (1, 2))
+    assert losses_of(both) == losses_of(alone)
 
 
 @pytest.mark.slow

@@ -221,9 +221,7 @@ def _surely_returns(graph: OpGraph, name: str) -> bool:
     return any(_surely_returns(graph, reader) for reader in value.consumers)
 
 
-def _computed_for(
-    graph: OpGraph, i: int, position: dict[str, int]
-) -> tuple[set[int], int | None]:
+def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> tuple[set[int], int | None]:
     """What only a write into a buffer needs, and the last op that something else needs too.
 
     Evaluation reads the buffer where training has that op's result: were it written on a later

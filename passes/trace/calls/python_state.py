@@ -95,7 +95,7 @@ def settled(
                 kept_tensors.expire(model)
             after = State(model)
             try:
-                second = again() if again else call({})
+                second = call({}) if again is None else again()
             except TraceError:
                 raise change from None
             if kept_tensors is not None and training:
@@ -104,7 +104,8 @@ def settled(
                 raise change
             if kept_tensors is not None:
                 kept_tensors.accepted = kept_tensors.accepted or change
-            return first if again or getattr(second, "memos", ()) else second
+            known = again is not None or bool(getattr(second, "memos", ()))
+            return first if known else second
         finally:
             before.restore()
 

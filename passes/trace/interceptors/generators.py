@@ -137,9 +137,8 @@ class _Unchanged:
         self._plain = plain
         self._draws = draws
         self._where = where
-        self._states: list[
-            tuple[torch.Tensor, int]
-        ] = []  # that get_state returned, with the draws before each
+        # What get_state returned, with the number of draws before it.
+        self._states: list[tuple[torch.Tensor, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

@@ -31,6 +31,7 @@ _VIEWS = frozenset(
      "contiguous")
 )  # fmt: skip
 _THROUGH = _VIEWS | {"getitem", "unbind"}
+_CHOOSES = {"nonzero": {"as_tuple"}, "argwhere": set(), "where": set()}  # and their options
 
 
 class ChosenLoops(Interceptor):
@@ -184,12 +185,8 @@ class _Numbers(list[Any]):
 
 def _chooses(name: str, args: Any, kwargs: Any) -> Tensor | None:
     """The mask of a call that returns the indices where it is true; None for other calls."""
-    given = len(args) == 1 and isinstance(args[0], Tensor)
-    if name == "nonzero" and given and not set(kwargs) - {"as_tuple"}:
-        return args[0]  # type: ignore[no-any-return]
-    if name == "argwhere" and given and not kwargs:
-        return args[0]  # type: ignore[no-any-return]
-    return args[0] if name == "where" and given and not kwargs else None
+    fits = name in _CHOOSES and not set(kwargs) - _CHOOSES[name]
+    return args[0] if fits and len(args) == 1 and isinstance(args[0], Tensor) else None
 
 
 def _takes_column(index: Any) -> bool:

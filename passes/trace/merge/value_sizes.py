@@ -42,10 +42,8 @@ def with_sizes_that_vary(
         if not everything.chosen:
             return everything
         sizes = usual_sizes(expected.setdefault(training, average(everything.chosen)))
-        nothing, one = (
-            run(lambda index, elements: 0, lambda count: range(0)),
-            run(lambda index, elements: 1),
-        )
+        nothing = run(lambda index, elements: 0, lambda count: range(0))
+        one = run(lambda index, elements: 1)
         some = None
         if not same_ops(everything.ops, one.ops):
             # Another size for every choice, so that sizes are not mistaken for each other.

@@ -23,13 +23,9 @@ from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.passes.trace.calls.memos import is_memo
 from pdcompile.passes.trace.calls.python_state import State, settled, write_rebound
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
+from pdcompile.passes.trace.merge import value_sizes
 from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
-from pdcompile.passes.trace.merge.value_sizes import (
-    Iterations,
-    usual_sizes,
-    with_sizes_that_vary,
-)
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.refusals import ForwardRaised
@@ -72,7 +68,7 @@ class Variant:
     """The made-up parts of one run: sizes by values, iterations of loops, outcomes of branches."""
 
     sizes: Policy | None = None
-    iterations: Iterations = range
+    iterations: value_sizes.Iterations = range
     decided: Mapping[Key, bool] = field(default_factory=dict)
 
 
@@ -113,8 +109,8 @@ def record(
             return run(Variant())
         sizes = subject.expected
         if alone and training in sizes:
-            return run(Variant(usual_sizes(sizes[training])))
-        found = with_sizes_that_vary(
+            return run(Variant(value_sizes.usual_sizes(sizes[training])))
+        found = value_sizes.with_sizes_that_vary(
             lambda *made_up: run(Variant(*made_up)), sizes, training, loops=bool(assumed.loops)
         )
         if found is None:

@@ -1,0 +1,1 @@
+"""Integrations: a training with pipelines in the tools of others."""
