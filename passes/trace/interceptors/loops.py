@@ -68,8 +68,7 @@ class ChosenLoops(Interceptor):
         before = len(self.tape.ops)
         result = proceed(func, (self._with_hit(vector),), kwargs)
         if vector.dim() == 1:
-            made = self.tape.ops[before:]
-            self._chosen.update((op.name, site) for op in made)
+            self._chosen.update((op.name, site) for op in self.tape.ops[before:])
         return result
 
     def iterations_of(self, tensor: Tensor, items: Sequence[Any]) -> Iterator[Any]:

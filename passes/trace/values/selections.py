@@ -107,9 +107,7 @@ def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """The tensors whose values determine the size of an ATen op's result."""
     if func in (_aten.nonzero.default, _aten.repeat_interleave.Tensor):
         return [args[0]]
-    if func is _PACK:
-        return [args[1]]
-    if func is _aten.masked_select.default:
+    if func in (_PACK, _aten.masked_select.default):
         return [args[1]]
     return [index for index in args[1] if is_mask(index)] if func in _INDEX + _PUT else []
 
@@ -143,9 +141,8 @@ def varied(
         versions = [each[name] for each in others if name in each]
         if len(versions) < len(others):
             return None
-        if any(len(v.shape) != len(value.shape) or v.dtype != value.dtype for v in versions):
-            return None
-        if any(v.requires_grad != value.requires_grad for v in versions):
+        kind = len(value.shape), value.dtype, value.requires_grad
+        if any((len(v.shape), v.dtype, v.requires_grad) != kind for v in versions):
             return None
         dims = tuple(
             dim
