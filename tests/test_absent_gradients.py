@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.eager.absent import absent, is_absent
 from pdcompile.problem.constraints import CutBefore
+from pdcompile.runtime.stage.absent import absent, is_absent
 from tests.helpers.alike import PLANNED, close
 
 

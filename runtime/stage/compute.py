@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
-from pdcompile.eager.absent import absent, is_absent
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
@@ -27,6 +26,7 @@ from pdcompile.eager.randomness import DrawScope
 from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.ir.stage_interface import named_results
 from pdcompile.plan import TiedParameter
+from pdcompile.runtime.stage.absent import absent, is_absent
 from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.second_run import Kept, SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
