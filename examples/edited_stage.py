@@ -57,8 +57,8 @@ def trained(steps: int = 21, **options: Any) -> pdcompile.Pipeline:
 
 
 def edit(file: Path) -> None:
-    """The last activation of a stage's file becomes a SiLU."""
-    before, _, after = file.read_text(encoding="utf-8").rpartition("torch.relu(")
+    """The first activation of a stage's file becomes a SiLU."""
+    before, _, after = file.read_text(encoding="utf-8").partition("torch.relu(")
     file.write_text(f"{before}torch.nn.functional.silu({after}", encoding="utf-8")
 
 
