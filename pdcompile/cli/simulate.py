@@ -119,7 +119,8 @@ def simulate(
     console.print(f"critical path: {path_in_words(path)}")
     if run is not None:
         console.print(comparison_table(rows))
-        console.print(run.note)
+        if run.note:
+            console.print(f"note: {run.note}")
     for written in (trace, html, picture):
         if written is not None:
             stderr().print(f"written: {written}", soft_wrap=True)

@@ -80,6 +80,11 @@ class ModelMap {
       return `M${out},${y(a) + high / 2}C${out + 20},${y(a) + high / 2} ${out + 20},${y(b) + high / 2} ${out},${y(b) + high / 2}`;
     }
     const [from, to] = [x(a) + wide, x(b)];
+    if (b.stage > a.stage + 1) { // above the boxes between them
+      const [near, top] = [40, 41];
+      return `M${from},${y(a) + high / 2}C${from + near},${y(a) + high / 2} ${from},${top} ${from + near},${top}`
+        + `H${to - near}C${to},${top} ${to - near},${y(b) + high / 2} ${to},${y(b) + high / 2}`;
+    }
     const bend = Math.max(30, (to - from) / 3);
     return `M${from},${y(a) + high / 2}C${from + bend},${y(a) + high / 2} ${to - bend},${y(b) + high / 2} ${to},${y(b) + high / 2}`;
   }

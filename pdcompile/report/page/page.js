@@ -44,6 +44,7 @@ function show() {
     section("traffic", "Traffic of each link", el("p", {}, data.traffic.sentence), strips(data.traffic, "How busy each link is")),
     ...(data.notes.length ? [section("notes", "Notes", el("ul", {}, ...data.notes.map((text) => el("li", {}, text))))] : []),
   );
+  for (const draw of FIRST) draw();
 }
 
 show();

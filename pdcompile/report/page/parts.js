@@ -4,7 +4,10 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  for (const child of children) node.append(child);
+  for (const child of children) {
+    // A number stays on the line of its percent sign.
+    node.append(typeof child === "string" ? child.replace(/(\d) %/g, "$1\u00a0%") : child);
+  }
   return node;
 }
 
@@ -48,9 +51,16 @@ function section(id, title, ...content) {
   return el("section", { id, "aria-labelledby": `${id}-title` }, heading, ...content);
 }
 
-// Draw when a node has another width, after the browser has laid out the page.
+// What draws for the first time once all panels are in the page, and have a width.
+const FIRST = [];
+
+// Draw then, and whenever a node has another width, after the browser has laid out the page.
 function atWidth(node, draw) {
   let known = 0;
+  FIRST.push(() => {
+    known = node.clientWidth;
+    draw();
+  });
   new ResizeObserver(() => {
     if (node.clientWidth === known) return;
     known = node.clientWidth;

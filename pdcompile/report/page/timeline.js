@@ -194,7 +194,7 @@ class Timeline {
     const drawn = this.data.lanes.flatMap((lane, n) => this.lane(lane, n));
     const marks = ticks(this.from, this.to, width / 130).flatMap((time) => [
       shape("line", { class: "tick", x1: this.x(time), x2: this.x(time), y1: y - 2, y2: y + 3 }),
-      shape("text", { x: this.x(time), y: y + 16, class: "quiet", "text-anchor": "middle" }, seconds(time)),
+      shape("text", { x: this.x(time), y: y + 16, class: "quiet", "text-anchor": this.x(time) > width - 32 ? "end" : "middle" }, seconds(time)),
     ]);
     this.svg.replaceChildren(...drawn, ...marks);
   }
