@@ -1,5 +1,6 @@
 """The bound along a path never exceeds the optimum, whatever lies beside the path."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.path import path_bounds
 from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
+from pdcompile.passes.partition.path.branches import Side
 from pdcompile.passes.partition.path.path_bounds import path_bound
 from pdcompile.passes.partition.search import solve
 from pdcompile.problem import (
@@ -201,6 +203,17 @@ def test_a_branch_is_out_of_the_way_only_beside_a_stage_inside_its_block() -> No
     best, certificate = partition(problem, time_limit=5)
     assert best.objective == pytest.approx(total - 2 * 6.0)
     assert certificate.bound_seconds > 0.999 * best.objective
+
+
+def test_of_several_stages_beside_the_path_one_with_the_largest_group_is_on_a_way() -> None:
+    """Of groups of 3 and 0.1 seconds: where neither spans the interval the larger one is not
+    hidden, where the larger one does the smaller one is not."""
+    zero, small, large, both = (np.array([f, 2 * f])[:, None, None] for f in (0.0, 0.1, 3.0, 3.1))
+    for number in (2, math.inf):
+        neither = Side.of(both, zero, large).several[number]
+        assert [one.item() for one in neither] == pytest.approx([0.1, 0.2, 0.3])
+        larger = Side.of(both, large, small).several[number]
+        assert [one.item() for one in larger] == pytest.approx([3.0, 6.0, 9.0])
 
 
 def test_a_way_by_a_stage_beside_the_path_has_hops_of_its_own() -> None:

@@ -25,18 +25,48 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.path.beside import Array, Beside, with_gradients
 
+NEAR = 3  # stages without the path between two others: so many or more are counted as any number
 NARROW = 0.03, 0.1, 0.3, 1.0, math.inf  # average stages: groups beside less are told apart
+
+
+@dataclass(frozen=True)
+class Side:
+    """Of what may be at an end of an interval, what may be on no way if that is what it spans.
+
+    `both`: forward and backward seconds of all that spans the interval.  `several`: by how many
+    stages are there, what they may have of it forward, backward, and in both together: a group that
+    does not span the interval is on one of them that is on a way, or elsewhere.
+    """
+
+    both: Array
+    several: dict[float, tuple[Array, Array, Array]]
+
+    @staticmethod
+    def of(there: Array, spans: Array, largest: Array) -> Side:
+        """Forward and backward each: all that is there, what spans the interval, and the largest
+        group that does not."""
+        several = {}
+        for number in (*range(2, NEAR), math.inf):
+            f, w = np.minimum(there - largest, there - (there - spans) / number)
+            several[number] = f, w, f + w
+        return Side(spans[0] + spans[1], several)
+
+    @property
+    def turned(self) -> Side:
+        """By the ends of intervals first."""
+        several = {n: (f.T.copy(), w.T.copy(), b.T.copy()) for n, (f, w, b) in self.several.items()}
+        return Side(self.both.T.copy(), several)
 
 
 class Sides(NamedTuple):
     """What spans the stage on either side of a boundary k, by the way that one goes.
 
-    `ahead` [j, k] spans the interval that the way comes from, `behind` [k, l] the one it goes to;
-    `old`: all that is at k surely is at j too.
+    `ahead` [j, k] is of the interval that the way comes from, `behind` [k, l] of the one it goes
+    to; `old`: all that is at k surely is at j too.
     """
 
-    ahead: Array
-    behind: Array
+    ahead: Side
+    behind: Side
     old: NDArray[np.bool_]
 
 
@@ -45,9 +75,9 @@ class Parallel:
     """At most so much work is on no way, by the boundary where stages without the path lie.
 
     Of wide groups (what all layers of a decoder read of its encoder) they may have all that may be
-    `before` and `beyond` a boundary, but only once.  Of the others, `spans` has all that may be at
-    a boundary, `ahead` [j, k] what spans the stage before it, `behind` [k, l] the stage after it.
-    A stage there is on no way only if it holds nothing but the one or nothing but the other; of
+    `before` and `beyond` a boundary, but only once.  Of the others, `there` has all that may be at
+    a boundary, forward and backward, and `Sides` what spans the stage before it or after it.  A
+    stage there is on no way only if it holds nothing but the one or nothing but the other; of
     several, each may be another, but where the groups are `nested` the one has all of the other.
 
     What has been out of the way at one end of an interval is not again at the other (`Sides.old`).
@@ -56,13 +86,17 @@ class Parallel:
     wide: NDArray[np.bool_]
     before: Array
     beyond: Array
-    spans: Array
+    there: tuple[Array, Array]
     onward: Sides
     back: Sides
     nested: NDArray[np.bool_]
     most: Array  # so many stages may be there, each with something
     wide_seconds: float
     part: float  # see `NARROW`
+
+    @property
+    def all_nested(self) -> bool:
+        return bool(self.nested.all())
 
     def apart(self) -> tuple[float, Array, Array]:
         """All wide work, and what of it is before and beyond boundary j of an interval [j, k]."""
@@ -161,29 +195,35 @@ def _parallel(
     for v in np.flatnonzero(wide).tolist():
         number[beside.low[v] : beside.high[v]] += 1
     wide[[one.group for one in groups]] = False
-    spans = np.zeros(size + 1)
-    ahead, behind = np.zeros((size + 2, size + 2)), np.zeros((size + 2, size + 2))
+    there = np.zeros((2, size + 1))
+    ahead, behind, early, late = np.zeros((4, 2, size + 2, size + 2))
     begun, ended = np.zeros(size + 1, dtype=np.intp), np.full(size + 1, size + 1)
     for one in groups:
-        at, f, w = slice(one.first, one.after), forward[one.group], backward[one.group]
-        spans[at] += f + w
-        ahead[one.low :, at] += f
-        behind[at, : one.high] += f
+        at, seconds = slice(one.first, one.after), (forward[one.group], backward[one.group])
         begun[at] = np.maximum(begun[at], np.maximum(one.low_back, one.first))
         ended[at] = np.minimum(ended[at], np.minimum(one.high_back, one.after))
-        for k, low, high in zip(one.numbers, one.low_back, one.high_back, strict=True):
-            ahead[low:, k] += w
-            behind[k, :high] += w
-    ahead, behind = ahead[: size + 1, : size + 1], behind[: size + 1, : size + 1]
+        fixed = np.full(one.after - one.first, one.low), np.full(one.after - one.first, one.high)
+        ends = fixed, (one.low_back, one.high_back)
+        for part, (own, (lows, highs)) in enumerate(zip(seconds, ends, strict=True)):
+            there[part, at] += own
+            for k, low, high in zip(one.numbers, lows, highs, strict=True):
+                ahead[part, low:, k] += own
+                behind[part, k, :high] += own
+                early[part, :low, k] = np.maximum(early[part, :low, k], own)
+                late[part, k, high:] = np.maximum(late[part, k, high:], own)
+    inside = np.s_[:, : size + 1, : size + 1]
+    of_ahead = Side.of(there[:, None, :], ahead[inside], early[inside])
+    of_behind = Side.of(there[:, :, None], behind[inside], late[inside])
     numbers = np.arange(size + 1)
-    onward = Sides(ahead, behind, numbers[:, None] >= begun[None, :])
-    back = Sides(behind.T.copy(), ahead.T.copy(), numbers[:, None] < ended[None, :])
+    onward = Sides(of_ahead, of_behind, numbers[:, None] >= begun[None, :])
+    back = Sides(of_behind.turned, of_ahead.turned, numbers[:, None] < ended[None, :])
     most = number if filled else np.full(size + 1, np.inf)
     of_wide = np.where(wide, forward + backward, 0.0)
-    before, beyond = beside.before(of_wide), beside.behind(of_wide)
     total = float(of_wide.sum())
+    before, beyond = beside.before(of_wide), beside.behind(of_wide)
+    all_there = there[0], there[1]
     return Parallel(
-        wide, before, beyond, spans, onward, back, _nested(groups, size), most, total, part,
+        wide, before, beyond, all_there, onward, back, _nested(groups, size), most, total, part,
     )  # fmt: skip
 
 

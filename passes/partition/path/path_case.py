@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +14,10 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.bounds import trips_in_turn
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.path.beside import Array
-from pdcompile.passes.partition.path.branches import Parallel, Sides
+from pdcompile.passes.partition.path.branches import NEAR, Parallel, Sides
 from pdcompile.passes.partition.path.crossings import Hop
 
 Mask = NDArray[np.bool_]
-
-NEAR = 3  # stages: what lies between those further apart is counted as one
 
 
 class Ways(NamedTuple):
@@ -61,11 +61,13 @@ def _least(one: Array | None, other: Array | None) -> Array | None:
 
 class _Handed(NamedTuple):
     """What a stage hands on to those behind stages without the path, by its intervals [j, k] and
-    the least of it by k; `again` where what is at k has been out of the way before."""
+    the least of it by k; `again` where what is at k has been out of the way before.  `known`: over
+    so many stages, without hops."""
 
     ways: Array
     least: Array
     again: Array
+    known: dict[float, Array]
 
     @staticmethod
     def of(ways: Ways, mask: Mask, old: Mask) -> _Handed:
@@ -75,15 +77,49 @@ class _Handed(NamedTuple):
             one = np.minimum(one, np.where(old, np.inf, ways.over))
             again = np.where(mask & old, ways.over, np.inf).min(0)
         one = np.where(mask, one, np.inf)
-        return _Handed(one, one.min(0), again)
+        return _Handed(one, one.min(0), again, {})
+
+    def over(self, others: float, parallel: Parallel, sides: Sides) -> Array:
+        """What the stage behind so many without the path has, by its intervals, without hops."""
+        if others not in self.known:
+            one = self._over_one if others == 1 else partial(self._over_several, others)
+            self.known[others] = np.minimum(one(parallel, sides), self.again[:, None])
+        return self.known[others]
+
+    def _over_one(self, parallel: Parallel, sides: Sides) -> Array:
+        """Either what spans the interval before is out of the way or what spans the one behind."""
+        behind = sides.behind.both
+        ahead = (self.ways - sides.ahead.both).min(0)[:, None]
+        nested = np.minimum(ahead, self.least[:, None] - behind)
+        return nested if parallel.all_nested else self._where(parallel, nested, ahead - behind)
+
+    def _over_several(self, others: float, parallel: Parallel, sides: Sides) -> Array:
+        """The same, forward and backward each."""
+        f, w, both = sides.ahead.several[others]
+        ff, ww, all_of_it = sides.behind.several[others]
+        nested: Array = np.minimum(
+            self.least[:, None] - all_of_it, (self.ways - both).min(0)[:, None]
+        )
+        nested = np.minimum(nested, (self.ways - f).min(0)[:, None] - ww)
+        nested = np.minimum(nested, (self.ways - w).min(0)[:, None] - ff)
+        if parallel.all_nested:
+            return nested
+        found = (self.ways - sides.ahead.both / others).min(0)[:, None]
+        rest = (1 - 1 / others) * (parallel.there[0] + parallel.there[1])[:, None]
+        return self._where(parallel, nested, found - sides.behind.both / others - rest)
+
+    @staticmethod
+    def _where(parallel: Parallel, nested: Array, apart: Array) -> Array:
+        found: Array = np.where(parallel.nested[:, None], nested, apart)
+        return found
 
 
 @dataclass(frozen=True)
 class _Step:
     """From a stage to the next one with some of the path, `others` without it between them.
 
-    `least` seconds; less what may be between them and out of the way: where they are not `far` from
-    each other, by what spans either of them.
+    `least` seconds; less what may be between them and out of the way, by what spans either of them.
+    Between two that are `far` from each other there are any number.
     """
 
     hop: Hop
@@ -111,16 +147,8 @@ class _Step:
 
     def over(self, handed: _Handed, parallel: Parallel, sides: Sides) -> Array:
         """What the stage behind the others has, by its intervals."""
-        if self.far:
-            found = np.minimum(handed.least - parallel.spans, handed.again) + self.least
-            return np.broadcast_to(found[:, None], handed.ways.shape)
-        spans, n = (self.others - 1) / self.others * parallel.spans, self.others
-        ahead = (handed.ways - sides.ahead / n).min(0)[:, None]
-        found = ahead - sides.behind / n
-        nested = np.minimum(ahead, handed.least[:, None] - sides.behind / n)
-        found = np.where(parallel.nested[:, None], nested, found) - spans[:, None]
-        result: Array = np.minimum(found, handed.again[:, None]) + self.least[:, None]
-        return result
+        others = math.inf if self.far else self.others
+        return handed.over(others, parallel, sides) + self.least[:, None]
 
 
 @dataclass(eq=False)
