@@ -41,6 +41,9 @@ class Listener:
     def better(self, text: str) -> None:
         """It has a plan that is better than all before it."""
 
+    def told(self, text: str) -> None:
+        """The running pass has something to say about its result."""
+
 
 class Steps:
     """Runs passes by name: ``graph = step("graph", lambda: trace(model, inputs))``.

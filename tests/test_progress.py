@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -44,18 +46,65 @@ def test_a_terminal_gets_a_bar(
     assert capsys.readouterr().err == ""
 
 
-def test_a_long_search_is_told_of_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line after a moment, and many more."""
+    monkeypatch.setattr(progress, "FIRST", 0.01)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+
+
+def spoken(console: Any, until: str) -> str:
+    """What stderr has once it says so."""
+    said = ""
+    while until not in said:
+        time.sleep(0.01)
+        said += console.readouterr().err
+    return said
+
+
+def test_long_work_says_the_pass_how_far_it_is_and_what_is_to_come(
+    capsys: pytest.CaptureFixture[str], soon: None
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with progress.compiling(lines=True, title="solving") as listener:
-        for now in (1.0, 4.0, 5.0, 6.0, 11.0):
-            listener.found(f"{now:g} seconds")
-    assert capsys.readouterr().err.splitlines() == [
-        "solving: searching, 5 seconds",
-        "solving: searching, 11 seconds",
-    ]
+    with progress.compiling(lines=False) as listener:
+        listener.starts("costs")
+        listener.part(3, 80, "torch.nn.functional.linear")
+        said = spoken(capsys, "3 of 80 ops")
+        listener.starts("plan")
+        listener.found("best 3 s, gap 2 %")
+        said += spoken(capsys, "best 3 s, gap 2 %")
+        listener.starts("verified")
+        said += spoken(capsys, "verified, ")
+    assert "compiling: costs, 3 of 80 ops, 0 s so far, then problem, plan, refined, proof" in said
+    assert "compiling: plan, best 3 s, gap 2 %, 0 s so far, then refined, proof" in said
+    assert "verified, 0 s so far\n" in said
+
+
+def test_work_that_is_over_says_nothing_more(
+    capsys: pytest.CaptureFixture[str], soon: None
+) -> None:
+    with progress.compiling(lines=False, title="solving") as listener:
+        listener.starts("again")
+        spoken(capsys, "solving: again")
+    capsys.readouterr()
+    assert not [one for one in threading.enumerate() if one.name == "pdcompile-progress"]
+
+
+def test_quick_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.compiling(lines=False) as listener:
+        listener.starts("graph")
+        listener.better("a plan")
+        listener.ended("graph", 0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_only_rank_0_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, soon: None
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with progress.compiling(lines=True) as listener:
+        listener.starts("graph")
+        listener.ended("graph", 1.0)
+    assert capsys.readouterr().err == ""
 
 
 def test_only_known_values() -> None:

@@ -47,10 +47,12 @@ def costs(
 
     from pdcompile.cli.output import emit_json, stdout
     from pdcompile.passes.costs.symbolic import symbolic_costs
+    from pdcompile.report.progress import working
 
-    found = symbolic_costs(
-        workload.model, inputs, example_target=expected, loss_fn=workload.loss_fn
-    )
+    with working("costs", "capturing at several sizes"):
+        found = symbolic_costs(
+            workload.model, inputs, example_target=expected, loss_fn=workload.loss_fn
+        )
     if at is not None:
         found = found.at(**sizes)
     if as_json:

@@ -41,6 +41,7 @@ def explain(
     from pdcompile.errors import PlanError
     from pdcompile.jsonio import encode
     from pdcompile.report.plan_table import plan_report
+    from pdcompile.report.progress import working
 
     loaded = Plan.load(plan)
     document: dict[str, Any] = {
@@ -53,7 +54,8 @@ def explain(
     try:
         from pdcompile.passes.planning.explain import explain as explained
 
-        found = explained(loaded, time_limit=time_limit, where=str(plan))
+        with working("explaining", "other cuts and looser limits"):
+            found = explained(loaded, time_limit=time_limit, where=str(plan))
     except PlanError as error:
         # The plan itself is sound: show the tables, and say what cannot be explained.
         if as_json:

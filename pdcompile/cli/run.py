@@ -191,6 +191,26 @@ def write_trace(pipe: Any, path: Path) -> None:
         write_text(path, json.dumps(as_trace(made)))
 
 
+class StepsDone:
+    """Training steps that are over, as a line for a log."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.text = total, 0, ""
+        self._began = time.monotonic()
+
+    def advance(self, text: str) -> None:
+        """Note one more step."""
+        self.done, self.text = self.done + 1, text
+
+    def line(self) -> str:
+        """``training: step 12 of 100, loss 2.3050, 40 s so far, about 293 s to come``."""
+        seconds = time.monotonic() - self._began
+        parts = [f"step {self.done} of {self.total}", self.text, f"{seconds:.0f} s so far"]
+        if self.done:
+            parts.append(f"about {seconds / self.done * (self.total - self.done):.0f} s to come")
+        return f"training: {', '.join(part for part in parts if part)}"
+
+
 class Looks(NamedTuple):
     """When to look at a loss, and what to tell it to."""
 
@@ -293,15 +313,24 @@ def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> 
 
 @contextmanager
 def training_progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on rank 0's terminal; yields ``advance(text)``; silent elsewhere."""
+    """Progress of training on rank 0; yields ``advance(text)``, to be called after each step.
+
+    On a terminal a bar, elsewhere a line after 10 seconds and then every 30.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     from pdcompile.cli.output import is_first_rank, stderr
+    from pdcompile.report.progress import beating
 
     console = stderr()
-    if not (console.is_terminal and is_first_rank()):
+    if not is_first_rank():
         yield lambda text: None
+        return
+    if not console.is_terminal:
+        told = StepsDone(steps)
+        with beating(told.line, lambda text: console.print(text, soft_wrap=True, markup=False)):
+            yield told.advance
         return
     columns = (
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), Remaining(),

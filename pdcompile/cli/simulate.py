@@ -75,6 +75,7 @@ def simulate(
     from pdcompile.report.page.words import path_in_words
     from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
+    from pdcompile.report.progress import working
     from pdcompile.report.svg import Panel
     from pdcompile.schedule.registry import kind_of, name_of
     from pdcompile.schedule.spec import spec_of
@@ -83,7 +84,8 @@ def simulate(
     run = None if overlay is None else run_of(overlay, loaded)
     stream = kind_of(loaded.training.schedule).stream
     steps = steps or (2 * spec_of(loaded).reach - 1 if stream else 1)
-    made = replace(simulated(loaded, steps), run=run)
+    with working("simulating", f"{steps} minibatches"):
+        made = replace(simulated(loaded, steps), run=run)
     loaded = replace(loaded, forecast=made.steady.forecast)
     events = made.drawn.timeline
     path = critical_path(made.steady.timeline, made.steady.window, flush=not stream)

@@ -1,12 +1,17 @@
-"""Progress on stderr: which pass runs, how far the measuring is, what the search found."""
+"""Progress on stderr: which pass runs, how far the measuring is, what the search found.
+
+On a terminal it is a bar.  Elsewhere whatever takes long says so: a line after 10 seconds and then
+every 30, with the pass, how far it is, and what is to come.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -17,15 +22,18 @@ from pdcompile.passes.published.solution import relative_gap
 from pdcompile.steps import Listener
 
 TITLE = "compiling"
-EVERY = 5.0  # seconds between lines about one search
+FIRST, EVERY = 10.0, 30.0  # seconds until the first line about one pass, and between further ones
+PASSES = (
+    "graph", "costs", "problem", "plan", "refined", "proof", "forecast", "sources", "verified",
+)  # fmt: skip
 
 
 @contextmanager
 def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterator[Listener]:
     """A listener for `Steps`: on a terminal a bar that disappears when all is done.
 
-    Elsewhere `lines` chooses between one line a pass and nothing.  All of it goes to stderr,
-    and under torchrun only rank 0 shows it.  `quiet`: nothing anywhere.
+    Elsewhere passes that take long say so, and with `lines` each one that has ended too.  All of
+    it goes to stderr, and under torchrun only rank 0 shows it.  `quiet`: nothing anywhere.
     """
     console = Console(file=sys.stderr, highlight=False)
     if quiet or os.environ.get("RANK", "0") != "0":
@@ -37,7 +45,41 @@ def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterat
         ) as bar:  # fmt: skip
             yield _Bar(bar, title)
     else:
-        yield _Lines(console, title) if lines else Listener()
+        shown = _Lines(console, title, ended=lines)
+        with beating(shown.line, shown.show):
+            yield shown
+
+
+@contextmanager
+def beating(line: Callable[[], str | None], show: Callable[[str], None]) -> Iterator[None]:
+    """Shows what `line` gives after 10 seconds and then every 30, where that is not None.
+
+    A thread does it, so that work which never calls back speaks too.
+    """
+    over = threading.Event()
+
+    def beat() -> None:
+        wait = FIRST
+        while not over.wait(wait):
+            wait = EVERY
+            if (text := line()) is not None:
+                show(text)
+
+    thread = threading.Thread(target=beat, name="pdcompile-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def working(title: str, on: str) -> Iterator[Listener]:
+    """`compiling` for one long piece of work of any verb, which ends with the context."""
+    with compiling(lines=False, title=title) as listener:
+        listener.starts(on)
+        yield listener
 
 
 @contextmanager
@@ -68,10 +110,9 @@ class _Bar(Listener):
 
     def part(self, done: int, total: int, what: str) -> None:
         name = what.rpartition(".")[2]
-        parts = "stages" if what.startswith("stage ") else "ops"
         self._bar.update(
             self._task,
-            description=f"{self._title}: measuring {done} of {total} {parts}, {name}",
+            description=f"{self._title}: measuring {done} of {total} {_parts_of(what)}, {name}",
             total=total,
             completed=done,
         )
@@ -82,21 +123,57 @@ class _Bar(Listener):
     def better(self, text: str) -> None:
         self._bar.console.print(f"plan after {text}", soft_wrap=True)
 
+    def told(self, text: str) -> None:
+        self._bar.console.print(f"{self._title}: {text}", soft_wrap=True, markup=False)
+
 
 class _Lines(Listener):
-    def __init__(self, console: Console, title: str):
-        self._console = console
-        self._title = title
-        self._told = time.monotonic()
+    """Lines in a log; the methods are called by the compilation, `line` by the beating thread."""
+
+    def __init__(self, console: Console, title: str, *, ended: bool):
+        self._console, self._title, self._each = console, title, ended
+        self._began = time.monotonic()
+        self._pass = self._state = ""
+
+    def show(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def line(self) -> str | None:
+        """What takes so long; None where nothing has for long."""
+        seconds = time.monotonic() - self._began
+        if seconds < min(FIRST, EVERY) / 2:  # a pass that has just begun
+            return None
+        parts = [self._pass, self._state, f"{seconds:.0f} s so far", self._left()]
+        return f"{self._title}: {', '.join(part for part in parts if part)}"
+
+    def _left(self) -> str:
+        if self._pass not in PASSES[:-1]:
+            return ""
+        return f"then {', '.join(PASSES[PASSES.index(self._pass) + 1 :])}"
+
+    def starts(self, name: str) -> None:
+        self._pass, self._state, self._began = name, "", time.monotonic()
 
     def ended(self, name: str, seconds: float) -> None:
-        self._console.print(f"{self._title}: {name} {seconds:.2f} s", soft_wrap=True)
-        self._told = time.monotonic()
+        self._pass, self._state, self._began = f"after {name}", "", time.monotonic()
+        if self._each:
+            self.show(f"{self._title}: {name} {seconds:.2f} s")
+
+    def part(self, done: int, total: int, what: str) -> None:
+        self._state = f"{done} of {total} {_parts_of(what)}"
 
     def found(self, text: str) -> None:
-        if time.monotonic() - self._told >= EVERY:
-            self._told = time.monotonic()
-            self._console.print(f"{self._title}: searching, {text}", soft_wrap=True)
+        self._state = text
 
     def better(self, text: str) -> None:
-        self._console.print(f"plan after {text}", soft_wrap=True)
+        if self._each:
+            self.show(f"plan after {text}")
+
+    def told(self, text: str) -> None:
+        if self._each:
+            self.show(f"{self._title}: {text}")
+
+
+def _parts_of(what: str) -> str:
+    """What a pass is made of: `what` names the part that begins."""
+    return "stages" if what.startswith("stage ") else "ops"
