@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
-from pdcompile.errors import PdcompileError
+from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.given import (
     check_given,
     check_here,
@@ -27,25 +27,27 @@ from pdcompile.given import (
     with_saved_plan,
 )
 from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
-from pdcompile.options.option_checks import check_model, check_options
+from pdcompile.options.option_checks import check_model, check_options, refuse_unknown
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.assemble import notes_on_own_buffers
-from pdcompile.passes.trace import capture
+from pdcompile.passes.trace.kept.capture_cache import CaptureCall, forget, kept_or_captured
+from pdcompile.passes.trace.merge.size_range import OnlyWhole
 from pdcompile.passes.trace.subject import device_of
-from pdcompile.passes.verify import verify
+from pdcompile.passes.verify import Verification, verify
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
-from pdcompile.steps import Steps
+from pdcompile.steps import Listener, Steps
 from pdcompile.warn import each_once, warn
 
 
@@ -68,15 +70,26 @@ def build(
     """
     shown = options.progress
     with each_once(), compiling(lines=shown is True, quiet=shown is False) as listener:
+
+        def run(options: Options) -> Compiled:
+            return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
+
         try:
-            return run_passes(
-                model, flat, with_saved_plan(options, num_ranks), num_ranks, Steps(listener), replan
-            )
+            return run(with_saved_plan(options, num_ranks))
+        except _OfAnotherModel:
+            warn("the kept capture does not compute what the model does: it is captured again")
+            options = replace(options, keep_captures=False)
+            return run(with_saved_plan(options, num_ranks))
+        except OnlyWhole as error:
+            if options.microbatches != "auto" or options.plan is not None:
+                raise
+            warn(f"microbatches=1, so that ranks take turns: {error.message} ({error.where})")
+            return run(with_saved_plan(replace(options, microbatches=1), num_ranks))
         except PdcompileError as error:
             if options.resume is None or options.plan is not None:
                 raise
             warn(f"the plan in the checkpoint is not used: {error.message}")
-        return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
+        return run(options)
 
 
 def _build_to_run(
@@ -109,7 +122,7 @@ def run_passes(
         device=device_of(model, flat).type,
     )
 
-    captured = step("graph", lambda: _captured(model, flat, layout, options, chosen))
+    captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
     plan = given_plan(options, chosen, captured.train) or make_plan(
         Planner(model, captured, options, chosen, step.listener),
         partial(resize, flat, layout),
@@ -126,10 +139,7 @@ def run_passes(
     sources = given_sources(options, sources)
     verification = None if options.verify == "off" else step(
         "verified",
-        lambda: verify(
-            captured, plan, sources, model, flat, layout, options.loss_fn,
-            mode=options.verify, loss_reduction=options.loss_reduction,
-        ),
+        lambda: _verified(captured, plan, sources, model, flat, layout, options),
     )  # fmt: skip
     return Compiled(
         capture=captured,
@@ -156,15 +166,49 @@ def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Ste
 
 
 def _captured(
-    model: nn.Module, flat: FlatCall, layout: BatchLayout, options: Options, chosen: Configuration
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    options: Options,
+    chosen: Configuration,
+    listener: Listener,
 ) -> Capture:
     """The model's ops, with a loss that depends on something."""
-    found = capture(
-        model, flat, layout, options.loss_fn,
-        microbatch_size=capture_size(options, chosen), autocast=chosen.training.autocast,
+    call = CaptureCall(
+        model, flat, layout, options.loss_fn, capture_size(options, chosen),
+        chosen.training.autocast,
     )  # fmt: skip
+    if options.keep_captures:
+        found = kept_or_captured(call, listener.told, options.capture_file)
+    else:
+        found = call.captured()
     check_loss(found.train)
     return found
+
+
+class _OfAnotherModel(Exception):
+    """Raised where a kept capture turns out not to be of the model."""
+
+
+def _verified(
+    captured: Capture,
+    plan: Plan,
+    sources: Sources,
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    options: Options,
+) -> Verification:
+    try:
+        return verify(
+            captured, plan, sources, model, flat, layout, options.loss_fn,
+            mode=options.verify, loss_reduction=options.loss_reduction,
+        )  # fmt: skip
+    except VerifyError:
+        if not captured.kept:
+            raise
+        forget(captured)
+        raise _OfAnotherModel from None
 
 
 def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
@@ -223,6 +267,7 @@ def compile(
     stall_timeout: float | None = 30.0,
     progress_timeout: float | None = 300.0,
     progress: bool | Literal["auto"] = "auto",
+    **unknown: Never,
 ) -> Pipeline:
     """Compile a model into a pipeline of stages; `pipe.step(inputs, target=…)` trains it.
 
@@ -327,7 +372,9 @@ def compile(
             the rest when the pipeline is prepared.
     """
     given = dict(locals())
-    del given["model"], given["example_inputs"], given["example_target"]
+    for name in ("model", "example_inputs", "example_target", "unknown"):
+        del given[name]
+    refuse_unknown(unknown, ("example_inputs", "example_target", *given))
     return pipeline(model, Options.given(given), example_inputs, example_target)
 
 

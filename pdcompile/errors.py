@@ -8,7 +8,8 @@ class's code, under which docs/errors.md says more.  Codes are never renamed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 def some(names: Sequence[str], count: int = 3) -> str:
@@ -175,3 +176,10 @@ class RankError(PdcompileError):
     """Another rank failed first; carries that rank's cause (rank, stage, microbatch, op)."""
 
     code = "PDC-RANK"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The beginning of a remedy for a name that is not known: ``did you mean 'scale'? ``, or ""
+    where none is like it."""
+    found = get_close_matches(name, list(known), n=1)
+    return f"did you mean {found[0]!r}? " if found else ""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
+from pdcompile.files import VARIABLE, cache_folder
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.profile import cache, profile
@@ -26,7 +27,7 @@ ENTRIES = (Entry("one", "torch.relu", 1e-3), Entry("two", "torch.tanh", 2e-3, 1e
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -100,11 +101,11 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
     cache.save(HERE, ("one",), ENTRIES[:1])
     assert cache.load(HERE, ("one",)) is None
     (tmp_path / "cache").mkdir()
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     path = cache._path(HERE, ("one",))
     assert path is not None
     path.mkdir()
@@ -115,14 +116,14 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for off in ("off", "OFF", "0", ""):
-        monkeypatch.setenv(cache.VARIABLE, off)
-        assert cache.folder() is None
-    monkeypatch.delenv(cache.VARIABLE)
+        monkeypatch.setenv(VARIABLE, off)
+        assert cache_folder() is None
+    monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / "pdcompile"
+    assert cache_folder() == tmp_path / "pdcompile"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.folder() == tmp_path / "home" / ".cache" / "pdcompile"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "pdcompile"
 
 
 def test_what_a_user_wrote_is_measured_every_time() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError, CostError
+from pdcompile.files import VARIABLE
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
@@ -127,7 +128,7 @@ def measure(
         say(
             f"times of {len(entries)} of {len(distinct)} distinct ops at microbatch size "
             f"{microbatch_size} come from the cache, measured {known.measured} "
-            f"({cache.VARIABLE}=off measures again)"
+            f"({VARIABLE}=off measures again)"
         )
     machine = calibrate()
     share = budget_seconds / max(len(distinct), 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,12 +18,10 @@ from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
-from pdcompile.files import read_limited, write_whole
+from pdcompile.files import cache_folder, read_limited, write_whole
 from pdcompile.ir.graph import Op
 from pdcompile.passes.profile.entries import Entry, validate
 
-VARIABLE = "PDCOMPILE_CACHE"
-OFF = ("off", "0", "")
 SCHEMA = "pdcompile.cached-profile/2"
 # Where the same name means the same work, as long as torch is the same; a user's own function
 # or module may have been edited since, and is measured every time.
@@ -61,23 +58,6 @@ class Cached:
     entries: tuple[Entry, ...]
     measured: str
     schema: str = SCHEMA
-
-
-def folder() -> Path | None:
-    """Where the files are; None when the cache is switched off.
-
-    ``PDCOMPILE_CACHE`` names a folder or is "off"; without it ``$XDG_CACHE_HOME/pdcompile``, by
-    default ``~/.cache/pdcompile``.
-    """
-    chosen = os.environ.get(VARIABLE)
-    if chosen is not None:
-        return None if chosen.strip().lower() in OFF else Path(chosen).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        home = base if base.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # no home folder
-        return None
-    return home / "pdcompile"
 
 
 def lasting(op: Op) -> bool:
@@ -135,7 +115,7 @@ def processor() -> str:
 
 
 def _path(environment: Environment, keys: Iterable[str]) -> Path | None:
-    root = folder()
+    root = cache_folder()
     if root is None:
         return None
     text = "\n".join((SCHEMA, str(environment), *sorted(set(keys))))

@@ -9,7 +9,7 @@ functions, no_grad and autocast regions; torch.export records ATen operators and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import BatchLayout, FlatCall, check_example, example_call, resolve_batch
+from pdcompile.batch import (
+    BatchLayout,
+    FlatCall,
+    check_example,
+    example_call,
+    resize,
+    resolve_batch,
+)
 from pdcompile.errors import TraceError, VerifyError
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
@@ -121,11 +128,52 @@ def capture(
     warn_of(subject, attempts.assumed.opaque)
     _warn_of_values([recording.findings for recording in attempts.recordings])
     warn_of_one_size(found)
+    findings = [recording.findings for recording in attempts.recordings]
+    found = replace(
+        found,
+        by_values=any(one.specialised or one.sized or one.asked_of_inputs for one in findings)
+        or any(_by_values(graph) for graph in (found.train, found.eval)),
+        unkept=_why_unkept(found, attempts.assumed.opaque, findings),
+    )
+    return attached(found, model, flat, layout, loss_fn, size=size, autocast=autocast)
+
+
+def attached(
+    found: Capture,
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    size: int,
+    autocast: str | None,
+) -> Capture:
+    """The capture with the model and the example that it is of."""
     origin = Origin(weakref.ref(model), loss_fn=loss_fn, autocast=autocast)
     found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
     origin.train, origin.eval = found.train, found.eval
-    origin.integers = demanded(found.train, subject.call(size) if layout.splits else flat)
+    origin.integers = demanded(found.train, resize(flat, layout, size) if layout.splits else flat)
     return found
+
+
+def _by_values(graph: OpGraph) -> bool:
+    """Whether a graph has sizes or branches that depend on values, for which the example was
+    looked at."""
+    values = graph.values.values()
+    return bool(graph.checks) or any(value.varies or value.conditional for value in values)
+
+
+def _why_unkept(
+    found: Capture, opaque: Mapping[str, TraceError], findings: Sequence[Findings]
+) -> str:
+    """Why no other process may use the capture; "" where one may."""
+    if opaque:
+        return f"the module {next(iter(opaque))} is opaque"
+    tensors = {**found.train.tensor_values, **found.eval.tensor_values}
+    if tensors:
+        return f"forward uses a tensor that is no parameter or buffer ({next(iter(tensors))})"
+    asked = {where: what for one in findings for where, what in one.of_process.items()}
+    return "".join(f"forward asks for {what} ({where})" for where, what in [*asked.items()][:1])
 
 
 def _with_graphs(found: Capture, change: Callable[[OpGraph], OpGraph]) -> Capture:
@@ -178,11 +226,16 @@ def _differs(subject: Subject, found: Capture) -> bool:
 
 
 def _warn_of_values(findings: Sequence[Findings]) -> None:
-    """Warns of values of the inputs that the capture holds for alone."""
+    """Warns of values of the inputs and of the process that the capture holds for alone."""
     for where, value in {k: v for each in findings for k, v in each.specialised.items()}.items():
         warn(
             f"forward decides by a value of the inputs ({where}): it is {value} in the "
             "example, and calls with another one are refused"
+        )
+    for where, what in {k: v for each in findings for k, v in each.of_process.items()}.items():
+        warn(
+            f"forward or loss_fn asks for {what} ({where}): the capture has the answer that it got "
+            "now, on this process, and so have the stages on all ranks"
         )
     for where in dict.fromkeys(line for each in findings for line in each.sized):
         warn(

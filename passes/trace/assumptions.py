@@ -115,6 +115,7 @@ class Findings:
     written: buffers that are written.
     asked_of_inputs: the model would look into its inputs for a short cut.
     transformed: torch.func was used, whose calls differ between the modes.
+    of_process: for each line, what of this process it asked for (a rank, the time).
     """
 
     specialised: dict[str, str] = field(default_factory=dict)
@@ -123,3 +124,4 @@ class Findings:
     written: set[str] = field(default_factory=set)
     asked_of_inputs: bool = False
     transformed: bool = False
+    of_process: dict[str, str] = field(default_factory=dict)

@@ -14,6 +14,8 @@ import typer
 
 from pdcompile.clusters import cluster_of, names
 from pdcompile.errors import ConfigError
+from pdcompile.files import VARIABLE as CACHE
+from pdcompile.files import capture_beside
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
@@ -175,6 +177,14 @@ class Flags:
         ),
     ] = None
 
+    no_cache: Annotated[
+        bool,
+        search(
+            "--no-cache",
+            help="Capture and measure anew: read and write no file of ~/.cache/pdcompile "
+            "(PDCOMPILE_CACHE: another folder, or off).",
+        ),
+    ] = False
     cut_tolerance: Annotated[
         float | None,
         search(
@@ -225,12 +235,15 @@ class Flags:
     ] = None
 
     def check(self) -> None:
-        """Checks the values before the target is imported, which takes seconds.
+        """Checks the values before the target is imported, which takes seconds; without a cache,
+        switches it off for this process.
 
         Raises:
             ConfigError: an option has an invalid value.
             ScheduleError: the schedule is a file that cannot be read.
         """
+        if self.no_cache:
+            os.environ[CACHE] = "off"
         if self.memory is not None:
             parse_bytes(self.memory, what="--memory", where="--memory")
         if self.schedule is not None:
@@ -253,7 +266,7 @@ class Flags:
         Raises:
             ConfigError: a text is not a number, or there is no such optimizer.
         """
-        own = {field.name for field in fields(Flags)} - {"lr", *CONSTRAINTS}
+        own = {field.name for field in fields(Flags)} - {"lr", "no_cache", *CONSTRAINTS}
         given = {name: getattr(self, name) for name in own}
         made = {
             "constraints": parsed(self._constraints()),
@@ -263,6 +276,7 @@ class Flags:
             "refine": _refine(self.refine),
             "recompute": _recompute(self.recompute),
             "replicas": _replicas(self.replicas),
+            "keep_captures": True,
         }
         if "microbatches" not in more:
             made["microbatches"] = _microbatches(self.microbatches)
@@ -284,8 +298,15 @@ class GivenPlan:
     ] = None
 
     def to_options(self) -> dict[str, Any]:
-        """The plan as an option.  Raises PlanError: it cannot be read."""
-        return {"plan": None if self.plan is None else Plan.load(self.plan)}
+        """The plan as an option, with the capture beside it.  Raises PlanError: it cannot be
+        read."""
+        if self.plan is None:
+            return {"plan": None}
+        beside = capture_beside(self.plan)
+        return {
+            "plan": Plan.load(self.plan),
+            "capture_file": beside if beside.exists() else None,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pdcompile.cli import importing as imports
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFlags, takes_flags
+from pdcompile.files import capture_beside
 from pdcompile.steps import collecting_seldom
 
 
@@ -25,6 +26,14 @@ def plan(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file."),
     ] = None,
+    keep_capture: Annotated[
+        bool,
+        typer.Option(
+            "--keep-capture",
+            help="Keep the captured graph beside the plan too (PLAN.capture.json), where dump, "
+            "verify and run look with --plan.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a pipeline for TARGET and prove it.
@@ -61,10 +70,20 @@ def plan(
         return
     from pdcompile.cli.options import compiled
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
+    from pdcompile.errors import ConfigError
     from pdcompile.report.plan_table import plan_report
     from pdcompile.report.solution_table import solution_of
 
-    _, result = compiled(target, flags)
+    more: dict[str, Any] = {}
+    if keep_capture:
+        if output is None:
+            raise ConfigError(
+                "--keep-capture keeps the capture beside the plan, and there is no file for it",
+                where="--keep-capture",
+                remedy="name one with -o, such as -o plan.json",
+            )
+        more["capture_file"] = capture_beside(output)
+    _, result = compiled(target, flags, **more)
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:

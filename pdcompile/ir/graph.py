@@ -123,9 +123,16 @@ class OpGraph(Cached):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """The captures of both modes of a model, over the same parameters."""
+    """The captures of both modes of a model, over the same parameters.
+
+    `by_values`: some of it holds for the values of the example alone.  `unkept`: why no other
+    process may use it, "" where one may.  `kept`: the file that it was read from.
+    """
 
     train: OpGraph
     eval: OpGraph
     attributes: tuple[tuple[str, ...], ...] = ()  # that forward read: (module, name, name in it)
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
+    by_values: bool = False
+    unkept: str = ""
+    kept: str = field(default="", compare=False)

@@ -55,7 +55,12 @@ _KINDS: dict[str, Any] = {"ops": Op, "values": Value, "inputs": GraphInput, "ten
 
 def to_json(graph: OpGraph) -> str:
     """The graph as readable JSON; `from_json` gives an equal graph."""
-    return jsonio.dumps({"version": VERSION, **_record(graph, frozenset())})
+    return jsonio.dumps(to_record(graph))
+
+
+def to_record(graph: OpGraph) -> dict[str, Any]:
+    """The graph as plain values for a document that holds it."""
+    return {"version": VERSION, **_record(graph, frozenset())}
 
 
 def fingerprint(graph: OpGraph) -> str:
@@ -85,6 +90,11 @@ def from_json(kind: type[OpGraph], text: str | bytes, *, where: str = "graph.jso
         PlanError: the text is not a graph; names the place in it.
     """
     data = jsonio.loads(text, where=where, remedy="write it anew: OpGraph.to_json")
+    return from_record(kind, data, where)
+
+
+def from_record(kind: type[OpGraph], data: Any, where: str) -> OpGraph:
+    """The graph that `to_record` wrote; raises PlanError as `from_json`."""
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise PlanError(f"not a graph of format version {VERSION}", where=where)
     graph: OpGraph = _rebuild(kind, data, where)

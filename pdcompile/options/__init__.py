@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pdcompile.clusters import cluster_of
@@ -64,6 +65,8 @@ class Options:
     replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
+    keep_captures: bool = False  # of the command line: use those of earlier commands, and keep
+    capture_file: Path | None = None  # one more to look into and to write
     said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

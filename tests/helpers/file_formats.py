@@ -232,10 +232,10 @@ def _profile(folder: Path, _: Training) -> Format:
 def _cached(folder: Path, _: Training) -> Format:
     def read(data: bytes) -> Any:
         _put(place, data)
-        with patch.object(cache, "folder", lambda: folder):
+        with patch.object(cache, "cache_folder", lambda: folder):
             return cache.load(ENVIRONMENT, ("one", "two"))
 
-    with patch.object(cache, "folder", lambda: folder):
+    with patch.object(cache, "cache_folder", lambda: folder):
         cache.save(ENVIRONMENT, ("one", "two"), ENTRIES)
     (place,) = folder.iterdir()
     return Format("cached profile", (place.read_bytes(),), JSON, read, folder)

@@ -19,7 +19,7 @@ class ProcessSwitches(Interceptor):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self._dtype = torch.get_default_dtype()
-        self._kernels = _attention_kernels()
+        self._kernels = attention_kernels()
 
     def recorded(self, source: str) -> None:
         """Raises TraceError where an op at `source` runs under other switches.
@@ -28,11 +28,11 @@ class ProcessSwitches(Interceptor):
         """
         if torch.get_default_dtype() is not self._dtype:
             raise refusals.error(refusals.DEFAULT_DTYPE, str(torch.get_default_dtype()), source)
-        if _attention_kernels() != self._kernels:
+        if attention_kernels() != self._kernels:
             raise refusals.error(refusals.ATTENTION, "torch.nn.attention.sdpa_kernel", source)
 
 
-def _attention_kernels() -> tuple[bool, ...]:
+def attention_kernels() -> tuple[bool, ...]:
     """The switches of the kernels that scaled_dot_product_attention may choose from."""
     cuda = torch.backends.cuda
     enabled: tuple[Any, ...] = (

@@ -63,9 +63,13 @@ def fails_at(size: int, error: TraceError) -> DiffersBySize:
     )
 
 
-def fails_as_microbatch(size: int, batch: int, error: TraceError) -> TraceError:
+class OnlyWhole(TraceError):
+    """A model runs on the minibatch, and raises on a microbatch of it."""
+
+
+def fails_as_microbatch(size: int, batch: int, error: TraceError) -> OnlyWhole:
     """The error of a model that runs on the minibatch and raises on a microbatch of it."""
-    return TraceError(
+    return OnlyWhole(
         f"with the {counted(size)} of a microbatch {error.message}; with the minibatch's {batch} "
         "it does not",
         where=error.where,

@@ -63,6 +63,11 @@ def source_of_traceback(error: BaseException) -> str | None:
     return found
 
 
+def source_of_line(file: str, line: int) -> str:
+    """``file.py:12``."""
+    return f"{_shorten(file)}:{line}"
+
+
 def source_of_class(cls: type) -> str:
     """``file.py:12`` of a class's own forward, below its decorators, or `NO_SOURCE`."""
     forward = getattr(cls, "forward", None)

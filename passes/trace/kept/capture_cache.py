@@ -1,0 +1,238 @@
+"""The cache of captures, which the command line's verbs share: a large model takes minutes.
+
+A file is found by the digest of all that a capture depends on (`description.py`: code, globals and
+configuration as they are in this process; the call's structure, shapes and constants; versions),
+and says inside which source files, numbers and values it holds for.  Where anything differs, or
+cannot be told, the model is captured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.errors import PdcompileError
+from pdcompile.files import CAPTURE, VARIABLE, cache_folder, drop_oldest, read_limited, write_whole
+from pdcompile.ir.graph import Capture
+from pdcompile.passes.trace import attached, capture
+from pdcompile.passes.trace.interceptors.process_switches import attention_kernels
+from pdcompile.passes.trace.kept.capture_record import (
+    SCHEMA,
+    Header,
+    example_digest,
+    from_bytes,
+    number_digests,
+    to_bytes,
+)
+from pdcompile.passes.trace.kept.description import Undescribed, described
+from pdcompile.passes.trace.kept.source_files import changed_since_start, loaded_files
+from pdcompile.passes.trace.kept.structure_record import NotWritten
+from pdcompile.warn import warn
+
+LEAST_SECONDS = 5.0  # of a capture that is kept: of others, looking costs what it saves
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureCall:
+    """The arguments of a capture (`passes.trace.capture`)."""
+
+    model: nn.Module
+    flat: FlatCall
+    layout: BatchLayout
+    loss_fn: Callable[..., Any] | None
+    microbatch_size: int | None
+    autocast: str | None
+
+    def captured(self) -> Capture:
+        """A new capture."""
+        return capture(
+            self.model, self.flat, self.layout, self.loss_fn,
+            microbatch_size=self.microbatch_size, autocast=self.autocast,
+        )  # fmt: skip
+
+    def attached(self, found: Capture) -> Capture:
+        """A kept capture as one of this model."""
+        size = self.layout.size if self.microbatch_size is None else self.microbatch_size
+        return attached(
+            found, self.model, self.flat, self.layout, self.loss_fn,
+            size=size, autocast=self.autocast,
+        )  # fmt: skip
+
+    def key(self) -> str:
+        """Digest of what the capture depends on, but for files and values.
+
+        Raises:
+            Undescribed: some of it cannot be told.
+        """
+        leaves = self.flat.leaves
+        shapes = [
+            (path, tuple(x.shape), x.stride(), x.dtype, x.device.type, x.requires_grad)
+            for path, x in leaves.items()
+            if isinstance(x, Tensor)
+        ]
+        constants = {path: x for path, x in leaves.items() if not isinstance(x, Tensor)}
+        spec = self.flat.spec
+        parts = (
+            SCHEMA, pdcompile.__version__, sys.version,
+            torch.__version__, torch.version.git_version,
+            described(self.model, self.loss_fn, constants, str(spec.signature)),
+            shapes, spec.arguments, spec.target, sorted(spec.by_keyword),
+            self.layout.size, self.layout.dims, self.layout.orders, self.microbatch_size,
+            self.autocast, attention_kernels(),
+        )  # fmt: skip
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def kept_or_captured(
+    call: CaptureCall, say: Callable[[str], None], beside: Path | None = None
+) -> Capture:
+    """The capture of an earlier process where it is one of this model, else a new one.
+
+    Args:
+        say: told where the capture is from, and why one that took long is not kept.
+        beside: another file to look into, and to write (`files.capture_beside`).
+    """
+    places = [place for place in (beside, cache_folder()) if place is not None]
+    if not places:
+        return call.captured()
+    try:
+        key = call.key()
+    except Undescribed as unknown:
+        return _captured_anew(call, say, f"what forward depends on cannot be told: {unknown}")
+    paths = [p if p == beside else p / f"{key[:32]}{CAPTURE}" for p in places]
+    for path in paths:
+        if (found := _read(call, key, path)) is not None:
+            header, kept = found
+            for message in header.warnings:
+                warn(message)
+            say(
+                f"the capture is that of {header.captured}, which took {header.seconds:.0f} s "
+                f"({path}; --no-cache or {VARIABLE}=off captures again)"
+            )
+            return call.attached(kept)
+    return _captured_anew(call, say, "", key, paths)
+
+
+def _captured_anew(
+    call: CaptureCall,
+    say: Callable[[str], None],
+    reason: str,
+    key: str = "",
+    paths: list[Path] | None = None,
+) -> Capture:
+    """A new capture, which is written to these files unless there is a reason against it."""
+    began = time.monotonic()
+    with noted_warnings() as messages:
+        found = call.captured()
+    seconds = time.monotonic() - began
+    if seconds < LEAST_SECONDS:
+        return found
+    reason = reason or found.unkept or _written(call, found, key, seconds, messages, paths or [])
+    if reason:
+        say(f"the capture is not kept for the next command: {reason}")
+    return found
+
+
+def forget(found: Capture) -> None:
+    """Removes the file of a capture that turned out to be of another model."""
+    if found.kept:
+        Path(found.kept).unlink(missing_ok=True)
+
+
+def _read(call: CaptureCall, key: str, path: Path) -> tuple[Header, Capture] | None:
+    """A kept capture that holds here; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        header, found = from_bytes(read_limited(path), str(path))
+    except (PdcompileError, OSError) as error:
+        _LOG.warning("a kept capture is unreadable; capturing again: %s", error)
+        return None
+    changed = next((one.path for one in header.files if not one.is_same), None)
+    differs = (
+        "it is of another model"
+        if header.key != key
+        else f"{changed} was changed"
+        if changed is not None
+        else "buffers have other values"
+        if header.numbers != number_digests(call.model, found.numbers)
+        else "the example has other values"
+        if header.example and header.example != example_digest(call.flat)
+        else ""
+    )
+    if differs:
+        _LOG.info("the kept capture %s is not used: %s", path, differs)
+        return None
+    with suppress(OSError):  # used last now, where it may be written
+        os.utime(path)
+    return header, replace(found, kept=str(path))
+
+
+def _written(
+    call: CaptureCall,
+    found: Capture,
+    key: str,
+    seconds: float,
+    messages: list[str],
+    paths: list[Path],
+) -> str:
+    """Writes a capture; the reason why not, or ""."""
+    files = loaded_files()
+    if changed := changed_since_start(files):
+        return f"{changed} was changed while this process ran"
+    numbers = number_digests(call.model, found.numbers)
+    if numbers is None:
+        return "forward makes numbers of a tensor that is no buffer"
+    header = Header(
+        key=key,
+        captured=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        seconds=seconds,
+        files=files,
+        numbers=numbers,
+        example=example_digest(call.flat) if found.by_values else "",
+        warnings=tuple(messages),
+    )
+    try:
+        data = to_bytes(header, found)
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data)
+            if path.parent == cache_folder():
+                drop_oldest(path.parent, f"*{CAPTURE}")
+    except (NotWritten, PdcompileError, OSError) as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """The texts of the warnings that are shown inside."""
+    texts: list[str] = []
+    show: Any = warnings.showwarning
+
+    def noted(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, UserWarning):
+            texts.append(str(message))
+        show(message, category, *rest, **named)
+
+    warnings.showwarning = noted
+    try:
+        yield texts
+    finally:
+        warnings.showwarning = show
