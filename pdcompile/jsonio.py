@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pdcompile.errors import PdcompileError, PlanError
+from pdcompile.errors import PdcompileError, PlanError, did_you_mean
 from pdcompile.files import MAX_BYTES
 
 MAX_DEPTH = 64
@@ -269,7 +269,7 @@ def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileErr
     known = {field.name: field for field in fields(kind)}
     for key in data:
         if key not in known:
-            remedy = f"remove it; known keys are {', '.join(known)}"
+            remedy = did_you_mean(key, known) + f"remove it; known keys are {', '.join(known)}"
             raise error(f"unknown key {_short(key)}", where=place, remedy=remedy)
     for name, field in known.items():
         optional = field.default is not MISSING or field.default_factory is not MISSING

@@ -25,7 +25,7 @@ from pdcompile.batch import (
     weights,
 )
 from pdcompile.compiled import Compiled
-from pdcompile.errors import ConfigError, InputError, PdcompileError
+from pdcompile.errors import ConfigError, InputError, PdcompileError, did_you_mean, some
 from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
 from pdcompile.options import Options
@@ -167,14 +167,7 @@ def check_call(
     _check_constants(graph, flat)
     for path in needed:
         if flat.leaves.get(path) is None:
-            target = _of_target(path)
-            raise InputError(
-                "the target is missing" if target else "an input is missing",
-                where=path,
-                remedy="pass target=... to step: loss_fn needs it" if target else
-                _passed_whole(flat) or
-                "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
-            )  # fmt: skip
+            raise _missing(graph, flat, path)
     refuse_modes()
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
     if graph is compiled.capture.train:
@@ -287,6 +280,24 @@ def _check_written(graph: OpGraph, tensors: Mapping[str, Tensor], *, several: bo
                 "clone()" if path in others else "write into a new tensor in forward (a clone() "
                 "of the input); state belongs into a registered buffer",
             )  # fmt: skip
+
+
+def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
+    """The refusal of a call without this input; names one that the call has instead."""
+    if _of_target(path):
+        return InputError(
+            "the target is missing", where=path, remedy="pass target=... to step: loss_fn needs it"
+        )
+    known = {entry.path for entry in graph.inputs} | {name for name, _ in graph.constants}
+    surplus = [name for name in flat.leaves if name not in known]
+    instead = f", and {some(surplus)} is there, which the first call did not have"
+    return InputError(
+        f"an input is missing{instead if surplus else ''}",
+        where=path,
+        remedy=(f"write {path} in place of {surplus[0]}" if did_you_mean(path, surplus) else "")
+        or _passed_whole(flat)
+        or "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
+    )
 
 
 def _of_target(path: str) -> bool:

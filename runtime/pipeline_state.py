@@ -57,6 +57,13 @@ class ModuleHints:
             "outputs and loss",
         )
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a pipeline is not pickled or copied: it holds connections, and stages of this process",
+            remedy="pipe.save(folder) writes all that a training needs; for the weights alone "
+            "torch.save(pipe.full_state_dict(), file), which every rank calls",
+        )
+
     if not TYPE_CHECKING:  # else every attribute would seem to exist
 
         def __getattr__(self, name: str) -> NoReturn:

@@ -391,3 +391,20 @@ def test_an_edited_plan_is_compared_as_it_is() -> None:
     assert found.before.objective_seconds > plan.certificate.objective_seconds
     assert found.before.status == "feasible"
     assert found.after.objective_seconds == plan.certificate.objective_seconds
+
+
+def test_the_command_has_the_plan_s_other_options_and_writes_another_file(
+    tmp_path: Path, call: Call
+) -> None:
+    made = planned(chain(8), Cluster.local(2))
+    training = replace(
+        made.training, autocast="cpu:bfloat16", loss_reduction="sum", keeps_outputs=False
+    )
+    made = replace(made, training=training, notes=(*made.notes, "costs are estimated for cpu"))
+    _, out, _ = call("whatif", write(made, tmp_path), "--memory", "1GB")
+    (line,) = [line for line in out.splitlines() if line.startswith("to get this plan")]
+    for part in (
+        "--autocast bfloat16", "--loss-reduction sum", "--outputs none", "--costs estimated",
+        ".whatif.json",
+    ):  # fmt: skip
+        assert part in line

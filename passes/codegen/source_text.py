@@ -33,8 +33,8 @@ class Line:
 
 
 def clean(text: str, limit: int = 60) -> str:
-    """Text of a model for a comment or docstring: printable ASCII, no quote, no backslash."""
-    plain = "".join(c if " " <= c <= "~" and c not in "\"'\\" else "?" for c in text)
+    """Text of a model for a comment or docstring: printable ASCII, and nothing that ends one."""
+    plain = "".join(c if " " <= c <= "~" and c not in '"\\' else "?" for c in text)
     return plain if len(plain) <= limit else f"{plain[: limit - 3]}..."
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from pdcompile.errors import ConfigError, InputError
+from pdcompile.errors import ConfigError, InputError, did_you_mean
 
 TARGET = "target"
 DEFAULT = object()  # in a prefix of batch dimensions: the default rule
@@ -115,10 +115,13 @@ def flatten_call(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
+        surplus = [key for key in kwargs if key not in signature.parameters]
+        open_ones = [p for p in signature.parameters if p not in kwargs][len(args) :]
         raise InputError(
             f"the call does not fit the model's forward: {error}",
             where=f"{name}.forward{signature}",
-            remedy="pass the arguments that the model takes; those of the loss alone are passed as "
+            remedy="".join(did_you_mean(key, open_ones) for key in surplus[:1])
+            + "pass the arguments that the model takes; those of the loss alone are passed as "
             "target=",
         ) from None
     leaves: dict[str, Any] = {}

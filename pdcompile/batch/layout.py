@@ -21,7 +21,7 @@ from pdcompile.batch.call import (
     walk,
 )
 from pdcompile.batch.memory_order import memory_order
-from pdcompile.errors import ConfigError, InputError
+from pdcompile.errors import ConfigError, InputError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,12 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
     sizes = {}
     for path, leaf in flat.leaves.items():
         if path not in layout.dims:
+            missing = [name for name in layout.dims if name not in flat.leaves]
             raise InputError(
-                "this call has an input that the first call did not have",
+                f"this call has an input that the first call did not have: {path}",
                 where=path,
-                remedy="pass the same arguments in every call",
+                remedy=did_you_mean(path, missing or layout.dims)
+                + "pass the same arguments in every call",
             )
         dim = layout.dims[path]
         if dim is not None and isinstance(leaf, Tensor):

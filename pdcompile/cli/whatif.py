@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,8 @@ def whatif(
         )
     if write_cluster is not None:
         write_text(write_cluster, found.after.cluster.to_toml())
-    line = command(found, write_cluster)
+    output = plan.with_name(f"{plan.stem}.whatif.json")  # and this plan stays
+    line = command(found, write_cluster, loaded, shlex.quote(str(output)))
     if as_json:
         emit_json(document(found, line))
         return

@@ -13,6 +13,7 @@ from rich.text import Text
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, Level
 from pdcompile.passes.planning.whatif import SolvedScenario, Whatif
+from pdcompile.plan import Plan
 from pdcompile.report import labels
 from pdcompile.report.explain_table import BINDS
 from pdcompile.units import (
@@ -116,8 +117,15 @@ def kept_text(found: Whatif) -> str:
     return f"the plan's own cut would take {format_seconds(seconds)} a step ({change})"
 
 
-def command(found: Whatif, written: Path | None = None) -> str:
-    """The command that makes such a plan; a cluster without a short form goes in a file."""
+def command(
+    found: Whatif, written: Path | None = None, plan: Plan | None = None, output: str = "plan.json"
+) -> str:
+    """The command that makes such a plan; a cluster without a short form goes in a file.
+
+    Args:
+        plan: the plan that was asked about, whose other options the new one gets.
+        output: the file of the new plan.
+    """
     after, before = found.after, found.before
     words = ["pdcompile plan TARGET", f"--cluster {_cluster_option(after.cluster, written)}"]
     limits = {device.memory_bytes for device in after.cluster.devices}
@@ -134,13 +142,32 @@ def command(found: Whatif, written: Path | None = None) -> str:
         words.append("--grad-scaler")
     if training.seed:
         words.append(f"--seed {training.seed}")
-    words.append("-o plan.json")
+    words += [] if plan is None else _kept_options(plan)
+    words.append(f"-o {output}")
     line = " ".join(words)
     if training.batch_size != before.training.batch_size:
         line += f"   (with minibatches of {training.batch_size} samples)"
     if "changed.toml" in line and written is None:
         line += "   (--write-cluster changed.toml makes that file)"
     return line
+
+
+def _kept_options(plan: Plan) -> list[str]:
+    """Options of a plan that change what is computed, how it was costed and what it gives."""
+    training = plan.training
+    words = []
+    if training.autocast is not None:
+        words.append(f"--autocast {training.autocast.rpartition(':')[2]}")
+    if training.loss_reduction != "mean":
+        sums = training.loss_reduction == "sum"
+        words.append(f"--loss-reduction {'sum' if sums else 'FILE:FUNCTION'}")
+    if not training.keeps_outputs:
+        words.append("--outputs none")
+    if training.linear_lr_scaling:
+        words.append("--linear-lr-scaling")
+    if any(note.startswith("costs are estimated") for note in plan.notes):
+        words.append("--costs estimated")
+    return words
 
 
 def document(found: Whatif, line: str) -> dict[str, Any]:

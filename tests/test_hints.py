@@ -1,0 +1,90 @@
+"""What a message suggests: the nearest name, another call, and what was done instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, InputError, TraceError
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return pdcompile.compile(
+        model, loss_fn=nn.functional.mse_loss, cluster=Cluster.local(2), costs="estimated",
+        **options,
+    )  # fmt: skip
+
+
+def test_an_option_that_there_is_not_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="compile has no option 'microbatch'") as caught:
+        pdcompile.compile(nn.Linear(1, 1), microbatch=2)  # type: ignore[arg-type]
+    assert "did you mean 'microbatches'?" in str(caught.value.remedy)
+    with pytest.raises(ConfigError) as other:
+        pdcompile.compile(nn.Linear(1, 1), qqq=2)  # type: ignore[arg-type]
+    assert str(other.value.remedy).startswith("there are example_inputs, ")
+
+
+class OfDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 1)
+
+    def forward(self, inputs: dict[str, Tensor], bias: Tensor | None = None) -> Tensor:
+        found: Tensor = self.lin(inputs["values"]) * inputs["scale"]
+        return found if bias is None else found + bias
+
+
+def test_a_wrong_key_names_the_surplus_key_and_the_nearest_name() -> None:
+    x, y = torch.ones(4, 4), torch.ones(4, 1)
+    pipe = compiled(OfDict(), microbatches=2)
+    with pytest.raises(InputError, match="unexpected keyword argument 'input'") as caught:
+        pipe.step({"values": x, "scale": y}, input=y, target=y)
+    with pytest.raises(InputError) as misspelt:
+        pipe.step(inptus={"values": x, "scale": y}, target=y)
+    assert "did you mean 'inputs'?" in str(misspelt.value.remedy)
+    assert "did you mean" not in str(caught.value.remedy)  # nothing like it is open
+    pipe.step({"values": x, "scale": y}, target=y)
+    with pytest.raises(InputError, match=r"an input is missing, and inputs\['scales'\]") as other:
+        pipe.step({"values": x, "scales": y}, target=y)
+    assert (other.value.where, other.value.remedy) == (
+        "inputs['scale']", "write inputs['scale'] in place of inputs['scales']",
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"did not have: inputs\['mask'\]"):
+        pipe.step({"values": x, "scale": y, "mask": y}, target=y)
+
+
+def test_a_pipeline_is_neither_pickled_nor_copied() -> None:
+    pipe = compiled(OfDict(), microbatches=2)
+    for attempt in (lambda: torch.save(pipe, io.BytesIO()), lambda: copy.deepcopy(pipe)):
+        with pytest.raises(ConfigError, match="not pickled or copied") as caught:
+            attempt()
+        assert "pipe.save(folder)" in str(caught.value.remedy)
+
+
+class OfEight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lin(x.view(8, 4))
+        return found
+
+
+def test_a_model_of_one_batch_size_runs_whole_minibatches() -> None:
+    model = OfEight()
+    pipe = compiled(model)
+    x, y = torch.randn(8, 4), torch.randn(8, 1)
+    expected = nn.functional.mse_loss(model(x), y).item()
+    with pytest.warns(UserWarning, match="microbatches=1, so that ranks take turns"):
+        assert pipe.step(x, target=y).loss.item() == expected
+    assert pipe.plan.training.num_microbatches == 1
+    with pytest.raises(TraceError, match="with the 4 samples of a microbatch"):
+        compiled(OfEight(), microbatches=2).step(x, target=y)
