@@ -165,6 +165,16 @@ def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Ste
     return step("refined", lambda: planner.refined(plan, microbatch))
 
 
+def capture_call(
+    model: nn.Module, flat: FlatCall, layout: BatchLayout, options: Options, chosen: Configuration
+) -> CaptureCall:
+    """The capture that these options ask for."""
+    return CaptureCall(
+        model, flat, layout, options.loss_fn, capture_size(options, chosen),
+        chosen.training.autocast,
+    )  # fmt: skip
+
+
 def _captured(
     model: nn.Module,
     flat: FlatCall,
@@ -174,10 +184,7 @@ def _captured(
     listener: Listener,
 ) -> Capture:
     """The model's ops, with a loss that depends on something."""
-    call = CaptureCall(
-        model, flat, layout, options.loss_fn, capture_size(options, chosen),
-        chosen.training.autocast,
-    )  # fmt: skip
+    call = capture_call(model, flat, layout, options, chosen)
     if options.keep_captures:
         found = kept_or_captured(call, listener.told, options.capture_file)
     else:

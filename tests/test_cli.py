@@ -470,3 +470,16 @@ def test_a_capture_is_kept_beside_a_plan_alone(call: Call) -> None:
     code, _, err = call("plan", "nowhere.py:build", "--keep-capture")
     assert code == 2
     assert "name one with -o" in err
+
+
+def test_a_dry_run_says_what_would_be_done(tmp_path: Path, call: Call) -> None:
+    arguments = ("examples/mlp.py:build", "--cluster", "local:2", "--costs", "estimated")
+    code, out, _ = call("plan", *arguments, "--dry-run", "-o", str(tmp_path / "plan.json"))
+    assert code == 0
+    for part in ("model: ", "2 devices, 2 stages", "capture: anew", "costs: estimated",
+                 "plan: searched", f"written: {tmp_path / 'plan.json'}"):  # fmt: skip
+        assert part in out
+    assert list(tmp_path.iterdir()) == []
+    code, out, _ = call("verify", *arguments, "--dry-run", "--json")
+    assert code == 0
+    assert json.loads(out)["would"][-1] == "written: nothing"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from pdcompile.cli.dry_run import intended, show
 from pdcompile.clusters import cluster_of, names
 from pdcompile.errors import ConfigError
 from pdcompile.files import VARIABLE as CACHE
@@ -177,6 +178,12 @@ class Flags:
         ),
     ] = None
 
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what would be done, and do nothing of it but load TARGET."
+        ),
+    ] = False
     no_cache: Annotated[
         bool,
         search(
@@ -266,7 +273,7 @@ class Flags:
         Raises:
             ConfigError: a text is not a number, or there is no such optimizer.
         """
-        own = {field.name for field in fields(Flags)} - {"lr", "no_cache", *CONSTRAINTS}
+        own = {field.name for field in fields(Flags)} - {"lr", "no_cache", "dry_run", *CONSTRAINTS}
         given = {name: getattr(self, name) for name in own}
         made = {
             "constraints": parsed(self._constraints()),
@@ -385,9 +392,17 @@ class PlanFlags(Flags):
 
 
 def compiled(
-    target: str, flags: Flags, given: GivenPlan | None = None, **more: object
+    target: str,
+    flags: Flags,
+    given: GivenPlan | None = None,
+    *,
+    writes: Path | None = None,
+    as_json: bool = False,
+    **more: object,
 ) -> tuple[Workload, Compiled]:
     """Load the target and run every pass on it, with a bar or lines on stderr.
+
+    With --dry-run it ends there, and says what the verb would do; `writes`: where to.
 
     Raises:
         PdcompileError: whatever the target or a pass refuses.
@@ -404,6 +419,8 @@ def compiled(
         workload = load_target(target)
         options = flags.to_options(workload, progress=True, **more)
         inputs, expected = workload.example()
+        if flags.dry_run:
+            show(intended(workload, options, inputs, expected), writes, as_json=as_json)
 
         # The compiler is imported last: a mistake in the target is reported at once.
         from pdcompile import driver

@@ -83,7 +83,7 @@ def plan(
                 remedy="name one with -o, such as -o plan.json",
             )
         more["capture_file"] = capture_beside(output)
-    _, result = compiled(target, flags, **more)
+    _, result = compiled(target, flags, writes=output, as_json=as_json, **more)
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:

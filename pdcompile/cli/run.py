@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from pdcompile.cli.app import app
+from pdcompile.cli.dry_run import intended, show
 from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_flags
 from pdcompile.errors import ConfigError
 
@@ -143,6 +144,8 @@ def run(
     more["weights"] = more["weights"] or workload.weights
     options = flags.to_options(workload, **files, **more)
     inputs, expected = workload.example()
+    if flags.dry_run:
+        show(intended(workload, options, inputs, expected), saves.folder, as_json=as_json)
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)

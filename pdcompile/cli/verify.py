@@ -48,7 +48,7 @@ def verify(
     from pdcompile.cli.output import EXIT_DIFFERENT, emit_json, stdout
     from pdcompile.report.verify_table import verify_report
 
-    _, result = compiled(target, flags, given, verify="full")
+    _, result = compiled(target, flags, given, as_json=as_json, verify="full")
     found = result.verification
     assert found is not None, "verify='full' always compares"
     if as_json:

@@ -108,25 +108,45 @@ def kept_or_captured(
         say: told where the capture is from, and why one that took long is not kept.
         beside: another file to look into, and to write (`files.capture_beside`).
     """
-    places = [place for place in (beside, cache_folder()) if place is not None]
-    if not places:
+    if beside is None and cache_folder() is None:
         return call.captured()
     try:
         key = call.key()
     except Undescribed as unknown:
         return _captured_anew(call, say, f"what forward depends on cannot be told: {unknown}")
-    paths = [p if p == beside else p / f"{key[:32]}{CAPTURE}" for p in places]
-    for path in paths:
-        if (found := _read(call, key, path)) is not None:
-            header, kept = found
-            for message in header.warnings:
-                warn(message)
-            say(
-                f"the capture is that of {header.captured}, which took {header.seconds:.0f} s "
-                f"({path}; --no-cache or {VARIABLE}=off captures again)"
-            )
-            return call.attached(kept)
-    return _captured_anew(call, say, "", key, paths)
+    paths = _paths(key, beside)
+    found = _first(call, key, paths)
+    if found is None:
+        return _captured_anew(call, say, "", key, paths)
+    header, kept = found
+    for message in header.warnings:
+        warn(message)
+    say(
+        f"the capture is that of {header.captured}, which took {header.seconds:.0f} s "
+        f"({kept.kept}; --no-cache or {VARIABLE}=off captures again)"
+    )
+    return call.attached(kept)
+
+
+def kept_capture(call: CaptureCall, beside: Path | None = None) -> Capture | None:
+    """The capture that `kept_or_captured` would take; None where it would make one."""
+    try:
+        key = call.key()
+    except Undescribed:
+        return None
+    found = _first(call, key, _paths(key, beside))
+    return None if found is None else found[1]
+
+
+def _paths(key: str, beside: Path | None) -> list[Path]:
+    """The files in which a capture may be kept."""
+    folder = cache_folder()
+    usual = [] if folder is None else [folder / f"{key[:32]}{CAPTURE}"]
+    return usual if beside is None else [beside, *usual]
+
+
+def _first(call: CaptureCall, key: str, paths: list[Path]) -> tuple[Header, Capture] | None:
+    return next((found for path in paths if (found := _read(call, key, path))), None)
 
 
 def _captured_anew(

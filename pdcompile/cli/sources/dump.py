@@ -35,7 +35,7 @@ def dump(
     from pdcompile.cli.options import compiled
     from pdcompile.cli.output import emit_json, stdout
 
-    workload, result = compiled(target, flags, given)
+    workload, result = compiled(target, flags, given, writes=output, as_json=as_json)
     result.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
     if as_json:

@@ -1,0 +1,67 @@
+"""What a verb would do, without capturing, measuring, planning or writing anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from pdcompile.options import Options
+    from pdcompile.workload import Workload
+
+
+def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -> list[str]:
+    """One line for each pass, in their order.
+
+    Raises:
+        PdcompileError: what the passes would refuse before they begin.
+    """
+    from pdcompile.batch import example_call, resolve_batch
+    from pdcompile.driver import capture_call
+    from pdcompile.given import with_given_plan
+    from pdcompile.options.configuration import configure
+    from pdcompile.passes.trace.kept.capture_cache import kept_capture
+    from pdcompile.passes.trace.subject import device_of
+    from pdcompile.units import format_bytes
+
+    model, options = workload.model, with_given_plan(options)
+    flat = example_call(model, inputs, expected)
+    layout = resolve_batch(flat, options.batch_dims)
+    device = device_of(model, flat).type
+    chosen = configure(
+        options, batch_size=layout.size, splits=layout.splits, num_ranks=None, device=device
+    )
+    parameters = list(model.parameters())
+    size = sum(one.numel() * one.element_size() for one in parameters)
+    on_meta = ", on the meta device" if any(one.is_meta for one in parameters) else ""
+    training = chosen.training
+    kept = kept_capture(capture_call(model, flat, layout, options, chosen), options.capture_file)
+    given = options.plan is not None
+    return [
+        f"model: {type(model).__name__}, {format_bytes(size)} of parameters{on_meta}",
+        f"minibatch: {layout.size} samples in {training.num_microbatches} microbatches",
+        f"machines: {len(chosen.cluster.devices)} devices, {chosen.num_stages} stages",
+        f"schedule: {'chosen by the planner' if options.schedule == 'auto' else training.schedule}",
+        f"capture: {f'that in {kept.kept}' if kept is not None else 'anew'}",
+        f"costs: {'those of the plan' if given else _shown(options.costs)}",
+        f"plan: {'the given one' if given else 'searched'}",
+        f"stages: {options.sources or 'generated'}, compared with the model: {options.verify}",
+    ]
+
+
+def show(lines: list[str], writes: Path | None, *, as_json: bool) -> NoReturn:
+    """Print the lines, and end the verb."""
+    from pdcompile.cli.output import emit_json, stdout
+
+    lines = [*lines, f"written: {writes if writes is not None else 'nothing'}"]
+    if as_json:
+        emit_json({"status": "dry run", "would": lines})
+    else:
+        stdout().print("\n".join(lines), markup=False, soft_wrap=True)
+    raise typer.Exit
+
+
+def _shown(costs: Any) -> str:
+    return costs if isinstance(costs, str) else type(costs).__name__
