@@ -71,7 +71,10 @@ def test_comments_cannot_end_early(text):
     shown = clean(text)
     assert shown.isascii()
     assert shown.isprintable()
-    assert not set(shown) & set("\"'\\")
+    assert not set(shown) & set('"\\')
+    assert ast.get_docstring(ast.parse(f'"""{shown} is there."""'), clean=False) == (
+        f"{shown} is there."
+    )
     assert render([Line("x = 1", shown)]).count("\n") == 1
 
 
