@@ -272,8 +272,8 @@ class Casting(nn.Module):
 
 def test_a_pass_is_one_function_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass of docs/architecture.md: verified, and trained bit for bit as the reference."""
-    capture = driver.capture
-    monkeypatch.setattr(driver, "capture", lambda *a, **k: without_casts(capture(*a, **k)))
+    captured = driver._captured
+    monkeypatch.setattr(driver, "_captured", lambda *given: without_casts(captured(*given)))
     torch.manual_seed(0)
     model, x, y = Casting(), torch.randn(8, 8), torch.randn(8, 8).double()
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "microbatches": 4}
