@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -68,15 +67,3 @@ def each_once() -> Iterator[None]:
 
         warnings.showwarning = first
         yield
-
-
-@contextmanager
-def quiet_shape_errors() -> Iterator[None]:
-    """Keeps torch from logging the traceback of every shape error before it raises it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

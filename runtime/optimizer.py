@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import difference, snapshot
 from pdcompile.errors import ConfigError
+from pdcompile.releases.torch_internals import step_hooks
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.warn import warn
 
@@ -52,8 +53,7 @@ class Updater:
 
     def warn_of_hooks(self) -> None:
         """Say once that step hooks run for each stage, in a process that has several."""
-        one = self.optimizer
-        if not self._warned and (one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks):
+        if not self._warned and step_hooks(self.optimizer):
             self._warned = True
             warn(
                 "the optimizer has step hooks, and stages are updated one by one: in one process "

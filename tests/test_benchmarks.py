@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import convergence
+from benchmarks import compatibility, convergence
+from benchmarks.compatibility import Row
 from tests.helpers.launch import ROOT, processes
 
 HELP = """
@@ -52,3 +54,32 @@ def test_what_a_person_wrote_about_convergence_is_kept(
     convergence.main(written)
     assert file.read_text() == before
     assert "<dc:date>" not in file.with_suffix(".svg").read_text()
+
+
+def test_a_row_of_the_page_of_versions_is_replaced_and_others_are_kept() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition(compatibility.ROWS)
+    page = before + 2 * compatibility.ROWS + rest.partition(compatibility.ROWS)[2]  # no rows
+    new, old = (Row(torch, "3.11.7", "5.24.0", "1.0.31") for torch in ("2.15.0", "2.9.1"))
+    for row in (
+        replace(new, models="173 of 175"),
+        replace(old, tests="1 passed, 2 failed, 3 skipped"),
+        replace(new, tests="5 passed, 0 failed, 0 skipped", date="2026-11-25"),
+    ):
+        page = compatibility.written(page, row)
+    first, second = compatibility.rows_of(page)
+    assert first == replace(old, tests="1 passed, 2 failed, 3 skipped")
+    assert second.tests == "5 passed, 0 failed, 0 skipped"
+    assert (second.models, second.date) == ("173 of 175", "2026-11-25")
+    assert page.startswith(before)
+    assert page.endswith(rest.partition(compatibility.ROWS)[2])
+
+
+def test_counts_are_read_from_what_the_runs_print() -> None:
+    said = "F.s\n= 2 failed, 7 passed, 1 skipped, 4 deselected, 1 error in 9.00s =\n"
+    assert compatibility.tests_of(said) == "7 passed, 3 failed, 1 skipped"
+    with pytest.raises(SystemExit, match="did not come to an end"):
+        compatibility.tests_of("Killed\n")
+    assert compatibility.models_of("a\n3 of 4 models pass (75%)\n") == "3 of 4"
+    with pytest.raises(SystemExit, match="did not come to an end"):
+        compatibility.models_of("")

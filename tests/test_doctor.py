@@ -13,10 +13,11 @@ from pdcompile.cli.hardware.doctor import report
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.hardware import checkup as module
 from pdcompile.hardware import host
-from pdcompile.hardware.checkup import Line, checkup, in_range
+from pdcompile.hardware.checkup import Line, checkup
 from pdcompile.passes.costs.machines import Machine
 from pdcompile.passes.probe.links import DeviceSpeed
 from pdcompile.passes.probe.probed import Probed
+from pdcompile.releases.packages import in_range
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import launch
 from tests.helpers.alike import Call

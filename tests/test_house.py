@@ -44,6 +44,35 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def internals(tree: ast.Module) -> Iterator[str]:
+    """Private names of torch's modules that a file imports or reads, but for those of operators."""
+    of_torch = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.asname or "torch", alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            home = node.module or ""
+            names = [(alias.asname or alias.name, f"{home}.{alias.name}") for alias in node.names]
+        else:
+            continue
+        for name, full in names:
+            if full.partition(".")[0] == "torch":
+                of_torch.add(name)
+                if _is_private(full):
+                    yield full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            full = ast.unparse(node)
+            if full.partition(".")[0] in of_torch and _is_private(full):
+                yield full
+
+
+def _is_private(name: str) -> bool:
+    parts = name.split(".")
+    private = any(part[:1] == "_" and part[:2] != "__" for part in parts)
+    return private and "ops" not in parts[:2] and all(part.isidentifier() for part in parts)
+
+
 def dependencies() -> dict[str, set[str]]:
     """Which modules each module imports anywhere, inside functions too, but not for types alone."""
     known = modules()
@@ -68,9 +97,25 @@ def test_no_imports_go_in_a_circle() -> None:
     assert circle(dependencies()) == []
 
 
+def test_internals_of_torch_are_named_in_one_file() -> None:
+    """Which knows what releases of torch changed."""
+    found = {
+        module: names
+        for module, path in modules().items()
+        if (names := [*internals(ast.parse(path.read_text(encoding="utf-8")))])
+    }
+    assert set(found) == {"pdcompile.releases.torch_internals"}
+
+
 def test_the_measures_notice() -> None:
     lines = "    x = 1\n" * 61
     assert list(too_long(ast.parse(f'def f():\n    """Says so."""\n{lines}'))) == [("f", 61)]
     assert list(too_long(ast.parse("class A:\n" + lines * 5))) == [("A", 306)]
     assert too_many_files([Path(f"a/{n}.py") for n in range(16)]) == {"a": 16}
+    uses = "from torch import nn\nfrom torch.utils._pytree import x\nnn.init._no_grad\n"
+    uses += "torch._C._nn.gelu\ntorch.ops.aten._to_copy\nself._x\ntorch.__version__\n"
+    assert set(internals(ast.parse(uses))) == {
+        "torch.utils._pytree.x", "nn.init._no_grad",
+        "torch._C", "torch._C._nn", "torch._C._nn.gelu",
+    }  # fmt: skip
     assert set(circle({"a": {"b"}, "b": {"a"}})) == {"a", "b"}

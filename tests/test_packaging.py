@@ -9,11 +9,16 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import textwrap
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from pdcompile.errors import LaunchError
+from pdcompile.releases import packages
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -56,6 +61,68 @@ def test_every_dependency_is_pinned() -> None:
     assert {normal(requirement) for requirement in wanted} - {"pdcompile"} - set(pins) == set()
     assert pins["torch"] == "2.13.0"
     assert not [version for version in pins.values() if "+" in version or not version]
+
+
+def test_the_range_of_torch_is_one() -> None:
+    (wanted,) = (one for one in PROJECT["project"]["dependencies"] if normal(one) == "torch")
+    assert wanted == f"torch{packages.TORCH}"
+    assert packages.in_range(torch.__version__, packages.TORCH)
+
+
+@pytest.mark.parametrize(
+    ("release", "fits"),
+    [("2.11.0", True), ("2.15.1+cu130", True), ("2.10.1", False), ("2.16.0.dev20261101", False)],
+)
+def test_releases_of_torch_are_told_apart(release: str, fits: bool) -> None:
+    if fits:
+        packages.check_torch(release)
+        return
+    with pytest.raises(LaunchError, match=f"torch {release} is installed, and pdcompile is made"):
+        packages.check_torch(release)
+
+
+def test_another_torch_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """By what needs it, and not by what does without."""
+    script = """
+        import sys
+        import torch
+        torch.__version__ = "2.10.0"
+        from pdcompile.cli import main
+        for words in (["schedule", "mine.csv"], ["plan", sys.argv[1]]):
+            try:
+                main(words)
+            except SystemExit as end:
+                print(f"{words[0]} ends with {end.code}")
+    """
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), f"{ROOT}/examples/mlp.py:build"],
+        cwd=tmp_path, check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "schedule ends with 0" in done.stdout, done.stderr
+    assert "plan ends with 2" in done.stdout
+    assert (
+        f"error: torch 2.10.0 is installed, and pdcompile is made for torch {packages.TORCH}\n"
+        f"  remedy: pip install 'torch{packages.TORCH}'\n"
+    ) in done.stderr
+
+
+def test_make_takes_another_torch_into_an_environment_of_its_own() -> None:
+    def steps(*given: str) -> str:
+        return run("make", "--dry-run", "--always-make", "venv", *given, cwd=ROOT)
+
+    pinned, other = steps(), steps("TORCH=2.15.0", "NEWEST=1")
+    assert "-m venv --clear .venv\n" in pinned
+    assert "-c constraints.txt -e" in pinned
+    assert "torch==" not in pinned
+    assert "-m venv --clear .venv-torch-2.15.0-newest\n" in other
+    assert "-c .venv-torch-2.15.0-newest/constraints.txt -e" in other
+    assert "torch==2.15.0" in other
+    (line,) = (line for line in other.splitlines() if line.startswith("sed "))
+    pins = run("sh", "-c", line.partition(" > ")[0], cwd=ROOT).splitlines()
+    assert {"torch", "setuptools", "transformers", "timm"}.isdisjoint(map(normal, pins))
+    assert {"torchvision", "numpy"} <= {*map(normal, pins)}
 
 
 def test_lost_links_are_explained(tmp_path: Path) -> None:

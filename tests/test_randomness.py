@@ -80,7 +80,11 @@ def tagged_ops() -> set[str]:
 
 
 def test_every_seeded_aten_op_is_listed() -> None:
-    assert tagged_ops() == randomness.SEEDED_OPS
+    some = {  # releases of torch alone, since 2.13 and since 2.15
+        "_flash_attention_forward_no_dropout_inplace",
+        "_cudnn_attention_forward_no_dropout_inplace",
+    }
+    assert randomness.SEEDED_OPS - some <= tagged_ops() <= randomness.SEEDED_OPS
 
 
 def python_functions() -> Iterator[tuple[str, Callable[..., object]]]:

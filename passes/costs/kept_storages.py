@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pdcompile.ir.graph import Op, OpGraph, fingerprint
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, structural_key
@@ -22,7 +20,7 @@ from pdcompile.passes.costs.live_storages import saved_storages
 from pdcompile.passes.costs.rehearse import from_outside, outside, staged, storages_in
 from pdcompile.passes.costs.stage_ports import Ports
 from pdcompile.passes.form.lifetimes import Step, operands
-from pdcompile.warn import quiet_shape_errors
+from pdcompile.releases.torch_internals import FakeTensorMode, pytree, quiet_shape_errors
 
 Storages = Mapping[int, int]  # a number for each storage -> its bytes
 
@@ -92,7 +90,7 @@ class _Nested:
     """A value of the graph, with layouts in the place of tensors."""
 
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: pytree.TreeSpec
 
     @staticmethod
     def of(value: Any, number: Callable[[torch.UntypedStorage], int]) -> _Nested:
@@ -110,7 +108,7 @@ class _Nested:
                 leaf.item() if leaf.ndim == 0 and known is not None else None,
             )
 
-        leaves, spec = tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value)
         return _Nested(tuple(map(layout, leaves)), spec)
 
     @property
@@ -262,7 +260,7 @@ def _fakes(values: Mapping[str, _Nested], *, written: bool) -> dict[str, Any]:
         return made
 
     return {
-        name: tree_unflatten(map(tensor, value.leaves), value.spec)
+        name: pytree.tree_unflatten(map(tensor, value.leaves), value.spec)
         for name, value in values.items()
     }
 

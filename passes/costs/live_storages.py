@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pdcompile.releases.torch_internals import TorchDispatchMode, pytree
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -104,4 +104,4 @@ def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nested value, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

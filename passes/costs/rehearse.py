@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.eager.entrance import Entrance
@@ -31,7 +30,7 @@ from pdcompile.passes.costs.imitated_ops import RECURRENT, Footprint, by_running
 from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.form.lifetimes import Step
-from pdcompile.warn import quiet_shape_errors
+from pdcompile.releases.torch_internals import FakeTensorMode, quiet_shape_errors
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))

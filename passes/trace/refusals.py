@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from torch._subclasses import fake_tensor
-
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.tape.observer import locate
+from pdcompile.releases.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
 class SizeByValues(TraceError):
@@ -164,11 +167,11 @@ def as_refusals(func: Any, boundary: CodeType | None) -> Iterator[None]:
     """Raises a TraceError where a fake tensor has no value to read, or an op no shape rule."""
     try:
         yield
-    except fake_tensor.DataDependentOutputException as caught:
+    except DataDependentOutputException as caught:
         raise error(READ, name_of(func), locate(boundary)[0]) from caught
-    except fake_tensor.DynamicOutputShapeException as caught:
+    except DynamicOutputShapeException as caught:
         raise error(BY_VALUE, f"the result of {name_of(func)}", locate(boundary)[0]) from caught
-    except fake_tensor.UnsupportedOperatorException as caught:
+    except UnsupportedOperatorException as caught:
         raise TraceError(
             f"torch has no shape rule for {caught.func}",
             where=locate(boundary)[0],

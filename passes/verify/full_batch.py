@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
@@ -24,6 +23,7 @@ from pdcompile.errors import PdcompileError, some
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.lifetimes import draws
 from pdcompile.passes.untouched import same_buffers, untouched
+from pdcompile.releases.torch_internals import BatchNorm
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
 
@@ -50,7 +50,7 @@ def full_batch_notes(
         reduction: the weights of the microbatches' losses.
     """
     notes = [*graph.notes, *_random(graph)]
-    norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [path for path, module in model.named_modules() if isinstance(module, BatchNorm)]
     count = -(-layout.size // graph.batch_size) if layout.splits else 1
     if graph.loss is None or count < 2:
         return tuple(notes), ()
@@ -233,7 +233,7 @@ class _NoDropout(TorchFunctionMode):
 def _statistics(model: nn.Module, frozen: bool) -> Iterator[None]:
     """Switches dropout between RNN layers off; `frozen`: batch norm to running statistics."""
     rnns = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase)]
-    norms = [m for m in model.modules() if frozen and isinstance(m, _BatchNorm)]
+    norms = [m for m in model.modules() if frozen and isinstance(m, BatchNorm)]
     norms = [norm for norm in norms if norm.training and norm.running_mean is not None]
     try:
         for rnn, _ in rnns:

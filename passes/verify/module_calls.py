@@ -19,6 +19,7 @@ from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref
 from pdcompile.passes.trace.attempt import one_recording
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.tape import Tape
+from pdcompile.releases.torch_internals import NoTorchFunction, function_modes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +98,7 @@ def _watched(module: nn.Module, path: str, found: dict[str, ModuleCall]) -> Iter
         recorder = _recorder()
         if recorder is None or any(key == id(recorder) for key, *_ in entered):
             return
-        with torch._C.DisableTorchFunction():
+        with NoTorchFunction():
             memo = _Noting(_holes(recorder))
             args, kwargs = copy.deepcopy((args, kwargs), memo)
         entered.append((id(recorder), args, kwargs, tuple(memo.used.values())))
@@ -106,7 +107,7 @@ def _watched(module: nn.Module, path: str, found: dict[str, ModuleCall]) -> Iter
         recorder = _recorder()
         if recorder is None or not entered or entered[-1][0] != id(recorder):
             return
-        with torch._C.DisableTorchFunction():
+        with NoTorchFunction():
             known = _holes(recorder)
             results = tuple(
                 known[id(leaf)].place if id(leaf) in known else None
@@ -126,7 +127,7 @@ def _watched(module: nn.Module, path: str, found: dict[str, ModuleCall]) -> Iter
 
 
 def _recorder() -> Tape | None:
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = function_modes()
     return next((mode for mode in reversed(modes) if isinstance(mode, Tape)), None)
 
 

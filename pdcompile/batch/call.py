@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pdcompile.errors import ConfigError, InputError, did_you_mean
+from pdcompile.releases.torch_internals import pytree
 
 TARGET = "target"
 DEFAULT = object()  # in a prefix of batch dimensions: the default rule

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch.utils._pytree as pytree
-
 from pdcompile.errors import ConfigError
+from pdcompile.releases.torch_internals import pytree
 
 
 class NotKeptError(ConfigError, TypeError):

@@ -17,10 +17,10 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pdcompile.batch.not_kept import NotKept
+from pdcompile.releases.torch_internals import pytree
 
 MAX_LEAVES = 100_000
 _PLAIN = (bool, int, float, complex, str, type(None))

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from pdcompile.releases.torch_internals import pytree
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -41,7 +42,7 @@ def acting_hooks(root: nn.Module) -> Iterator[dict[str, None]]:
 
 def _watched(hook: Any, root: nn.Module, acts: Callable[[], Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         values = [one.detach().clone() for one in tensors]
         before = _state(root, tensors)
         result = hook(*args, **kwargs)

@@ -25,12 +25,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdcompile.releases.torch_internals import (
+    NN_FUNCTIONS,
+    VARIABLE_FUNCTIONS,
+    DropoutNd,
+    OpOverload,
+    OpOverloadPacket,
+    function_mode,
+    run_backward,
+    without_function_mode,
+)
+
 LOSS_PATH = "loss_fn"
 
-# aten ops tagged `nondeterministic_seeded`; their public faces carry the same name in torch,
-# torch.Tensor, torch.nn.functional, torch._C._nn (a test compares with the installed torch).
+# aten ops tagged `nondeterministic_seeded` in any release of torch that is taken; their public
+# faces carry the same name in torch, torch.Tensor, torch.nn.functional, torch._C._nn (a test
+# compares with the installed torch).
 _SEEDED = """
-    _cudnn_attention_backward _cudnn_attention_forward _cudnn_init_dropout_state _cudnn_rnn
+    _cudnn_attention_backward _cudnn_attention_forward _cudnn_attention_forward_no_dropout_inplace
+    _cudnn_init_dropout_state _cudnn_rnn
     _efficient_attention_forward _fill_mem_eff_dropout_mask_ _flash_attention_forward
     _flash_attention_forward_no_dropout_inplace _fused_dropout _fused_sdp_choice _lstm_mps
     _nested_tensor_softmax_with_shape _sample_dirichlet _scaled_dot_product_attention_math
@@ -61,7 +74,7 @@ _COMPOSITE = {
 }  # fmt: skip
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (
-    nn.modules.dropout._DropoutNd,
+    DropoutNd,
     nn.RReLU,
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -73,7 +86,7 @@ _RANDOM_MODULES: tuple[type[nn.Module], ...] = (
 def _public_functions() -> frozenset[Any]:
     found: set[Any] = set()
     for name in SEEDED_OPS:
-        for home in (torch, torch._C._VariableFunctions, torch.Tensor, F, torch._C._nn):
+        for home in (torch, VARIABLE_FUNCTIONS, torch.Tensor, F, NN_FUNCTIONS):
             function = getattr(home, name, None)
             # torch.random is a module, torch.seed-like attributes are not ops
             if callable(function) and not isinstance(function, type):
@@ -92,9 +105,9 @@ def is_random_function(func: Callable[..., Any]) -> bool:
     `func` is what ``__torch_function__`` receives: ``F.dropout``, ``torch.rand``,
     ``torch.Tensor.normal_``, ``torch.ops.aten.bernoulli`` (packet or overload).
     """
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return torch.Tag.nondeterministic_seeded in func.tags
-    if isinstance(func, torch._ops.OpOverloadPacket):
+    if isinstance(func, OpOverloadPacket):
         return func.__name__ in SEEDED_OPS and func._qualified_op_name.startswith("aten::")
     try:
         return func in _FUNCTIONS
@@ -247,15 +260,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
 
     def _backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
         pairs = zip(roots, gradients, strict=True)
-        torch.autograd.Variable._execution_engine.run_backward(
-            tuple(roots),
-            tuple(torch.ones_like(root) if one is None else one for root, one in pairs),
-            False,  # retain_graph
-            False,  # create_graph
-            (),  # inputs: all leaves
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        run_backward(roots, [torch.ones_like(root) if one is None else one for root, one in pairs])
 
     def draw(self, path: str) -> None:
         """Seeds the generator for the next draw of `path`."""
@@ -292,11 +297,11 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     ) -> Any:
         outer, self._in_leaf = self._in_leaf, True
         try:
-            current = torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+            current = function_mode()
             if current is not self:
                 return plain(module, *args, **kwargs)
             # As in plain eager: any function mode turns off attention's fast path.
-            with torch.overrides._pop_mode_temporarily():
+            with without_function_mode():
                 return plain(module, *args, **kwargs)
         finally:
             self._in_leaf = outer

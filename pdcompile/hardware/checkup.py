@@ -17,6 +17,7 @@ from pdcompile.errors import PdcompileError
 from pdcompile.hardware import host
 from pdcompile.plan import Plan
 from pdcompile.plan.here import lacks
+from pdcompile.releases.packages import in_range
 from pdcompile.units import format_bytes
 
 LITTLE_MEMORY = 10**9  # bytes that are free
@@ -81,20 +82,6 @@ def _versions() -> Iterator[Line]:
             )  # fmt: skip
         elif name in SHOWN:
             yield Line("versions", "ok", f"{name} {has}")
-
-
-def in_range(has: str, wanted: str) -> bool:
-    """Whether a version is within ``>=2.13,<2.14``; of anything else than such bounds it is."""
-
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in re.findall(r"[0-9]+", text.partition("+")[0])[:3])
-
-    for bound in wanted.split(","):
-        if bound.startswith(">=") and numbers(has) < numbers(bound):
-            return False
-        if bound.startswith("<") and bound[1:2] != "=" and numbers(has) >= numbers(bound):
-            return False
-    return True
 
 
 def _processes(environ: Mapping[str, str]) -> Iterator[Line]:

@@ -34,6 +34,7 @@ from pdcompile.ir.records import (
     walk,
 )
 from pdcompile.ir.targets import from_literal, resolve
+from pdcompile.releases.torch_internals import enter_autocast, exit_autocast, set_grad_enabled
 
 if TYPE_CHECKING:
     from pdcompile.ir.graph import OpGraph
@@ -144,18 +145,18 @@ def program_of(graph: OpGraph) -> Program:
         context = None
         if enables or not grad:
             before = builder.fx.call_function(torch.is_grad_enabled)
-            builder.fx.call_function(torch._C._set_grad_enabled, (grad,))
+            builder.fx.call_function(set_grad_enabled, (grad,))
         if autocast is not None:
             device, _, dtype = autocast.partition(":")
             on = dtype != OFF
             arguments = (device, getattr(torch, dtype) if on else None, on, None)
-            context = builder.fx.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
+            context = builder.fx.call_function(enter_autocast, arguments)
         for op in region:
             builder.add(op)
         if context is not None:
-            builder.fx.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
+            builder.fx.call_function(exit_autocast, (context,))
         if before is not None:
-            builder.fx.call_function(torch._C._set_grad_enabled, (before,))
+            builder.fx.call_function(set_grad_enabled, (before,))
     builder.fx.output(tuple(builder.argument(leaf) for leaf in leaves(graph.output)))
     return Program(graph, builder.fx, builder.inputs, builder.extras)
 

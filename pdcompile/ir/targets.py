@@ -19,6 +19,13 @@ import torch.overrides
 
 from pdcompile.errors import SourceError, TraceError
 from pdcompile.ir.records import TorchLiteral
+from pdcompile.releases.torch_internals import (
+    ASSERT,
+    NN_FUNCTIONS,
+    VARIABLE_FUNCTIONS,
+    OpOverload,
+    OpOverloadPacket,
+)
 
 # Where public functions live.  Of several names of one function the first found is used.
 NAMESPACES: tuple[tuple[str, Any], ...] = (
@@ -28,7 +35,7 @@ NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("torch.fft", torch.fft),
     ("torch.special", torch.special),
     ("torch.functional", torch.functional),
-    ("torch._C._nn", torch._C._nn),
+    ("torch._C._nn", NN_FUNCTIONS),
     ("torch.autograd", torch.autograd),
     ("operator", operator),
     ("math", math),
@@ -113,10 +120,10 @@ def name_of(function: Callable[..., Any]) -> str:
     Raises:
         TraceError: the function is not reachable by a public name.
     """
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         namespace, _, name = function._schema.name.partition("::")
         return f"torch.ops.{namespace}.{name}.{function._overloadname}"
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         return "torch.ops." + function._qualified_op_name.replace("::", ".")
     name = _names().get(function, "")
     if name:
@@ -168,7 +175,7 @@ def _registered_op(parts: list[str]) -> Any:
         value = getattr(value, part, None)
         if value is None or part.startswith("__"):
             return None
-    op = isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    op = isinstance(value, OpOverload | OpOverloadPacket)
     return value if op and "from_file" not in parts else None
 
 
@@ -179,11 +186,11 @@ def _overridable() -> set[Any]:
 
 def _is_operator(value: Any) -> bool:
     """Whether a function computes on tensors and numbers only: torch.load must not pass."""
-    if value in (torch._assert, torch.autograd.grad):
+    if value in (ASSERT, torch.autograd.grad):
         return True
     if value in _ARITHMETIC or value in _overridable():
         return True
-    factory = getattr(torch._C._VariableFunctions, getattr(value, "__name__", ""), None)
+    factory = getattr(VARIABLE_FUNCTIONS, getattr(value, "__name__", ""), None)
     return bool(factory == value and value != torch.from_file)
 
 

@@ -27,7 +27,7 @@ IDLE = ("", ".")
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _BOTH = re.compile(r"\((.*)\)OVERLAP_F_B")
 #: what torch's own lowering adds to a schedule, as pdcompile's adds its own
-_ADDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_ADDED = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B)\d*")
 _WORDS = {
     Action.FORWARD: "forward",
     Action.BACKWARD: "backward",

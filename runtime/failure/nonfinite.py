@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pdcompile.errors import NonFiniteError
+from pdcompile.releases.torch_internals import TorchDispatchMode, pytree
 from pdcompile.schedule import Action, Instruction, Phase
 
 _UNINITIALISED = ("empty", "new_empty", "resize", "set_")
@@ -86,6 +85,6 @@ def _has(strange: Callable[[Tensor], Tensor], values: Tensor) -> bool:
 def _floats(tree: Any) -> list[Tensor]:
     return [
         leaf
-        for leaf in tree_leaves(tree)
+        for leaf in pytree.tree_leaves(tree)
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
+from pdcompile.releases.torch_internals import default_store, gloo_options
 from pdcompile.runtime.failure.endings import Ending
 from pdcompile.runtime.failure.fate import network
 from pdcompile.runtime.failure.host_peers import HostPeers
@@ -75,7 +76,7 @@ class World:
         return found == {mine} != {""}
 
     def _connected(self, store: Any, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options = gloo_options()
         options._timeout = timedelta(minutes=30)
         if self._loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
             device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -233,7 +234,7 @@ def _fresh_store(purpose: str, ranks: list[int]) -> Any:
 def _store() -> Any:
     """The default group's store, or torchrun's; the user's default group is left alone."""
     if dist.is_initialized():
-        return _get_default_store()
+        return default_store()
     if not _stores:
         try:
             _stores.append(next(iter(rendezvous("env://")))[0])

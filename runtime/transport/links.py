@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from pdcompile.errors import ScheduleError
+from pdcompile.releases.torch_internals import profiler_records, record_functions
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
 from pdcompile.schedule.spec import OPERATIONS, PipelineSpec, hops
@@ -160,11 +160,11 @@ def unrecorded() -> Iterator[None]:
     What it hears of the begin it wants to hear of the end too, which may come in a later call, when
     the profiler is gone: torch then writes into memory that was freed.
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_records():
         yield
         return
-    torch._C._autograd._enable_record_function(False)
+    record_functions(False)
     try:
         yield
     finally:
-        torch._C._autograd._enable_record_function(True)
+        record_functions(True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.releases.torch_internals import global_step_hooks, step_hooks
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.warn import warn
 
@@ -110,16 +111,9 @@ def _copy(parameter: Tensor, values: torch.Generator) -> nn.Parameter:
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's own, with nothing added to its step."""
-    from torch.optim import optimizer as module
-
-    hooks: list[Mapping[int, Any]] = [
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        module._global_optimizer_pre_hooks,
-        module._global_optimizer_post_hooks,
-    ]
     own = type(optimizer).__module__.startswith("torch.optim.")
-    return own and not any(hooks) and "step" not in vars(optimizer)
+    hooks = [*step_hooks(optimizer), *global_step_hooks()]
+    return own and not hooks and "step" not in vars(optimizer)
 
 
 def _differing(one: Copies, other: Copies) -> str | None:

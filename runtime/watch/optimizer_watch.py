@@ -11,6 +11,7 @@ from torch import Tensor
 from pdcompile.eager import digest
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.errors import ConfigError
+from pdcompile.releases.torch_internals import step_hooks
 
 # What every optimizer has, and what schedulers of learning rates add.
 _KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
@@ -52,7 +53,6 @@ class OptimizerWatch:
     def _present(self) -> list[tuple[str, Any]]:
         one = self._optimizer
         assert one is not None, "nothing is in flight without updates"
-        hooks = [*one._optimizer_step_pre_hooks.values(), *one._optimizer_step_post_hooks.values()]
         own = {
             name: _state_of(value) if isinstance(value, Mapping) else _state_of({"": value})
             for name, value in vars(one).items()
@@ -63,7 +63,7 @@ class OptimizerWatch:
                 "the parameters of its groups",
                 [[id(p) for p in g["params"]] for g in one.param_groups],
             ),
-            ("its step hooks", [id(hook) for hook in hooks]),
+            ("its step hooks", [id(hook) for hook in step_hooks(one)]),
             ("its attributes", own),
             ("its state", {id(p): _state_of(values) for p, values in one.state.items()}),
         ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 VARIABLE = "PDCOMPILE_TORCHVISION"
-DEFAULT = Path(__file__).parents[2] / ".venv" / "torchvision-apart"
+DEFAULT = Path(sys.prefix) / "torchvision-apart"
 
 
 def folder() -> Path:

@@ -18,6 +18,7 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, TensorInfo, Value, written_buffers
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.equivalence import Computations
+from pdcompile.releases.torch_internals import FakeTensor
 
 _DEPTH = 4  # of containers in an attribute
 
@@ -59,7 +60,7 @@ class KeptTensors:
         """
         by_name = {op.name: op for op in ops}
         for place, tensor in _attribute_tensors(model):
-            if id(tensor) in self._kept or not isinstance(tensor, torch._subclasses.FakeTensor):
+            if id(tensor) in self._kept or not isinstance(tensor, FakeTensor):
                 continue
             name = names.get(id(tensor))
             computation, fixed = None, False

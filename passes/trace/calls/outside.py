@@ -19,6 +19,7 @@ from torch import nn
 
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.observer import is_user, source_of_class, source_of_code
+from pdcompile.releases.torch_internals import FakeTensor
 
 _MOST = 20_000  # places
 _LARGE = 10_000  # containers with more items are data, not tables of forward
@@ -190,7 +191,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fakes_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch._subclasses.FakeTensor):
+    if isinstance(value, FakeTensor):
         yield value
     elif depth and isinstance(value, dict | list | tuple | set | deque):
         for item in value.values() if isinstance(value, dict) else value:

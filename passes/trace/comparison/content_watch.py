@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.releases.torch_internals import NoTorchFunction, is_functorch_wrapped_tensor
 
 _STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
 
 
 def digest(tensor: Tensor) -> str:
     """The content, shape and dtype of a tensor; -0.0 counts as 0.0."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), NoTorchFunction():
         plain = tensor.detach()
         if plain.layout != torch.strided:
             plain = plain.to_dense()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.eager.snapshot import is_array
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.releases.torch_internals import FakeTensor, NoTorchFunction, no_dispatch_modes
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -37,11 +37,11 @@ def _of_array(
         return made if _is_real(made) else None
     if func not in _MAKERS or not args or not is_array(args[0]):
         return None
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with no_dispatch_modes(), NoTorchFunction():
         made = func(*args, **kwargs)
     return made if _is_real(made) else None
 
 
 def _is_real(value: Any) -> bool:
-    fake = isinstance(value, torch._subclasses.FakeTensor)
+    fake = isinstance(value, FakeTensor)
     return isinstance(value, torch.Tensor) and not fake and not value.requires_grad

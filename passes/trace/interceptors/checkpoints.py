@@ -18,6 +18,7 @@ from pdcompile.errors import some
 from pdcompile.ir.graph import Op, TensorInfo
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.releases.torch_internals import CHECKPOINT_REGION, region_preserves_rng
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
@@ -111,17 +112,17 @@ def check_region(ops: list[Op], preserve: bool) -> None:
 def _watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
     """Calls `end(start(), preserve_rng_state)` after each non-reentrant region that backward would
     run again."""
-    module: Any = checkpoint
-    plain = module._checkpoint_without_reentrant_generator
+    home, name = CHECKPOINT_REGION
+    plain = getattr(home, name)
 
-    def region(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
         begun, recomputed = start(), torch.is_grad_enabled()
-        yield from plain(function, preserve, *args, **kwargs)
+        yield from plain(*args, **kwargs)
         if recomputed:
-            end(begun, preserve)
+            end(begun, region_preserves_rng(args, kwargs))
 
-    module._checkpoint_without_reentrant_generator = region
+    setattr(home, name, region)
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = plain
+        setattr(home, name, plain)

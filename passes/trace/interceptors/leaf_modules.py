@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from pdcompile.eager.randomness import is_random_module
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.opaque.observed_calls import CallKey
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.values.packed import takes_packed
+from pdcompile.releases.torch_internals import NoTorchFunction
 
 
 class LeafModules(Interceptor):
@@ -36,6 +35,6 @@ class LeafModules(Interceptor):
                     tape.fakes.faked(kwargs),
                     closed=not any(True for _ in (*module.parameters(), *module.buffers())),
                 )
-            with torch._C.DisableTorchFunction():
+            with NoTorchFunction():
                 target = tape.table.classes[path][0]
                 return tape.record("module", target, path, args, kwargs, result, draw)

@@ -16,6 +16,7 @@ from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.releases.torch_internals import NoTorchFunction
 
 
 class OpaqueCalls(Interceptor):
@@ -32,7 +33,7 @@ class OpaqueCalls(Interceptor):
         if observed.reason:
             raise TraceError(f"{path!r} cannot be opaque: it {observed.reason}", where=tape.where())
         tape.begin()
-        with torch._C.DisableTorchFunction():
+        with NoTorchFunction():
             with tape.inside():
                 result = _replayed(observed, tape.fakes, args, kwargs)
                 buffers = [tape.table.objects[fqn] for fqn in observed.buffers]

@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._functorch import eager_transforms, vmap
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref
@@ -27,19 +21,24 @@ from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.fake_tensors import tensors_in
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import effects, storage_key, written_by
+from pdcompile.releases.torch_internals import (
+    TRANSFORM_LEVELS,
+    TRANSFORM_WRAPS,
+    VJP,
+    FakeTensor,
+    NoTorchFunction,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    no_dispatch_modes,
+    pytree,
+    temporarily_clear_interpreter_stack,
+)
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
-_LEVELS = (
-    (vmap, "vmap_increment_nesting"),
-    (eager_transforms, "grad_increment_nesting"),
-    (eager_transforms, "jvp_increment_nesting"),
-)
 _LIFT = torch.ops.aten.lift_fresh.default  # of what torch.tensor makes from numbers
 MAX_ELEMENTS = 4096  # of a tensor that is written down number by number
-_WRAPS = ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad"))
-_VJP = (eager_transforms, "_vjp_with_argnums")  # its second result runs when levels are left
 
 
 class Transforms(Interceptor):
@@ -80,7 +79,7 @@ class Transforms(Interceptor):
         value = fakes.faked(value)
         if self.tape.training:
             return value
-        return tree_map_only(torch.Tensor, self._evaluated, value)
+        return pytree.tree_map_only(torch.Tensor, self._evaluated, value)
 
     def _evaluated(self, tensor: torch.Tensor) -> torch.Tensor:
         fakes = self.tape.fakes
@@ -131,12 +130,12 @@ class Transforms(Interceptor):
             if args[0].numel() > MAX_ELEMENTS:
                 raise refusals.error(refusals.TRANSFORM, "a tensor of much data", source)
             func, kwargs = torch.tensor, {"dtype": args[0].dtype, "device": args[0].device}
-            with _disable_current_modes():
+            with no_dispatch_modes():
                 name, args = "tensor", (args[0].tolist(),)
         first = len(tape.ops)
         # Autocast has been applied above all levels already.
         off = torch.autocast(tape.fakes.device.type, enabled=False)
-        with tape.inside(), torch._C.DisableTorchFunction(), torch.set_grad_enabled(grad), off:
+        with tape.inside(), NoTorchFunction(), torch.set_grad_enabled(grad), off:
             tape.record("function", name_of(func), name, args, kwargs, result, None)
         self._made += tape.ops[first:]
 
@@ -150,7 +149,7 @@ class Transforms(Interceptor):
         if not self._made:
             return
         known: dict[str, Any] = {}
-        with self.tape.inside(), _disable_current_modes(), fakes.mode:
+        with self.tape.inside(), no_dispatch_modes(), fakes.mode:
             for op in self._made:
                 env = {name: known.get(name) for name in op.inputs}
                 env |= {
@@ -189,7 +188,10 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
 @contextmanager
 def _patched(transforms: Transforms) -> Iterator[None]:
     """Patches torch.func so that transforms open levels and get fake tensors."""
-    plain = [(home, name, getattr(home, name)) for home, name in (*_LEVELS, *_WRAPS, _VJP)]
+    plain = [
+        (home, name, getattr(home, name))
+        for home, name in (*TRANSFORM_LEVELS, *TRANSFORM_WRAPS, VJP)
+    ]
 
     def level(enter: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
@@ -219,8 +221,11 @@ def _patched(transforms: Transforms) -> Iterator[None]:
 
         return backward
 
-    changes = (*((place, level) for place in _LEVELS), *((place, wrap) for place in _WRAPS))
-    for (home, name), change in (*changes, (_VJP, begun)):
+    changes = (
+        *((place, level) for place in TRANSFORM_LEVELS),
+        *((place, wrap) for place in TRANSFORM_WRAPS),
+    )
+    for (home, name), change in (*changes, (VJP, begun)):
         setattr(home, name, change(getattr(home, name)))
     try:
         yield

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.releases.torch_internals import NoTorchFunction, parse_to
 
 _BY_ONE = frozenset(("mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__",
                      "__itruediv__", "pow_"))  # fmt: skip
@@ -57,7 +58,7 @@ def _without_empty_moves() -> Iterator[None]:
     def watched(name: str) -> Callable[..., Any]:
         def move(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = (*args, _DTYPES[name]) if name in _DTYPES else args
-            with torch._C.DisableTorchFunction():
+            with NoTorchFunction():
                 nothing = _is_there(self, given, kwargs)
             return self if nothing else plain[name](self, *args, **kwargs)
 
@@ -75,7 +76,7 @@ def _without_empty_moves() -> Iterator[None]:
 def _is_there(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether all tensors have the device and dtype that ``module.to(*args)`` asks for."""
     try:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = parse_to(*args, **kwargs)
     except (RuntimeError, TypeError):
         return False  # the call itself raises
     return memory_format is None and all(

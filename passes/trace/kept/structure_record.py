@@ -10,9 +10,8 @@ import sys
 from collections import namedtuple
 from typing import Any
 
-import torch.utils._pytree as pytree
-
 from pdcompile.batch.structure import Again, Constant, Instance, Part, Tree
+from pdcompile.releases.torch_internals import pytree
 
 NAMED = "namedtuple"  # for all of which torch has one entry
 _BASES: dict[str, type] = {"object": object, "dict": dict, "list": list, "tuple": tuple}

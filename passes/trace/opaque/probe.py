@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pdcompile.batch import FlatCall
@@ -46,6 +45,7 @@ from pdcompile.passes.trace.tape.observer import (
     storage_key,
     written_by,
 )
+from pdcompile.releases.torch_internals import TorchDispatchMode, is_functorch_wrapped_tensor
 
 
 def probe(
@@ -261,7 +261,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
         inputs = tensors_among((args, kwargs))
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):
+        if any(map(is_functorch_wrapped_tensor, inputs)):
             inside = refusals.error(refusals.TRANSFORM, key[0], locate(None)[0])
             inside.module_path = key[0]  # its caller is opaque instead
             raise inside

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, Attr, Ref, Value
@@ -17,6 +15,13 @@ from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.refusals import NO_PARAMETER
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.releases.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    NoTorchDispatch,
+    NoTorchFunction,
+    is_functorch_wrapped_tensor,
+)
 
 KEEP = "keep what one call leaves for the next in a registered buffer, written in place (copy_)"
 
@@ -67,7 +72,7 @@ class FakeTensors:
     def made_in(self, result: Any, path: str) -> None:
         """Remembers the module that returned a tensor whose making was not recorded."""
         for tensor in tensors_among(result):
-            fake = isinstance(tensor, torch._subclasses.FakeTensor)
+            fake = isinstance(tensor, FakeTensor)
             if fake and not self.known(tensor):
                 self._unknown.setdefault(id(tensor), (tensor, path))
 
@@ -99,7 +104,7 @@ class FakeTensors:
             return fake
         if (computation := self._kept_tensors.memo(tensor)) is not None:
             return self._memo(tensor, computation)
-        if isinstance(tensor, torch._subclasses.FakeTensor):
+        if isinstance(tensor, FakeTensor):
             return tensor  # a temporary inside a leaf module, or unknown: `name` raises
         fqn = self.table.fqns.get(id(tensor))
         if fqn is None and is_functorch_wrapped_tensor(tensor):
@@ -138,7 +143,7 @@ class FakeTensors:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
         if tensor.device.type != "meta":
             return self.mode.from_tensor(tensor)
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        with NoTorchDispatch(), NoTorchFunction():
             bare = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )

@@ -13,9 +13,15 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.releases.torch_internals import (
+    FakeTensor,
+    NoTorchDispatch,
+    OpOverload,
+    dispatch_keys,
+    is_composite,
+)
 
 _ATEN = torch.ops.aten
 _PLAIN = frozenset(
@@ -72,7 +78,7 @@ class KnownResults:
 @functools.lru_cache(maxsize=4096)
 def _by_form(func: Any) -> bool:
     """Whether the form of the result, one tensor, follows from the forms of the arguments."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     schema = func._schema
     if schema.is_mutable or func in _BY_STORAGE or any(tag in func.tags for tag in _TAGS):
@@ -82,9 +88,7 @@ def _by_form(func: Any) -> bool:
     if schema.returns[0].alias_info is None:
         return True
     # A composite op may return its argument, a view of it or a copy.
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    return func.is_view and not torch._C._dispatch_has_kernel_for_dispatch_key(name, composite)
+    return func.is_view and not is_composite(func)
 
 
 def _starts_with_fake(args: Any) -> bool:
@@ -141,15 +145,15 @@ def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> _Known | None:
         tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype,
         result.fake_device, shares,
     )  # fmt: skip
-    keys = torch._C._dispatch_keys
-    return known if keys(_made(known, args)) == keys(result) else None
+    alike = dispatch_keys(_made(known, args)) == dispatch_keys(result)
+    return known if alike else None
 
 
 def _made(known: _Known, args: tuple[Any, ...]) -> FakeTensor:
     first = args[0]
     while type(first) is not FakeTensor:  # of a list of tensors
         first = first[0]
-    with torch._C._DisableTorchDispatch():
+    with NoTorchDispatch():
         if known.views:
             bare = torch.empty(0, dtype=known.dtype, device="meta")
             storage = first.untyped_storage()

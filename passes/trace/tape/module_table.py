@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.eager.randomness import is_leaf
 from pdcompile.errors import TraceError
@@ -16,6 +15,7 @@ from pdcompile.ir.graph import Argument, TensorInfo
 from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.tape.arguments import literal_argument
 from pdcompile.passes.trace.tape.observer import source_of_class
+from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
 # Constructor arguments that are not attributes of the same name, found on the instance.
 _DERIVED: dict[str, Any] = {
@@ -90,7 +90,7 @@ class ModuleTable:
     def fresh(self, tensor: torch.Tensor) -> None:
         """Enters a tensor that forward made of an array; an equal earlier one has the same FQN."""
         self._fresh.append(tensor)  # kept alive, so that its id stays unique
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with no_dispatch_modes(), NoTorchFunction():
             first = next(other for other in self._fresh if _same_tensor(other, tensor))
         if first is tensor:
             self.constant(tensor, "constant")

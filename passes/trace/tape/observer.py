@@ -13,13 +13,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdcompile
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.tape.known_results import KnownResults
+from pdcompile.releases.torch_internals import FakeTensor, TorchDispatchMode
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(

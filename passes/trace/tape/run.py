@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.eager.autocast import OFF, autocast_region
@@ -38,7 +37,8 @@ from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.selections import Policy, Selections
-from pdcompile.warn import quiet_shape_errors, warn
+from pdcompile.releases.torch_internals import FakeTensorMode, quiet_shape_errors
+from pdcompile.warn import warn
 
 
 @dataclass(frozen=True, slots=True)

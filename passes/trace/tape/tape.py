@@ -17,7 +17,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.eager.randomness import is_random_function
@@ -38,6 +37,7 @@ from pdcompile.passes.trace.tape.writes import mutated, written_tensors
 from pdcompile.passes.trace.values.example_sizes import ExampleSizes
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.unsized import Unsized
+from pdcompile.releases.torch_internals import maybe_current_level
 
 
 class Tape(TorchFunctionMode):

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref, walk, written_buffers
 from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.values.real_shapes import MAX_BYTES
+from pdcompile.releases.torch_internals import no_dispatch_modes
 
 _BY_SHAPE = frozenset(
     ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor")
@@ -42,7 +42,7 @@ def read(
         arguments, named = [real(a) for a in args], {k: real(v) for k, v in kwargs.items()}
     except LookupError:
         return None
-    with _disable_current_modes():
+    with no_dispatch_modes():
         return (func(*arguments, **named),)
 
 
@@ -63,7 +63,7 @@ def evaluate(
         return None
     env: dict[str, Any] = {}
     held: dict[str, Tensor] = {}
-    with _disable_current_modes():
+    with no_dispatch_modes():
         for path, tensor in (given or {}).items():
             env[path] = tensor.detach().clone()
         for op in needed:

@@ -28,6 +28,7 @@ from pdcompile.passes.trace.values.reads import (
 )
 from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
 from pdcompile.passes.trace.values.unsized import SHAPELESS
+from pdcompile.releases.torch_internals import NoTorchFunction
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
@@ -80,7 +81,7 @@ class ExampleSizes:
         for tensor in tensors_among(output):
             if not self._unsized.among(tensor):
                 continue
-            with torch._C.DisableTorchFunction():
+            with NoTorchFunction():
                 name = tape.fakes.name(tensor)
                 where = [op.source for op in tape.ops if name == Ref(op.name)][-1]
                 settled = self._settled(None, (tensor,), {}, where)

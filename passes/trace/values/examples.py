@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.ir.graph import CHECK, GraphInput, OpGraph
 from pdcompile.ir.value_checks import needed_ops
+from pdcompile.releases.torch_internals import no_dispatch_modes
 
 MAX_WRITTEN = 2_048  # numbers of one input that a source file repeats
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
@@ -59,7 +59,7 @@ class Examples:
         starts = range(0, total, size)
         pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
         for piece in pieces:
-            with _disable_current_modes():
+            with no_dispatch_modes():
                 index = torch.tensor(piece)
                 given = {
                     name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
@@ -72,7 +72,7 @@ class Examples:
         another order, zeros, ones, and zeros and ones in turn."""
         for given in itertools.islice(self.calls(), 1):
             yield given
-            with _disable_current_modes():
+            with no_dispatch_modes():
                 shuffled = {name: _shuffled(leaf) for name, leaf in given.items()}
                 zeros = {name: torch.zeros_like(leaf) for name, leaf in given.items()}
                 ones = {name: torch.ones_like(leaf) for name, leaf in given.items()}

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Ref
@@ -36,6 +35,7 @@ from pdcompile.passes.trace.tape.observer import locate
 from pdcompile.passes.trace.values.checks import check, decision
 from pdcompile.passes.trace.values.constants import evaluate, read
 from pdcompile.passes.trace.values.scalars import Scalar
+from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
@@ -113,7 +113,7 @@ class ValueReads(Interceptor):
             trial = tape.assumed.trial
             if trial is not None and trial.begun:
                 return _some_number(func.__name__, tensor.dtype)
-            with torch._C.DisableTorchFunction():
+            with NoTorchFunction():
                 if tensor.dtype.is_floating_point:
                     raise refusal
                 value = self._specialised(tensor, refusal, floats=tape.assumed.sizes_of_example)
@@ -193,7 +193,7 @@ def values_of_example(
         value = evaluate(name, tape.ops, tape.fakes, given)
         if value is None:
             return []
-        with _disable_current_modes():
+        with no_dispatch_modes():
             now = of(value)
         if now not in found:
             found.append(now)

@@ -12,19 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.releases.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    NoTorchFunction,
+    UnsupportedOperatorException,
+    no_dispatch_modes,
+    pytree,
+)
 
 MAX_BYTES = 1 << 30  # of real tensors that are made for one result
 
 _BY_VALUE = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
 )
 Fill = Callable[[Tensor], Any]
 
@@ -67,7 +72,7 @@ def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool)
     if not fakes or size > MAX_BYTES:
         return None
     found: Any = None
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with no_dispatch_modes(), NoTorchFunction():
         for fill, needed in _FILLS if by_value else _FILLS[:1]:
             outcome = _outcome(call, args, kwargs, fakes, fill)
             if outcome is None and not needed:
@@ -75,7 +80,7 @@ def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool)
             if outcome is None or (found is not None and _form(outcome) != _form(found)):
                 return None
             found = outcome
-    with torch._C.DisableTorchFunction():
+    with NoTorchFunction():
         return rebuilt(found, next(iter(fakes.values())).device)
 
 
@@ -111,7 +116,7 @@ def _real(fake: Tensor, fill: Fill) -> Tensor:
 
 def replaced(value: Any, reals: dict[int, Tensor]) -> Any:
     """The same structure with the real tensors of fakes, by identity."""
-    return tree_map_only(Tensor, lambda fake: reals[id(fake)], value)
+    return pytree.tree_map_only(Tensor, lambda fake: reals[id(fake)], value)
 
 
 def _form(result: Any) -> Any:

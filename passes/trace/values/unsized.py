@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.values import real_shapes
 from pdcompile.passes.trace.values.constants import evaluate
+from pdcompile.releases.torch_internals import (
+    DynamicOutputShapeException,
+    NoTorchFunction,
+    no_dispatch_modes,
+)
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
@@ -64,7 +67,7 @@ class Unsized:
         if found is None:
             raise unknown
         result, sized = found
-        with torch._C.DisableTorchFunction():
+        with NoTorchFunction():
             made = real_shapes.rebuilt(result, self._fakes.device)
         if not sized:
             self._fakes.unsized.add(id(made))
@@ -82,7 +85,7 @@ class Unsized:
             reals = self._reals((args, kwargs), given, zeros=not known)
             if reals is None:
                 return None
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with no_dispatch_modes(), NoTorchFunction():
                 try:
                     result = call(
                         *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
@@ -118,7 +121,7 @@ class Unsized:
                 unsized = id(fake) in self._fakes.unsized
                 if unsized or not zeros or not fake.is_floating_point():
                     return None
-                with _disable_current_modes():
+                with no_dispatch_modes():
                     found = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
                     found.requires_grad_(fake.requires_grad)
             reals[id(fake)] = found

@@ -1,0 +1,166 @@
+"""Torch's internals: every private name of torch's modules that pdcompile uses, and no other file.
+
+Torch promises nothing about them from one release to the next.  What a release changed is decided
+here, beside the name, so that all other files are the same for every torch that is taken.  Private
+attributes of torch's objects (``module._parameters``, ``tensor._version``, ``op._schema``) are used
+where they are needed: they are older than the first of these releases, and the same in all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from pdcompile.releases.packages import check_torch
+
+check_torch(torch.__version__)  # before a name is missed that only other releases have
+
+import torch.distributed as dist
+import torch.optim.optimizer as optimizers
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+)
+from torch._functorch import eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed import distributed_c10d
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+
+__all__ = [
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
+    "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "UnsupportedOperatorException",
+    "get_unwrapped", "is_functorch_wrapped_tensor", "maybe_current_level", "no_dispatch_modes",
+    "pytree", "temporarily_clear_interpreter_stack",
+]  # fmt: skip
+
+# Where torch's functions are, besides its public namespaces.
+NN_FUNCTIONS: Any = torch._C._nn
+VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
+ASSERT: Callable[..., Any] = torch._assert
+
+# Modes and dispatch.
+NoTorchFunction: Any = torch._C.DisableTorchFunction  # and no function mode
+NoTorchDispatch: Any = torch._C._DisableTorchDispatch
+function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+without_function_mode: Callable[[], Any] = torch.overrides._pop_mode_temporarily
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[[Any], None] = torch.amp.autocast_mode._exit_autocast
+dispatch_keys: Callable[[Tensor], Any] = torch._C._dispatch_keys
+
+# Places that a capture patches: modules, and names in them.
+Place = tuple[Any, str]
+TRANSFORM_LEVELS: tuple[Place, ...] = (
+    (vmap, "vmap_increment_nesting"),
+    (eager_transforms, "grad_increment_nesting"),
+    (eager_transforms, "jvp_increment_nesting"),
+)
+TRANSFORM_WRAPS: tuple[Place, ...] = (
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+)
+VJP: Place = (eager_transforms, "_vjp_with_argnums")  # its second result runs after the levels
+# A region of torch.utils.checkpoint that is not reentrant.  Since 2.14 it is a function that takes
+# keywords; the one of before is a shell around it, which torch itself does not call.
+_REGION = "_checkpoint_without_reentrant_generator"
+_OF_KEYWORDS = f"{_REGION}_impl"
+CHECKPOINT_REGION: Place = (
+    checkpoint,
+    _OF_KEYWORDS if hasattr(checkpoint, _OF_KEYWORDS) else _REGION,
+)
+
+DropoutNd: type[nn.Module] = nn.modules.dropout._DropoutNd
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+default_store: Callable[[], Any] = distributed_c10d._get_default_store
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op is made of others for autograd too, with no kernel of its own."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    name = cast(str, op.name())  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a region's second run draws what the first drew; arguments of CHECKPOINT_REGION."""
+    return bool(kwargs["preserve_rng_state"] if "preserve_rng_state" in kwargs else args[1])
+
+
+def parse_to(*args: Any, **kwargs: Any) -> Any:
+    """(device, dtype, non_blocking, memory format) that ``module.to(*args)`` asks for."""
+    return NN_FUNCTIONS._parse_to(*args, **kwargs)
+
+
+def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """Autograd's engine itself, which no function mode sees: gradients of all leaves."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,  # retain_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def profiler_records() -> bool:
+    """Whether torch's profiler is on."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def record_functions(on: bool) -> None:
+    """Switches whether this thread tells the profiler what it runs."""
+    torch._C._autograd._enable_record_function(on)
+
+
+def gloo_options() -> Any:
+    """Options of a gloo process group, with `_timeout` and `_devices`."""
+    return dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks around an optimizer's own step."""
+    return [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
+
+
+def global_step_hooks() -> list[Any]:
+    """The hooks around the step of every optimizer."""
+    return [
+        *optimizers._global_optimizer_pre_hooks.values(),
+        *optimizers._global_optimizer_post_hooks.values(),
+    ]
+
+
+@contextmanager
+def quiet_shape_errors() -> Iterator[None]:
+    """Keeps torch from logging the traceback of every shape error before it raises it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
