@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition import partition
+from pdcompile.passes.partition import alternatives, partition
 from pdcompile.passes.partition.alternatives import (
     bottleneck,
     boundaries,
@@ -73,6 +73,20 @@ def test_what_binds_adds_up_to_the_objective(seed: int) -> None:
         parts = [use.critical_seconds for use in uses]
         parts.append(critical(Evaluation(problem, stage_of))[1])
         assert math.fsum(parts) == pytest.approx(found.objective)
+
+
+def test_large_plans_are_looked_at_next_to_their_slowest_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is no time for all cuts; how many are left is said."""
+    problem = chain_problem([1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 6)
+    found = Evaluation(problem, (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5))
+    assert all(one.looked_at == one.moves for one in boundaries(found))
+    monkeypatch.setattr(alternatives, "WORK", 0)
+    few = boundaries(found)
+    assert bottleneck(stage_uses(found)) == 2
+    assert [one.boundary for one in few if one.looked_at] == [1, 2]
+    assert all(one.next_best is None for one in few if not one.looked_at)
 
 
 @given(st.integers(0, 10**6))

@@ -38,6 +38,7 @@ Breaks = Callable[[Evaluation], list[str]]
 
 #: steps of work for all neighbouring cuts together, about three seconds
 WORK = 1_500_000
+JUDGING = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,9 @@ def boundaries(plan: Evaluation, breaks: Breaks | None = None) -> tuple[Boundary
     """For each boundary its neighbouring cuts: single items, and shifts along the items' order.
 
     As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
-    so large problems get fewer looks and the answer does not depend on the clock.
+    so large problems get fewer looks and the answer does not depend on the clock.  Where that is
+    less than two for each boundary, those next to the slowest stage get two, the others none.
+    `breaks` of somebody else is taken to cost `JUDGING` times what it costs to measure a cut.
     """
     problem, on, breaks = plan.problem, plan.deployment, breaks or broken
     model = build(problem)
@@ -210,9 +213,13 @@ def boundaries(plan: Evaluation, breaks: Breaks | None = None) -> tuple[Boundary
         size += 4 * plan.m * len(problem.stages)
     elif not plan.times.straight:  # simulated
         size += 40 * plan.m * sum(map(len, on.ranks))
-    most = max(2, WORK // size // max(1, len(moves)))
+    every = WORK // (size if breaks is broken else (1 + JUDGING) * size)
+    most = max(2, every // max(1, len(moves)))
+    slowest = bottleneck(stage_uses(plan))
+    nearest = sorted(range(len(moves)), key=lambda s: abs(2 * (s - slowest) + 1))
+    looked_at = set(nearest[: max(2, every // most)])
     return tuple(
-        _boundary(plan, breaks, model, stages, now, s, possible, most)
+        _boundary(plan, breaks, model, stages, now, s, possible, most if s in looked_at else 0)
         for s, possible in enumerate(moves)
     )
 

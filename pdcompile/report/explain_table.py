@@ -154,6 +154,8 @@ def _says(one: Relaxed, found: Explanation) -> str:
 def _next_best(found: Explanation, one: Boundary) -> str:
     if one.moves == 0:
         return "none: nothing may move over this boundary"
+    if one.looked_at == 0:
+        return f"not looked at: {one.moves} neighbouring cuts of a large plan"
     if one.next_best is None:
         return f"none of {one.looked_at} neighbouring cuts is allowed"
     better = one.next_best.objective_seconds < found.objective_seconds * (1 - EQUAL)
