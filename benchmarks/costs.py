@@ -35,11 +35,12 @@ sys.path.insert(0, str(ROOT))  # also as `python benchmarks/costs.py`
 from benchmarks.models import MODELS, Sample, sample  # noqa: E402
 from pdcompile.batch import FlatCall, example_call, resolve_batch  # noqa: E402
 from pdcompile.cluster import Cluster  # noqa: E402
+from pdcompile.files import VARIABLE  # noqa: E402
 from pdcompile.ir.graph import Capture, OpGraph  # noqa: E402
 from pdcompile.passes import codegen  # noqa: E402
 from pdcompile.passes.planning.refine import compared, rescale, rescaled  # noqa: E402
 from pdcompile.passes.profile import profile  # noqa: E402
-from pdcompile.passes.profile.cache import VARIABLE, processor  # noqa: E402
+from pdcompile.passes.profile.cache import processor  # noqa: E402
 from pdcompile.passes.profile.stage_times import StageTimes, measure_stages  # noqa: E402
 from pdcompile.passes.trace import capture  # noqa: E402
 from pdcompile.plan import Plan  # noqa: E402

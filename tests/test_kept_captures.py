@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.files import VARIABLE, capture_beside, drop_oldest
 from pdcompile.ir.graph import Capture
-from pdcompile.passes.trace.kept import capture_cache
+from pdcompile.passes.trace.kept import capture_cache, source_files
 from pdcompile.passes.trace.kept.capture_cache import CaptureCall, forget, kept_or_captured
 from pdcompile.passes.trace.kept.capture_record import from_bytes, to_bytes
 from pdcompile.passes.trace.kept.description import Undescribed, described
@@ -93,6 +94,8 @@ class Calls:
 def capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(capture_cache, "LEAST_SECONDS", 0.0)
+    # Other tests of this process have written modules since it began.
+    monkeypatch.setattr(source_files, "started_ns", time.time_ns)
     return Calls()
 
 

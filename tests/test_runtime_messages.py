@@ -204,6 +204,7 @@ class Stuck:
     def __init__(self, rank: int) -> None:
         self.transport = LocalTransport(rank, defaultdict(Wire))
         self.held: dict[int, Stuck] = {0: self}
+        self.recording = None
         self.done: list[Instruction] = []
 
     def ready(self, ins: Instruction) -> bool:

@@ -324,7 +324,7 @@ def test_the_verb_as_json_equals_partition(tmp_path: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ((), "--cluster local:2 --schedule 1f1b --microbatches 4 -o plan.json"),
+        ((), "--cluster local:2 --schedule 1f1b --microbatches 4 -o "),
         (("--memory", "1GB"), '--cluster local:2 --memory "1 GB" --schedule'),
         (("--devices", "3"), "--cluster local:3"),
         (("--devices", "2x2", "--bandwidth", "intra=100GB/s"), "--cluster 2x2"),
