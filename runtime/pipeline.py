@@ -137,7 +137,7 @@ class Pipeline(Saving):
 
         Raises ConfigError under schedules whose gradients belong to older weights.
         """
-        check_unscaled(self._options)
+        check_unscaled(self._options, "forward_backward")
         return self._train("forward_backward", args, kwargs, target)
 
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pdcompile.errors import ClosedError, ConfigError, NotPrepared
 from pdcompile.options import Options
+from pdcompile.options.option_checks import check_unscaled
 from pdcompile.plan import Plan
 from pdcompile.position import (
     Position,
@@ -219,6 +220,7 @@ class PipelineState(ModuleHints):
         For your own loop around `forward_backward`; every rank calls it.  Returns the norm.
         """
         check_max_norm(max_norm)
+        check_unscaled(self._options, "clip_grad_norm_")
         with self._call("clip_grad_norm_") as session:
             session.drain(self._num_minibatches, together=False)
             return session.clip(self._num_minibatches, max_norm)

@@ -266,6 +266,27 @@ def test_a_plan_says_that_losses_are_scaled() -> None:
         ).step(x, target=y)
 
 
+def test_a_scale_is_a_float32_from_the_first_minibatch_on() -> None:
+    """As in torch, whose GradScaler shows the number that it was given until it first scales."""
+    model, own, other = mlp(), scaler(init_scale=1000.1), scaler(init_scale=1000.1)
+    with compiled(mlp, grad_scaler=own, stages=2, **FLOAT16) as pipe:
+        state = trained(pipe, model, range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for t in range(2):
+        x, y = batch_for(model, 8, t)
+        for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = loss_for(model)(model(part), target)
+            other.scale(loss * 0.25).backward()
+        other.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        other.step(optimizer)
+        other.update()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
 def test_ranks_with_unlike_scales_are_named() -> None:
     board: dict[Any, Any] = {}
     parts = [
@@ -297,8 +318,11 @@ def test_gradients_without_an_update_are_refused() -> None:
     model = mlp()
     x, y = batch_for(model, 8)
     with compiled(mlp, grad_scaler=True, stages=2, **FLOAT16) as pipe:
-        with pytest.raises(ConfigError, match="decides whether it makes an update"):
+        with pytest.raises(ConfigError, match="decides whether it makes an update") as caught:
             pipe.forward_backward(x, target=y)
+        assert caught.value.where == "forward_backward"
+        with pytest.raises(ConfigError, match="decides whether it makes an update"):
+            pipe.clip_grad_norm_(1.0)  # would divide what is in .grad by the scale
         pipe.step(x, target=y)  # still usable
 
 

@@ -34,9 +34,10 @@ class Scale:
 
     @staticmethod
     def of(state: dict[str, Any]) -> Scale:
-        """From the state_dict of a GradScaler that is enabled."""
+        """From the state_dict of a GradScaler that is enabled: it scales by a float32, and shows
+        what it was given until it first does."""
         rule = (state[name] for name in _RULE)
-        return Scale(float(state["scale"]), int(state["_growth_tracker"]), *rule)
+        return Scale(_float32(state["scale"]), int(state["_growth_tracker"]), *rule)
 
     def state(self) -> dict[str, Any]:
         """For GradScaler.load_state_dict."""

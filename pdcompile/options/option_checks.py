@@ -205,12 +205,16 @@ def check_older_weights(schedule: str, *, updates: bool) -> None:
         )
 
 
-def check_unscaled(options: Options) -> None:
-    """Refuse gradients without an update where a GradScaler decides whether there is one."""
+def check_unscaled(options: Options, call: str) -> None:
+    """Refuse a call on gradients without an update where a GradScaler decides whether there is one.
+
+    Raises:
+        ConfigError: names the `call`.
+    """
     if scaler_of(options.grad_scaler) is not None:
         raise ConfigError(
             "grad_scaler= scales the losses of `step`, and decides whether it makes an update",
-            where="forward_backward",
+            where=call,
             remedy="call step; or leave grad_scaler out, and let loss_fn return the loss times a "
             "scale",
         )

@@ -121,7 +121,7 @@ class Reference(ReferenceState):
         """
         if self._versions.stale:
             check_older_weights(self._options.schedule, updates=False)
-        check_unscaled(self._options)
+        check_unscaled(self._options, "forward_backward")
         return self._train(args, kwargs, target)
 
     def flush(self) -> None:
