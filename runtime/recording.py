@@ -8,25 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from pdcompile.schedule import Instruction, Phase
+from pdcompile.schedule.recorded import RecordedEvent
 
 KEPT = 8  # minibatches, the last ones: the first of a run set up what later ones have
 NOTED = frozenset((Phase.COMPUTE, Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT))
 _SAMPLES = 32  # of the clocks' difference
-
-
-class Recorded(NamedTuple):
-    """One instruction that took time; seconds are those of the hosts' clocks."""
-
-    rank: int
-    stage: int
-    action: str
-    minibatch: int
-    microbatch: int
-    start_seconds: float
-    end_seconds: float
 
 
 class Recording:
@@ -36,7 +24,7 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self._minibatches: dict[int, list[Recorded]] = {}
+        self._minibatches: dict[int, list[RecordedEvent]] = {}
         self._offset = min(time.time() - time.perf_counter() for _ in range(_SAMPLES))
 
     def add(self, rank: int, ins: Instruction, base: int, began: float) -> None:
@@ -48,7 +36,7 @@ class Recording:
             for old in [one for one in self._minibatches if one <= minibatch - KEPT]:
                 del self._minibatches[old]
         self._minibatches.setdefault(minibatch, []).append(
-            Recorded(
+            RecordedEvent(
                 rank, ins.stage, ins.action.value, minibatch, ins.microbatch,
                 began + self._offset, now + self._offset,
             )
@@ -59,7 +47,7 @@ class Recording:
         return json.dumps([one for events in self._minibatches.values() for one in events])
 
 
-def together(texts: Iterable[str]) -> tuple[Recorded, ...]:
+def together(texts: Iterable[str]) -> tuple[RecordedEvent, ...]:
     """The recordings of several processes as one, from second 0, by start."""
     events = sorted(_events(texts), key=lambda one: (one.start_seconds, one.rank))
     first = events[0].start_seconds if events else 0.0
@@ -69,6 +57,6 @@ def together(texts: Iterable[str]) -> tuple[Recorded, ...]:
     )
 
 
-def _events(texts: Iterable[str]) -> Iterator[Recorded]:
+def _events(texts: Iterable[str]) -> Iterator[RecordedEvent]:
     for text in texts:
-        yield from (Recorded(*fields) for fields in json.loads(text))
+        yield from (RecordedEvent(*fields) for fields in json.loads(text))

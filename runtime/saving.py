@@ -16,13 +16,14 @@ from pdcompile.errors import ConfigError
 from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.runtime.pipeline_state import PipelineState
-from pdcompile.runtime.recording import Recorded, Recording, together
+from pdcompile.runtime.recording import Recording, together
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.checkpoint_parts import part_again, replicas_apart
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.load_checkpoint import Wanted, load
 from pdcompile.runtime.state.save_checkpoint import Asked, save
 from pdcompile.runtime.state.whole_optimizer import Numbers, gather_optimizer, load_optimizer
+from pdcompile.schedule.recorded import RecordedEvent
 from pdcompile.warn import warn
 
 Folder = str | PathLike[str]
@@ -165,7 +166,7 @@ class Saving(PipelineState):
         for worker in self._running.workers:
             worker.recording = recording
 
-    def recorded(self) -> tuple[Recorded, ...]:
+    def recorded(self) -> tuple[RecordedEvent, ...]:
         """The timeline of the last minibatches of all ranks, on rank 0; () on the others.
 
         Every rank calls it, and has called `record` before.  Flushes first.

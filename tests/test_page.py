@@ -29,7 +29,8 @@ from pdcompile.report.page.measured_run import Run, compared, run_of
 from pdcompile.report.page.memory_lanes import MOST_POINTS, thinned
 from pdcompile.report.page.model_map import MOST_NODES, MOST_ROWS, model_map
 from pdcompile.report.timeline import bars
-from tests.helpers.report_data import Event, one_f_one_b, plan
+from pdcompile.schedule.recorded import RecordedEvent
+from tests.helpers.report_data import one_f_one_b, plan
 from tests.helpers.schedules import make_plan, plans
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--&\u2028"
@@ -263,13 +264,15 @@ def measured(
     made: Plan, *, slower: float = 2.0, apart: bool = True, steps: int = 3
 ) -> chrome.Trace:
     """A run that took so much longer than forecast, step by step."""
-    events: list[Event] = []
+    events: list[RecordedEvent] = []
     at = 0.0
     for step in range(steps):
         found = drained(made, 1)
         for one in found:
             times = at + slower * one.start_seconds, at + slower * one.end_seconds
-            events.append(Event(one.rank, one.stage, str(one.action), step, one.microbatch, *times))
+            events.append(
+                RecordedEvent(one.rank, one.stage, str(one.action), step, one.microbatch, *times)
+            )
         at += slower * max(one.end_seconds for one in found)
     return chrome.Trace(tuple(events), measured=True, apart=apart, plan=made.fingerprint)
 

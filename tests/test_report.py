@@ -18,7 +18,8 @@ from pdcompile.errors import ConfigError
 from pdcompile.passes.simulate import drained, simulate
 from pdcompile.plan import Certificate, MemoryLedger
 from pdcompile.report import chrome, labels, palette, picture, plan_table, svg, timeline
-from tests.helpers.report_data import Event, one_f_one_b, plan
+from pdcompile.schedule.recorded import RecordedEvent
+from tests.helpers.report_data import one_f_one_b, plan
 from tests.helpers.schedules import make_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -67,7 +68,7 @@ def test_idle_fraction_of_1f1b(stages: int, num: int) -> None:
 
 
 def test_waits_and_sends_are_not_compute() -> None:
-    events = [*one_f_one_b(), Event(0, 0, "SEND", 0, 0, 0.0, 9.0)]
+    events = [*one_f_one_b(), RecordedEvent(0, 0, "SEND", 0, 0, 0.0, 9.0)]
     assert timeline.bars(events) == timeline.bars(one_f_one_b())
 
 
@@ -104,7 +105,7 @@ def test_picture_of_unknown_format(tmp_path: Path) -> None:
 
 
 def test_chrome_trace_has_every_event_in_microseconds() -> None:
-    events = [*one_f_one_b(2, 2), Event(1, 1, "SEND_GRADIENT", 0, 1, 0.001, 0.003)]
+    events = [*one_f_one_b(2, 2), RecordedEvent(1, 1, "SEND_GRADIENT", 0, 1, 0.001, 0.003)]
     document = json.loads(json.dumps(chrome.trace(events)))
     spans = [record for record in document["traceEvents"] if record["ph"] == "X"]
     assert len(spans) == len(events)

@@ -15,6 +15,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.files import read_limited
 from pdcompile.jsonio import loads
 from pdcompile.report.timeline import COMPUTE, Event
+from pdcompile.schedule.recorded import RecordedEvent
 
 FORMAT = "pdcompile.trace/1"
 COMPUTE_TRACK, LINK_TRACK = 0, 1
@@ -27,19 +28,6 @@ COLOURS = {
 }
 REMEDY = "give a file that `pdcompile run --trace` or `pdcompile simulate --trace` wrote"
 ARGUMENTS = ("stage", "minibatch", "microbatch")
-
-
-@dataclass(frozen=True, slots=True)
-class TracedEvent:
-    """An event that was read from a file."""
-
-    rank: int
-    stage: int
-    action: str
-    minibatch: int
-    microbatch: int
-    start_seconds: float
-    end_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +125,7 @@ def load(path: str | PathLike[str]) -> Trace:
     )
 
 
-def _event(one: Any, where: str) -> TracedEvent:
+def _event(one: Any, where: str) -> RecordedEvent:
     arguments = one.get("args") if isinstance(one, dict) else None
     if not isinstance(arguments, dict):
         raise ConfigError("an event without args", where=where, remedy=REMEDY)
@@ -157,4 +145,4 @@ def _event(one: Any, where: str) -> TracedEvent:
         raise ConfigError(f"action is {action!r}, no text", where=where, remedy=REMEDY)
     rank, stage, minibatch, microbatch = numbers
     start, length = (time / 1e6 for time in times)
-    return TracedEvent(rank, stage, action, minibatch, microbatch, start, start + length)
+    return RecordedEvent(rank, stage, action, minibatch, microbatch, start, start + length)

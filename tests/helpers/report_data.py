@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pdcompile.cluster import Cluster
 from pdcompile.plan import (
     Certificate,
@@ -15,22 +13,12 @@ from pdcompile.plan import (
     TiedParameter,
     Training,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    rank: int
-    stage: int
-    action: str
-    minibatch: int
-    microbatch: int
-    start_seconds: float
-    end_seconds: float
+from pdcompile.schedule.recorded import RecordedEvent
 
 
 def one_f_one_b(
     stages: int = 3, microbatches: int = 4, forward: float = 1e-3, backward: float = 2e-3
-) -> tuple[Event, ...]:
+) -> tuple[RecordedEvent, ...]:
     """1F1B with equal stages and free links: the textbook picture, step by step."""
     programs: list[list[tuple[str, int]]] = []
     for s in range(stages):
@@ -52,7 +40,7 @@ def one_f_one_b(
                 ready = done.get(before, 0.0) if before else 0.0
                 start = max(clock[s], ready)
                 end = start + {"F": forward, "B": backward, "STEP": forward / 2}[action]
-                events.append(Event(s, s, action, 0, i, start, end))
+                events.append(RecordedEvent(s, s, action, 0, i, start, end))
                 done[action, s, i] = clock[s] = end
                 at[s] += 1
     return tuple(events)

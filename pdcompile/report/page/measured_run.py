@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
 from pdcompile.plan.schema import ranks_of
-from pdcompile.report.chrome import Trace, TracedEvent, load
+from pdcompile.report.chrome import Trace, load
 from pdcompile.report.timeline import COMPUTE, Event, bars, duration, idle
+from pdcompile.schedule.recorded import RecordedEvent
 from pdcompile.units import format_seconds
 
 IN_TURN = (
@@ -26,7 +27,7 @@ OTHER_PLAN = (
 class Run:
     """What a trace says of a plan: its compute, by minibatch; `note`: what to know about it."""
 
-    minibatches: tuple[tuple[TracedEvent, ...], ...]
+    minibatches: tuple[tuple[RecordedEvent, ...], ...]
     apart: bool
     note: str = ""
 
@@ -38,14 +39,14 @@ class Run:
             return None
         return (starts[-1] - starts[0]) / (len(starts) - 1)
 
-    def aligned(self, drawn: Sequence[Event]) -> tuple[TracedEvent, ...]:
+    def aligned(self, drawn: Sequence[Event]) -> tuple[RecordedEvent, ...]:
         """As many of its last minibatches as are drawn of the forecast, with the same numbers."""
         numbers = sorted({one.minibatch for one in drawn if str(one.action) in COMPUTE})
         if not self.apart or not numbers:
             return ()
         chosen = self.minibatches[-len(numbers) :]
         return tuple(
-            replace(one, minibatch=number)
+            one._replace(minibatch=number)
             for number, events in zip(numbers, chosen, strict=False)
             for one in events
         )
@@ -60,9 +61,7 @@ def run_of(path: Path, plan: Plan) -> Run:
     """
     found = load(path)
     compute = [
-        TracedEvent(*(getattr(one, name) for name in TracedEvent.__slots__))
-        for one in found.events
-        if one.action in COMPUTE
+        one for one in found.events if isinstance(one, RecordedEvent) and one.action in COMPUTE
     ]
     _check(found, compute, plan, str(path))
     numbers = sorted({one.minibatch for one in compute})
@@ -71,7 +70,7 @@ def run_of(path: Path, plan: Plan) -> Run:
     return Run(minibatches, found.apart, " ".join(notes))
 
 
-def _check(found: Trace, compute: Sequence[TracedEvent], plan: Plan, where: str) -> None:
+def _check(found: Trace, compute: Sequence[RecordedEvent], plan: Plan, where: str) -> None:
     remedy = "pdcompile run TARGET --plan plan.json --trace trace.json, with this plan"
     if not found.measured or not compute:
         raise ConfigError("this trace is not of a run", where=where, remedy=remedy)
