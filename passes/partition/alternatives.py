@@ -195,13 +195,16 @@ def critical(plan: Evaluation) -> tuple[Path, float]:
     return path, math.fsum(timing.of_kind(kind)[hop] * times for hop, kind, times in path.hops)
 
 
-def boundaries(plan: Evaluation, breaks: Breaks | None = None) -> tuple[Boundary, ...]:
+def boundaries(
+    plan: Evaluation, breaks: Breaks | None = None, uses: Sequence[StageUse] = ()
+) -> tuple[Boundary, ...]:
     """For each boundary its neighbouring cuts: single items, and shifts along the items' order.
 
     As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
     so large problems get fewer looks and the answer does not depend on the clock.  Where that is
     less than two for each boundary, those next to the slowest stage get two, the others none.
-    `breaks` of somebody else is taken to cost `JUDGING` times what it costs to measure a cut.
+    `breaks` of somebody else is taken to cost `JUDGING` times what it costs to measure a cut;
+    `uses`: the plan's `stage_uses`, where they are known.
     """
     problem, on, breaks = plan.problem, plan.deployment, breaks or broken
     model = build(problem)
@@ -215,7 +218,7 @@ def boundaries(plan: Evaluation, breaks: Breaks | None = None) -> tuple[Boundary
         size += 40 * plan.m * sum(map(len, on.ranks))
     every = WORK // (size if breaks is broken else (1 + JUDGING) * size)
     most = max(2, every // max(1, len(moves)))
-    slowest = bottleneck(stage_uses(plan))
+    slowest = bottleneck(uses or stage_uses(plan))
     nearest = sorted(range(len(moves)), key=lambda s: abs(2 * (s - slowest) + 1))
     looked_at = set(nearest[: max(2, every // most)])
     return tuple(

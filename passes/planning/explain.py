@@ -66,14 +66,13 @@ class Explanation:
 
 
 def explain(
-    plan: Plan, *, time_limit: float | None = None, where: str = "plan.json", cuts: bool = True
+    plan: Plan, *, time_limit: float | None = None, where: str = "plan.json"
 ) -> Explanation:
     """Measure the plan's stages on its problem, its neighbours, and the problem with less limits.
 
     Args:
         time_limit: wall seconds for looser limits, which are solved anew, each with its share of
             what is left, and for choices that were fixed; None: 10.
-        cuts: False leaves out other cuts, which takes minutes for hundreds of stages.
 
     Raises:
         PlanError: the plan holds no problem, or its stages tear an item apart.
@@ -97,7 +96,7 @@ def explain(
         bottleneck=bottleneck(uses),
         stages=uses if edited else with_ledgers(plan, uses),
         transfer_seconds=critical(found)[1] if chained(found) else 0.0,
-        boundaries=boundaries(found, breaks) if cuts else (),
+        boundaries=boundaries(found, breaks, uses),
         relaxed=relax(
             wanted, breaks, time_limit=limit - (time.monotonic() - begin), seed=plan.training.seed
         ),

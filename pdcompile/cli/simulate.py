@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pdcompile.report.page.compose import Sources
 
 MOST_LINES = 32  # of the timeline, where numbers need the room
-MOST_WORK = 3_000  # stages × microbatches of plans whose page looks for other cuts
 
 
 @app.command()
@@ -137,10 +136,7 @@ def write_page(plan: Plan, made: Sources, path: Path, *, title: str) -> None:
 
     write_text(path, "")  # errors of the place before the work
     try:
-        small = len(plan.stages) * plan.training.num_microbatches <= MOST_WORK
-        found = explain(plan, time_limit=None if small else 0, where=title, cuts=small)
-        left_out = "" if small else f"Other cuts: pdcompile explain {title}."
-        made = replace(made, explanation=found, unexplained=left_out)
+        made = replace(made, explanation=explain(plan, where=title))
     except PlanError as error:
         made = replace(made, unexplained=f"Not known: {error.message}.")
     date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
