@@ -63,7 +63,8 @@ class Watchdog(threading.Thread):
         self._ended: set[int] = set()  # ranks of this host whose processes have
         self._next = _Beat()
         self._slow = _SLOW_SECONDS
-        self._ticks = 0
+        self._ticks = self._beaten = 0  # ticks so far, and those before the last beat
+        self._without_progress = False
         self._poll = select.poll()
         self._watched = {one.pidfd: peer for peer, one in peers.of_rank.items()}
         for fd in (*self._watched, self._termination.fd):
@@ -117,7 +118,7 @@ class Watchdog(threading.Thread):
         waiting = self._waiting()
         for peer in self._ended if waiting else ():
             self._report(peer)
-        if self._ticks % _BEAT_TICKS == 0:
+        if self._beat_due(waiting):
             self._beat(waiting)
         return False
 
@@ -132,6 +133,15 @@ class Watchdog(threading.Thread):
 
     # -- beats -------------------------------------------------------------------------------
 
+    def _beat_due(self, waiting: Entry | None) -> bool:
+        """Every `_BEAT_TICKS`; and once more as this rank has waited for too long, so that the
+        last one in a deadlock finds it at once."""
+        was, limit = self._without_progress, self._progress
+        self._without_progress = (
+            waiting is not None and limit is not None and time.monotonic() - waiting.seconds > limit
+        )
+        return self._ticks - self._beaten >= _BEAT_TICKS or self._without_progress > was
+
     def _beat(self, waiting: Entry | None) -> None:
         packed = self._peers.log.packed()
         since = time.monotonic() - decoded(packed).seconds
@@ -142,7 +152,9 @@ class Watchdog(threading.Thread):
         text = self._failures.said("beat", peer)
         same = text == self._next.text
         # In ticks of its own: this process may have been stopped together with that one.
-        self._next = _Beat(text, self._next.age + _BEAT_TICKS * TICK_SECONDS if same else 0.0)
+        passed = (self._ticks - self._beaten) * TICK_SECONDS
+        self._next = _Beat(text, self._next.age + passed if same else 0.0)
+        self._beaten = self._ticks
         if waiting is None:
             return
         limit = self._limit(peer)
