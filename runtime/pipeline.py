@@ -33,10 +33,8 @@ from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
+from pdcompile.runtime.watch import same_model
 from pdcompile.warn import warn
-
-_REFUSED = "this model is split over several ranks and has only this rank's parameters"
-
 
 Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
 
@@ -67,6 +65,7 @@ class Pipeline(Saving):
 
     def _start(self, flat: FlatCall | None) -> None:
         self._check_open()
+        same_model.refuse_split(self._model, self._options)
         passed = modes(self._model)
         apply_overrides(self._model)
         ranks, world = launch.num_ranks(self._options), None
@@ -88,20 +87,19 @@ class Pipeline(Saving):
             agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
             world = launch.connect(self._options, plan.num_ranks, agreed)
         try:
-            self._session = Session(self._model, self._options, compiled, world)
+            session = Session(self._model, self._options, compiled, world)
+            if world is None:
+                same_model.started(self, self._model, session)
         except BaseException as error:
             if world is not None:
-                cause = describe(world.rank, error, None, 0)
-                failures = Failures(world.store, world.rank, world.size, world.peers)
-                failures.report(cause, verdict_of(error))
-                failures.conclude()
-                world.close()
+                _leave(world, error)
             raise
+        self._session = session
         self._handles = flush_before_state(
-            self, self._model, self._session.optimizer, alone=world is None
+            self, self._model, session.optimizer, alone=world is None
         )
         if world is not None:
-            self._model.register_forward_pre_hook(_refuse_forward)
+            self._model.register_forward_pre_hook(same_model.RefuseForward(self))
             world.ending.belongs_to(self)
         self._resume()
 
@@ -205,6 +203,7 @@ class Pipeline(Saving):
         flat = flatten_call(self._model, args, kwargs, target)
         if self._session is None:
             self._start(flat)
+        same_model.settle_others(self)
         return flat
 
     def _result(self, graph: OpGraph, feeds: list[Feed], loss: Any) -> StepResult:
@@ -290,9 +289,10 @@ class Pipeline(Saving):
             )
 
 
-def _refuse_forward(model: nn.Module, args: Any) -> None:
-    raise ConfigError(
-        f"{type(model).__name__}: {_REFUSED}",
-        remedy="call pipe.predict(...) or pipe.eval_step(...), take pipe.to_model(), or give "
-        "keep_model=True to compile",
-    )
+def _leave(world: launch.World, error: BaseException) -> None:
+    """Tell the other ranks that this one does not begin, and why."""
+    cause = describe(world.rank, error, None, 0)
+    failures = Failures(world.store, world.rank, world.size, world.peers)
+    failures.report(cause, verdict_of(error))
+    failures.conclude()
+    world.close()

@@ -25,6 +25,7 @@ from pdcompile.runtime.session import Session
 from pdcompile.runtime.shards import Shard, shards
 from pdcompile.runtime.state.accumulated import check_accumulated, gathered, held, resume
 from pdcompile.runtime.transport.norms import check_max_norm
+from pdcompile.runtime.watch.same_model import settle_others
 
 _MODES = "step trains in train mode; eval_step and predict run in eval mode, by themselves"
 _DEVICE = "it runs where the model is: move the model before compile"
@@ -194,6 +195,8 @@ class PipelineState(ModuleHints):
         self._check_open()
         session = self._running
         session.check_running()
+        if kind != "flush":
+            settle_others(self)
         session.check_changes()
         with session.call():
             session.agree(kind, self._num_minibatches)

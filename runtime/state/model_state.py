@@ -16,6 +16,7 @@ from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.given_state import check_state
 from pdcompile.runtime.transport.contract import Expected
+from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
 from pdcompile.weights import set_tensor
@@ -172,7 +173,7 @@ class State:
     def whole_model(self, state: Mapping[str, Tensor]) -> nn.Module:
         """A copy of the model with all of its tensors, ties included."""
         model = copy_of(self._model)
-        model._forward_pre_hooks.popitem()  # the one that refuses forward came last
+        allow_forward(model)
         whole: dict[str, Tensor] = {}
         for name in _names(model):
             fqn = self._canonical[name]
