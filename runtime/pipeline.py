@@ -147,6 +147,7 @@ class Pipeline(Saving):
         updates = kind == "step" and session.optimizer is not None
         graph, number = compiled.capture.train, self._num_minibatches
         check_trained(graph)
+        self._goes_on()
         feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
         with session.call(None if compiled.overlaps else number):
             session.train(number, feeds, updates=updates)

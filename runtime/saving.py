@@ -20,7 +20,7 @@ from pdcompile.runtime.recording import Recording, together
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.checkpoint_parts import part_again, replicas_apart
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.load_checkpoint import Wanted, load
+from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import Asked, save
 from pdcompile.runtime.state.whole_optimizer import Numbers, gather_optimizer, load_optimizer
 from pdcompile.schedule.recorded import RecordedEvent
@@ -37,6 +37,7 @@ class Saving(PipelineState):
         self._exchange: Exchange | None = None
         self._numbers: Numbers = {}
         self._own = OwnCheckpoints()
+        self._left: tuple[str, ...] = ()  # schedulers that were saved, and not handed over yet
         self._resumed: Contents | None = None  # what the pipeline goes on from when it starts
         if options.resume is not None:
             self._resumed = _found(Path(options.resume))
@@ -114,8 +115,9 @@ class Saving(PipelineState):
         Raises:
             CheckpointError: it is damaged, or of another model; nothing was changed.
         """
-        wanted = Wanted(optimizer, random_state, _named(schedulers))
-        place = _place(folder)
+        return self._load(_place(folder), Wanted(optimizer, random_state, _named(schedulers)))
+
+    def _load(self, place: Path, wanted: Wanted) -> Path:
         with torch.inference_mode(False), self._call("load") as session:
             session.drain(self._num_minibatches)
             loaded = load(session, self._told(session), place, wanted)
@@ -123,6 +125,7 @@ class Saving(PipelineState):
             raise loaded.error
         assert loaded.place is not None
         self._own.took(loaded.place)
+        self._left = ()
         self._num_minibatches = loaded.position.minibatches
         self._num_evaluations = loaded.position.evaluations
         return loaded.place
@@ -130,7 +133,14 @@ class Saving(PipelineState):
     def _resume(self) -> None:
         """Go on from where `resume=` says, when the pipeline has started."""
         if self._resumed is not None:
-            self.load(self._resumed.place, random_state=False)
+            self._load(self._resumed.place, Wanted(True, False, {}, resumes=True))
+            self._left = tuple(self._resumed.schedulers()) if 0 in self.ranks else ()
+
+    def _goes_on(self) -> None:
+        """Training goes on: warn once where schedulers do not, of the checkpoint resumed from."""
+        if self._left:
+            warn(note_on_schedulers(self._left))
+            self._left = ()
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The state of the optimizer of the whole model on rank 0, by the names of parameters.

@@ -12,7 +12,13 @@ from pdcompile.passes.costs import Machine
 from pdcompile.passes.costs.timing import _timed_by_events
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
 from pdcompile.passes.profile import fitted_sizes as module
-from pdcompile.passes.profile.fitted_sizes import FittedLine, fit_line, interpolated, measured_sizes
+from pdcompile.passes.profile.fitted_sizes import (
+    FittedLine,
+    Sizes,
+    fit_line,
+    interpolated,
+    measured_sizes,
+)
 from tests.helpers.graphs import GraphBuilder
 
 positive = st.floats(1e-6, 1e-1)
@@ -90,6 +96,18 @@ def test_a_profile_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = interpolated(graph, [profiles[0], replace(profiles[1], entries=())], 4)
     assert alone.entries[1].forward_seconds == pytest.approx(2 * truth("torch.relu", 2)[0])
     assert interpolated(graph, [replace(one, entries=()) for one in profiles], 4).entries == ()
+
+
+def test_sizes_that_were_not_measured_are_told() -> None:
+    told: list[str] = []
+    graph = GraphBuilder().build("x")
+    for sizes in ((1, 4), (1, 2, 4), (1, 2, 4, 8, 16)):
+        Sizes(graph, None, sizes, say=told.append)
+    begins = [text.partition(":")[0] for text in told]
+    assert begins == [
+        "costs at microbatch size 2 follow from those measured at 1, 4",
+        "costs at microbatch sizes 2, 8 follow from those measured at 1, 4, 16",
+    ]
 
 
 def test_events_stamp_begin_and_end_on_the_device() -> None:

@@ -66,6 +66,29 @@ def test_a_plan_that_does_not_fit_is_made_anew(tmp_path: Path) -> None:
     assert third.position == Position(4)
 
 
+def test_a_scheduler_is_missed_when_training_goes_on_without_it(tmp_path: Path) -> None:
+    """It can be made, and handed over, only once the pipeline has resumed."""
+
+    def begun(folder: Path | None) -> tuple[Any, Any]:
+        pipe = compiled(folder).prepare(batch(0)[0], target=batch(0)[1])
+        return pipe, torch.optim.lr_scheduler.StepLR(pipe.optimizer, 1)
+
+    first, scheduler = begun(None)
+    train(first, 0, 2)
+    scheduler.step()
+    place = first.save(tmp_path, schedulers=scheduler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second, again = begun(tmp_path)
+        second.load(place, schedulers=again)
+        train(second, 2, 4)
+        third, _ = begun(tmp_path)
+    with pytest.warns(UserWarning, match="state of scheduler 0, which was not handed over") as seen:
+        train(third, 2, 4)
+    assert len(seen) == 1
+    assert again.last_epoch == 1
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="resume=3 is not a path"):
         compiled(3)  # type: ignore[arg-type]

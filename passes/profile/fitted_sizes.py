@@ -144,8 +144,9 @@ class Sizes:
         others = sorted(set(sizes) - set(self._wanted))
         if costs == "measured" and others:
             self._say(
-                f"costs at microbatch sizes {', '.join(map(str, others))} follow from those "
-                f"measured at {', '.join(map(str, self._wanted))}: alpha + beta x work for each "
+                f"costs at microbatch size{'s' if len(others) > 1 else ''} "
+                f"{', '.join(map(str, others))} follow from those measured at "
+                f"{', '.join(map(str, self._wanted))}: alpha + beta x work for each "
                 "kind of op"
             )
 

@@ -40,11 +40,15 @@ from pdcompile.warn import warn
 
 
 class Wanted(NamedTuple):
-    """What is to be loaded: the optimizer's state, generators, and schedulers by name."""
+    """What is to be loaded: the optimizer's state, generators, and schedulers by name.
+
+    `resumes`: there was no optimizer yet that schedulers could be made of.
+    """
 
     optimizer: bool
     random_state: bool
     schedulers: Mapping[str, Any]
+    resumes: bool = False
 
 
 class Loaded(NamedTuple):
@@ -265,11 +269,8 @@ def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
             remedy="hand over the schedulers that were handed to save, in that order or by name",
         )
     left = [name for name in saved if name not in wanted.schedulers]
-    if left:
-        found.notes.append(
-            f"the checkpoint has the state of scheduler {some(left)}, which was not handed over: "
-            "pipe.load(folder, schedulers=...) sets it"
-        )
+    if left and not wanted.resumes:
+        found.notes.append(note_on_schedulers(left))
     found.schedulers = {name: saved[name] for name in wanted.schedulers}
     for name, kind in found.contents.manifest.scheduler_types:
         here = type(wanted.schedulers.get(name)).__name__
@@ -279,6 +280,14 @@ def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
                 where=f"{found.contents.place}: schedulers",
                 remedy="make the scheduler that was saved, or leave it out",
             )
+
+
+def note_on_schedulers(left: Sequence[str]) -> str:
+    """That a checkpoint has their states, and that they go on from elsewhere."""
+    return (
+        f"the checkpoint has the state of scheduler {some(left)}, which was not handed over: "
+        "pipe.load(folder, schedulers=...) sets it"
+    )
 
 
 def _load_schedulers(prepared: Prepared, wanted: Wanted, before: dict[str, Any]) -> None:
