@@ -61,6 +61,7 @@ class Assumptions:
     refusal, first_refusal: the refusals that led to made-up sizes, and to the example's.
     one_size: the capture may be for the microbatch size alone.
     short_cuts: where the model looks into its inputs for one, the capture holds for the example.
+    drawing: functions that draw from numpy's or Python's generator: (module, name in it).
     watched_draws: generators are compared at every op, to name the line that uses one.
     """
 
@@ -76,6 +77,7 @@ class Assumptions:
     first_refusal: SizeByValues | None = None
     one_size: bool = False
     short_cuts: bool = False
+    drawing: frozenset[tuple[str, str]] = frozenset()
     watched_draws: bool = False
 
     def with_opaque(self, opaque: Mapping[str, TraceError]) -> Assumptions:

@@ -28,6 +28,7 @@ from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
+from pdcompile.passes.trace.values.drawn import DrawsInside
 from pdcompile.passes.trace.values.reads import GoesOn, Loops, Undecided
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
@@ -228,6 +229,8 @@ def recorded(
     except CannotMerge as ways:
         sites = {decision.key[2] for decision in ways.decisions}
         raise Refuted(replace(assumed, one_way=assumed.one_way | sites)) from None
+    except DrawsInside as found:
+        raise Refuted(replace(assumed, drawing=assumed.drawing | found.names)) from None
     except OutsideDraw:
         if assumed.watched_draws:
             raise

@@ -90,8 +90,14 @@ _UNREPEATABLE: Refusal = (
 )
 OUTSIDE_RANDOM: Refusal = (
     "forward draws from or seeds {}",
-    "draw with torch functions (torch.rand, F.dropout) or before forward is called, seed outside; "
-    "transformers switch SpecAugment off by config.apply_spec_augment = False",
+    "draw with torch functions (torch.rand, F.dropout) or before forward is called; draw with "
+    "np.random.… and random.… by these names, and seed outside",
+)
+OUTSIDE_VALUE: Refusal = (
+    "forward computes with random numbers that are not torch's ({})",
+    "draw with torch functions (torch.rand, F.dropout); a number may decide a branch "
+    "(if random.random() < p), an array may be drawn in a function at the top level of a file for "
+    "torch.tensor(array)" + APART,
 )
 SEED: Refusal = (
     "forward asks for the seed (torch.initial_seed), which every step changes",

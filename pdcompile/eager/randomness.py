@@ -9,7 +9,9 @@ The draw index counts, within one microbatch's forward (model, then loss_fn unde
 ``loss_fn``), every call of a random function or of a random leaf module below its module path:
 the leaf's own FQN, or for a function the FQN of the innermost running module.  It counts whether
 or not the call draws in this mode (eval, p=0), so that train and eval agree.  Calls inside a leaf
-module or a random function are not counted: the op is seeded once, on entry.  A module's FQN is
+module or a random function are not counted: the op is seeded once, on entry.  Draws from numpy's
+or Python's generator count as one draw for each call of the function of a module that makes them,
+or else one for each number or array (`pdcompile.ir.python_draws`).  A module's FQN is
 its first name in ``model.named_modules()``; one without a name (made during forward) counts as
 part of its caller.
 """
@@ -17,14 +19,17 @@ part of its caller.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdcompile.ir import python_draws
 from pdcompile.releases.torch_internals import (
     NN_FUNCTIONS,
     VARIABLE_FUNCTIONS,
@@ -153,7 +158,11 @@ def evaluation_minibatch(call: int) -> int:
 
 
 def reseed(seed: int, device: torch.device | None = None) -> None:
-    """Re-seeds the default CPU generator (1 µs), and the one of `device` if that is CUDA."""
+    """Re-seeds the default CPU generator (1 µs), and the one of `device` if that is CUDA.
+
+    Those of numpy and Python are seeded too where the op is a `PythonDraw`.
+    """
+    python_draws.announce(seed)
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -162,14 +171,16 @@ def reseed(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restores the state of the caller's generators (CPU, and CUDA `device`) at the end."""
+    """Restores the state of the caller's generators (CPU, and CUDA `device`; Python's and numpy's)
+    at the end."""
     cuda = device if device is not None and device.type == "cuda" else None
-    state = torch.default_generator.get_state()
+    state, others = torch.default_generator.get_state(), python_draws.states()
     cuda_state = torch.cuda.get_rng_state(cuda) if cuda is not None else None
     try:
         yield
     finally:
         torch.default_generator.set_state(state)
+        python_draws.restore(others)
         if cuda is not None and cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, cuda)
 
@@ -207,10 +218,13 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self._replaying = False
         self._following: dict[int, int] = {}  # seed of one draw -> seed of the next
         self._last = seed_of(*self._stream, "", -1)
+        self._drawing: FrameType | None = None  # of the function that draws in Python
+        self._around = ExitStack()
 
     def __enter__(self) -> DrawScope:
         # Unlisted draws must not depend on the generator's earlier state either.
         reseed(self._last, self._device)
+        self._around.enter_context(python_draws.watched(self._drawn))
         self._plain_call = nn.Module.__call__
         nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -219,6 +233,8 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         nn.Module.__call__ = self._plain_call  # type: ignore[method-assign]
+        self._around.close()
+        self._drawing = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -276,6 +292,15 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self._following[self._last] = seed
         self._last = seed
         reseed(seed, self._device)
+
+    def _drawn(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function that draws in Python, on the stream of the op that it is part of."""
+        frame = python_draws.drawing_frame(sys._getframe(2))
+        if not self._in_leaf and (frame is None or frame is not self._drawing):
+            self._drawing = frame
+            self.draw(self._path)
+            python_draws.begin()
+        return function(*args, **kwargs)
 
     def call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module's ``__call__`` and notes the running module."""

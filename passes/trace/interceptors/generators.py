@@ -1,13 +1,11 @@
 """Random generators around a capture: draws outside of torch are refused, states are restored.
 
-A number from `random` or numpy would become a constant of the graph.  Such calls do not pass
-torch, so the states of the generators are compared.
+Numbers that `values.drawn` does not see, because `rand` was imported by itself, would become
+constants of the graph.  Such calls do not pass torch, so the states of the generators are compared.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -15,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from pdcompile.errors import TraceError
+from pdcompile.ir import python_draws
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.observer import locate
@@ -33,16 +32,16 @@ class Sentinel:
     """The states of all generators that forward might use."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
+        self._first = self._now = python_draws.states()
         self._torch_seed = torch.default_generator.initial_seed()
         self._torch = torch.default_generator.get_state()
 
     def check(self, where: str | None) -> None:
         """Raises TraceError when Python's or numpy's generator was used, or torch's seeded."""
-        if random.getstate() != self._python:
+        python, numpy = python_draws.states()
+        if python != self._now[0]:
             raise _outside("Python's random module", where)
-        if _numpy_state() != self._numpy:
+        if numpy != self._now[1]:
             raise _outside("numpy.random", where)
         if torch.default_generator.initial_seed() != self._torch_seed:
             raise _outside("torch's default generator", where)
@@ -52,17 +51,16 @@ class Sentinel:
         if not torch.equal(torch.default_generator.get_state(), self._torch):
             raise _outside("torch's default generator", where)
 
+    def follow(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function of Python's or numpy's generator, which may draw."""
+        self.check(None)
+        result = function(*args, **kwargs)
+        self._now = python_draws.states()
+        return result
+
     def restore(self) -> None:
         """Restores all generators."""
-        random.setstate(self._python)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and self._numpy is not None:
-            state = numpy.random.get_state(legacy=False)
-            state["state"] = {
-                "key": numpy.frombuffer(self._numpy[0], dtype=numpy.uint32),
-                "pos": self._numpy[1],
-            }
-            numpy.random.set_state(state)
+        python_draws.restore(self._first)
         torch.default_generator.set_state(self._torch)
 
 
@@ -156,13 +154,3 @@ class _Unchanged:
 
     def seed(self) -> int:
         raise _outside("torch's default generator (seed)", self._where())
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    state = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        return None
-    return state["state"]["key"].tobytes(), int(state["state"]["pos"])

@@ -21,6 +21,7 @@ from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.module_hooks import acting_hooks
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
+from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.python_state import settled
@@ -122,6 +123,7 @@ def _run_once(
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
+            stack.enter_context(python_draws.watched(sentinel.follow))
             stack.enter_context(not_reseeded(lambda: watch.draws, lambda: locate(None)[0]))
             stack.enter_context(autocast_region(subject.autocast or f"{device}:off"))
             stack.enter_context(torch.enable_grad())

@@ -1,0 +1,181 @@
+"""Random numbers that forward draws from numpy's or Python's generator: one op each, not constants.
+
+A drawn number may decide a branch (`if random.random() < p`), a drawn array may become a tensor
+(`torch.tensor(mask)`) or an index.  Whatever else Python does with them needs their values.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from pdcompile.eager.snapshot import is_array
+from pdcompile.errors import TraceError
+from pdcompile.ir import python_draws
+from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.values import real_shapes
+from pdcompile.passes.trace.values.scalars import Scalar
+from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
+
+TARGET = f"{python_draws.PythonDraw.__module__}.{python_draws.PythonDraw.__qualname__}.apply"
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXED = ("__getitem__", "__setitem__")
+
+
+class DrawsInside(TraceError):
+    """A function that draws was not known as one; `names` are those of the function, here and
+    where it is called."""
+
+    names: frozenset[tuple[str, str]] = frozenset()
+
+
+class DrawnArray:
+    """Stands for an array of random numbers, whose values are not known."""
+
+    def __init__(self, tensor: torch.Tensor, refusal: TraceError) -> None:
+        self.tensor = tensor
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and not name.startswith("__array"):
+            raise AttributeError(name)
+        raise self._refusal
+
+
+class DrawnInPython(Interceptor):
+    """Records functions that draw as one op each."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self._running = False  # a function that draws, on real tensors
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Replaces the functions of the generators, and those of the user's that draw."""
+        plain: Any = torch.from_numpy
+
+        def from_numpy(ndarray: Any) -> Any:
+            return ndarray.tensor if type(ndarray) is DrawnArray else plain(ndarray)
+
+        with ExitStack() as stack:
+            stack.enter_context(python_draws.watched(self._drawn))
+            for home, name in sorted(self.tape.assumed.drawing):
+                stack.enter_context(self._replaced(home, name))
+            torch.from_numpy = from_numpy
+            stack.callback(setattr, torch, "from_numpy", plain)
+            yield
+
+    @contextmanager
+    def _replaced(self, home: str, name: str) -> Iterator[None]:
+        module = sys.modules[home]
+        function = getattr(module, name)
+
+        @functools.wraps(function)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if self._running or self.tape.within:
+                return function(*args, **kwargs)
+            own = f"{function.__module__}.{function.__name__}"
+            return self._recorded(own, function, args, kwargs)
+
+        setattr(module, name, instead)
+        try:
+            yield
+        finally:
+            setattr(module, name, function)
+
+    def _drawn(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a function of the generators."""
+        if self._running or self.tape.within:
+            return function(*args, **kwargs)
+        frame = python_draws.drawing_frame(sys._getframe(2))
+        if frame is None:
+            return self._recorded(name, function, args, kwargs)
+        own = python_draws.function_of(frame)
+        places = {(str(frame.f_globals["__name__"]), frame.f_code.co_name)}
+        caller = frame.f_back.f_globals if frame.f_back is not None else {}
+        places |= {(str(caller["__name__"]), k) for k, v in caller.items() if v is own}
+        refusal = self._refusal(frame.f_code.co_name)
+        if places <= self.tape.assumed.drawing:
+            raise refusal
+        found = DrawsInside(refusal.message, where=refusal.where, remedy=refusal.remedy)
+        found.names = frozenset(places)
+        raise found
+
+    def _recorded(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tape, refusal = self.tape, self._refusal(name.rpartition(".")[2])
+        if tape.depth:
+            raise refusal
+        draw = tape.draw()
+        tape.begin()
+        drawn, made = self._example(function, args, kwargs)
+        if made is None:
+            raise refusal
+        with NoTorchFunction():
+            fake = real_shapes.rebuilt(made, torch.device("cpu"))
+            tape.record("function", TARGET, "drawn", (name, args, kwargs), {}, fake, draw)
+        if isinstance(drawn, torch.Tensor):
+            return fake
+        tape.handed_out = refusal
+        if is_array(drawn):
+            return DrawnArray(fake, refusal)
+        return Scalar(fake, lambda: _raise(refusal))
+
+    def _example(
+        self, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, torch.Tensor | None]:
+        """What the function returns for tensors of ones, and that as a tensor."""
+        fakes = tensors_among((args, kwargs))
+        self._running = True
+        with no_dispatch_modes(), NoTorchFunction():
+            reals = {id(t): torch.ones(t.shape, dtype=t.dtype) for t in fakes}
+            before, state = python_draws.states(), torch.default_generator.get_state()
+            try:
+                drawn = function(
+                    *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
+                )
+                made = python_draws.as_tensor(drawn)
+                same = torch.equal(state, torch.default_generator.get_state())
+            finally:
+                self._running = False
+                python_draws.restore(before)
+                torch.default_generator.set_state(state)
+        if not same:
+            raise self._refusal(f"{function.__name__}, and from torch's generator")
+        return drawn, made
+
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        if getattr(func, "__name__", "") in _INDEXED:
+            return proceed(func, tuple(map(_tensor, args)), kwargs)
+        if not any(type(each) is DrawnArray for each in args):
+            return proceed(func, args, kwargs)
+        if func in _MAKERS and len(args) == 1 and set(kwargs) <= {"dtype", "device"}:
+            made = given = args[0].tensor
+            if changes := {key: value for key, value in kwargs.items() if value is not None}:
+                made = self.tape.call(torch.Tensor.to, (given,), changes)
+            copied = func is torch.tensor and made is given
+            return self.tape.call(torch.clone, (made,)) if copied else made
+        raise self._refusal(refusals.name_of(func))
+
+    def _refusal(self, name: str) -> TraceError:
+        return refusals.error(refusals.OUTSIDE_VALUE, name, self.tape.where())
+
+
+def _tensor(value: Any) -> Any:
+    """An index with tensors in place of arrays."""
+    if type(value) is tuple:
+        return tuple(map(_tensor, value))
+    return value.tensor if type(value) is DrawnArray else value
+
+
+def _raise(error: TraceError) -> NoReturn:
+    raise error
