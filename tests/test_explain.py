@@ -34,6 +34,7 @@ from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.passes.planning.whatif import whatif
+from pdcompile.passes.planning.whatif_command import command
 from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation, measure, violations
@@ -42,7 +43,6 @@ from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
 from pdcompile.problem.scenario import Scenario
 from pdcompile.problem.space import SearchSpace
-from pdcompile.report.whatif_table import command
 from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
@@ -380,7 +380,7 @@ def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
     assert explain(plan).broken == ()
     found = whatif(plan, Scenario(memory_bytes="none"))
     assert found.after.objective_seconds <= least
-    assert "--stages 3 --warmup auto --schedule 2bw" in command(found)
+    assert "--stages 3 --warmup 1 --schedule 2bw" in command(found, plan)[0]
 
 
 @pytest.mark.slow

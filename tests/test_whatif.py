@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.graph_free import ledgers_of, straight_plan_of
 from pdcompile.passes.planning.whatif import changed_problem, scaled, whatif
+from pdcompile.passes.profile import Entry, Profile, distinct_calls
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem.constraints import Forbid, Pin
 from pdcompile.problem.scenario import Scenario, changed_cluster, parse_devices
-from tests.helpers.alike import Call
+from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
+from tests.helpers.workload import build
 
 HOSTS = Cluster((Device(),) * 4, (Level("nvlink", 2, 1e3), Level("ethernet", 2, 100.0, 1e-3)))
 
@@ -324,11 +329,14 @@ def test_the_verb_as_json_equals_partition(tmp_path: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ((), "--cluster local:2 --schedule 1f1b --microbatches 4 -o "),
-        (("--memory", "1GB"), '--cluster local:2 --memory "1 GB" --schedule'),
+        ((), "--cluster local:2 --schedule 1f1b --microbatches 4 --cut-tolerance 0 --outputs"),
+        (("--memory", "1GB"), "--cluster local:2 --memory '1 GB' --schedule"),
         (("--devices", "3"), "--cluster local:3"),
         (("--devices", "2x2", "--bandwidth", "intra=100GB/s"), "--cluster 2x2"),
-        (("--batch-size", "32", "--microbatches", "8"), "(with minibatches of 32 samples)"),
+        (
+            ("--batch-size", "32", "--microbatches", "8"),
+            "note: this plan is for minibatches of 32 samples",
+        ),
     ],
 )
 def test_the_command_to_get_the_plan(
@@ -393,18 +401,96 @@ def test_an_edited_plan_is_compared_as_it_is() -> None:
     assert found.after.objective_seconds == plan.certificate.objective_seconds
 
 
-def test_the_command_has_the_plan_s_other_options_and_writes_another_file(
+def test_the_command_of_a_plan_made_in_python_has_what_the_plan_tells(
     tmp_path: Path, call: Call
 ) -> None:
-    made = planned(chain(8), Cluster.local(2))
+    made = planned(chain(8), Cluster.local(2), constraints=(Pin("layers.0", 0),))
     training = replace(
-        made.training, autocast="cpu:bfloat16", loss_reduction="sum", keeps_outputs=False
+        made.training, autocast="cpu:bfloat16", loss_reduction="callable", keeps_outputs=False
     )
     made = replace(made, training=training, notes=(*made.notes, "costs are estimated for cpu"))
-    _, out, _ = call("whatif", write(made, tmp_path), "--memory", "1GB")
+    _, out, _ = call("whatif", write(made, tmp_path), "--memory", "1GB", "--batch-size", "32")
     (line,) = [line for line in out.splitlines() if line.startswith("to get this plan")]
     for part in (
-        "--autocast bfloat16", "--loss-reduction sum", "--outputs none", "--costs estimated",
-        ".whatif.json",
+        " TARGET ", "--pin layers.0=0", "--autocast bfloat16", "--loss-reduction FILE:FUNCTION",
+        "--outputs none", "--costs estimated", ".whatif.json",
     ):  # fmt: skip
         assert part in line
+    said = " ".join(out.split())
+    assert "note: FILE:FUNCTION is the function that counts items" in said
+    assert "note: the plan does not tell the command that made it" in said
+    assert "note: this plan is for minibatches of 32 samples" in said
+
+
+def profile_file(folder: Path) -> str:
+    """Costs as a file, which a plan's command names: the later an op, the longer it takes."""
+    work = build()
+    inputs, target = next(iter(work.batches()))
+    pipe = pdcompile.compile(
+        work.model, inputs, example_target=target, loss_fn=work.loss_fn,
+        cluster=Cluster.local(2), costs="estimated", verify="off", progress=False,
+    )  # fmt: skip
+    calls = distinct_calls(pipe._running.compiled.capture.train, 4)
+    entries = (
+        Entry(key, call.op.target, 1e-4 * n, 2e-4 * n)
+        for n, (key, call) in enumerate(calls.items(), 1)
+    )
+    path = folder / "costs.json"
+    Profile(torch.__version__, "cpu", 4, tuple(entries)).save(path)
+    return str(path)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        (("--cluster", "1x2", "--cut-at", "1,3", "--cut-at", "5"), ("--bandwidth", "1MB/s")),
+        (("--cluster", "1x2", "--pin", "0=0", "--together", "2,4"), ("--schedule", "gpipe")),
+        (("--cluster", "1x2", "--memory", "1MB", "--optimizer", "SGD", "--lr", "0.1"),
+         ("--memory", "300 kB")),
+        (("--cluster", "1x2", "--stages", "2", "--warmup", "1", "--microbatches", "8"),
+         ("--speed", "0=2")),
+        (("--cluster", "1x2", "--pin", "4=1", "--forbid", "6=0", "--apart", "0,2"),
+         ("--devices", "3")),
+        (("--cluster", "2x2:h100", "--outputs", "everything", "--seed", "3", "--cut-before", "4"),
+         ("--schedule", "2bw")),
+        (("--cluster", "local:4", "--max-stages", "3", "--autocast", "bfloat16",
+          "--max-grad-norm", "0.1", "--loss-reduction", "sum"), ("--latency", "5us")),
+        (("--cluster", "1x2", "--costs", "FILE", "--microbatches", "2", "--refine", "off"),
+         ("--speed", "1=2")),
+    ],
+    ids=["cut-at", "together", "memory", "warm-up", "devices", "machine", "max-stages", "costs"],
+)  # fmt: skip
+def test_the_command_makes_the_plan_that_was_announced(
+    options: tuple[str, ...], change: tuple[str, ...], tmp_path: Path, call: Call
+) -> None:
+    """All that was said of the first plan counts, and that plan stays as it is."""
+    first, written = tmp_path / "first plan.json", tmp_path / "changed.toml"
+    if "FILE" in options:
+        options = tuple(profile_file(tmp_path) if o == "FILE" else o for o in options)
+    else:
+        options += ("--costs", "estimated")
+    code, _, err = call("plan", WORKLOAD, *options, "-o", str(first))
+    assert code == 0, err
+    before = first.read_bytes()
+    code, out, err = call("whatif", str(first), *change, "--json")
+    assert code == 0, err
+    announced = json.loads(out)
+    if "changed.toml" in announced["command"]:
+        assert "--write-cluster changed.toml makes that file" in announced["notes"]
+        _, out, _ = call("whatif", str(first), *change, "--json", "--write-cluster", str(written))
+        announced = json.loads(out)
+    program, *words = shlex.split(announced["command"])
+    code, _, err = call(*words)
+    assert (program, code) == ("pdcompile", 0), err
+    assert first.read_bytes() == before
+    found = Plan.load(first.with_name("first plan.whatif.json"))
+    assert [list(stage.ops) for stage in found.stages] == [
+        stage["ops"] for stage in announced["after"]["stages"]
+    ]
+    seconds = found.certificate.objective_seconds
+    assert seconds == pytest.approx(announced["after"]["objective_seconds"])
+    same = Cluster.from_toml(found.cluster), Cluster.from_toml(announced["after"]["cluster"])
+    assert same[0].devices == same[1].devices
+    left = set(options) - {"--memory", "1MB", "4=1", "--cut-at", "1,3", "5", "1x2", "local:4"}
+    assert left <= set(words)

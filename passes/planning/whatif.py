@@ -224,7 +224,7 @@ def changed_problem(
     name = training.schedule
     resized = num_stages != len(plan.problem.stages)
     if resized or (name, m) != (before.schedule, before.num_microbatches):
-        depths = warmup(name, num_stages, m, extra=_extra(before, len(plan.stages)))
+        depths = warmup(name, num_stages, m, extra=extra_warmup(before, len(plan.stages)))
         rule = memory_rule(
             name,
             depths,
@@ -282,7 +282,7 @@ def _refuse_odd_ranks(plan: Plan) -> None:
             )
 
 
-def _extra(training: Training, num_stages: int) -> int:
+def extra_warmup(training: Training, num_stages: int) -> int:
     """How much deeper than the least the plan's warm-up is (`extra` of `warmup`); 0 when odd."""
     for extra in range(MOST_EXTRA + 1):
         depths = warmup(training.schedule, num_stages, training.num_microbatches, extra=extra)

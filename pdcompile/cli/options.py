@@ -430,6 +430,19 @@ def compiled(
     return workload, driver.build(workload.model, flat, options)
 
 
+def words_of(flags: Flags) -> tuple[str, ...]:
+    """The options that decide what becomes of a target, as ``--name=value``."""
+    found = []
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        if value == field.default or field.name in ("no_cache", "dry_run"):
+            continue
+        name = f"--{field.name.replace('_', '-')}"
+        values = value if isinstance(value, list) else [value]
+        found += [name if one is True else f"{name}={one}" for one in values]
+    return tuple(found)
+
+
 def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb an option for each field of each dataclass among its parameters."""
     signature = inspect.signature(verb, eval_str=True)

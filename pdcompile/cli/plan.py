@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +69,7 @@ def plan(
     if imported.imported is not None:
         imports.run(imported.imported, context.params, output=output, as_json=as_json)
         return
-    from pdcompile.cli.options import compiled
+    from pdcompile.cli.options import compiled, words_of
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.errors import ConfigError
     from pdcompile.report.plan_table import plan_report
@@ -84,17 +85,18 @@ def plan(
             )
         more["capture_file"] = capture_beside(output)
     _, result = compiled(target, flags, writes=output, as_json=as_json, **more)
+    made = replace(result.plan, command=(target, *words_of(flags)))
     if output is not None:
-        write_text(output, result.plan.to_json() + "\n")
+        write_text(output, made.to_json() + "\n")
     if as_json:
         verification = result.verification and json.loads(result.verification.to_json())
         with collecting_seldom():
-            answer = solution_of(result.plan).to_json()
-            plan_json = json.loads(result.plan.to_json())
+            answer = solution_of(made).to_json()
+            plan_json = json.loads(made.to_json())
             emit_json(answer | {"plan": plan_json, "verification": verification})
         return
     console = stdout()
-    console.print(plan_report(result.plan))
+    console.print(plan_report(made))
     console.print(result.proof.summary, markup=False)
     if result.verification is None or not result.verification.unverified:  # a note says that
         console.print(str(result.verification), markup=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +116,9 @@ def whatif(
     scenario = flags.scenario()
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.passes.planning.whatif import whatif as answered
+    from pdcompile.passes.planning.whatif_command import command
     from pdcompile.report.progress import compiling
-    from pdcompile.report.whatif_table import command, document, whatif_report
+    from pdcompile.report.whatif_table import document, whatif_report
 
     loaded = Plan.load(plan)
     with compiling(lines=not as_json, title="solving") as listener:
@@ -129,14 +129,16 @@ def whatif(
     if write_cluster is not None:
         write_text(write_cluster, found.after.cluster.to_toml())
     output = plan.with_name(f"{plan.stem}.whatif.json")  # and this plan stays
-    line = command(found, write_cluster, loaded, shlex.quote(str(output)))
+    line, notes = command(found, loaded, str(output), write_cluster)
     if as_json:
-        emit_json(document(found, line))
+        emit_json(document(found, line, notes))
         return
     console = stdout()
     console.print(whatif_report(found))
     # A command that can be pasted is never broken.
     console.print(f"to get this plan: {line}", markup=False, soft_wrap=True)
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
     if write_cluster is not None:
         stderr().print(f"written: {write_cluster}", markup=False, soft_wrap=True)
 

@@ -201,6 +201,7 @@ class Plan:
 
     `problem` is what the planner was given (see `pdcompile.plan.embedded`); only `explain`,
     `diff`, `whatif` and reports read it.  `model` is the class of the model, for people.
+    `command`: TARGET and options (``--name=value``) of the command that made it, for `whatif`.
     """
 
     fingerprint: str  # of graph, costs and cluster
@@ -215,6 +216,7 @@ class Plan:
     schema: str = SCHEMA
     problem: PartitionProblem | None = field(default=None, metadata=COMPACT)
     model: str = field(default="", metadata=COMPACT)
+    command: tuple[str, ...] = field(default=(), metadata=COMPACT)
 
     @property
     def num_ranks(self) -> int:

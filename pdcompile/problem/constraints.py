@@ -11,6 +11,7 @@ On the command line each is an option of the same name: `parsed` reads ``--pin "
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,6 +150,31 @@ def describe(constraint: Constraint) -> str:
     elif isinstance(constraint, MaxStages):
         given = (constraint.count,)
     return f"{type(constraint).__name__}({', '.join(map(repr, given))})"
+
+
+def read(text: str) -> Constraint | None:
+    """The constraint of which `describe` gave this text; None where it is of none."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            return None
+        kind = next(one for one in KINDS.values() if one.__name__ == call.func.id)
+        return kind(*map(ast.literal_eval, call.args))
+    except (SyntaxError, StopIteration, TypeError, ValueError):
+        return None
+
+
+def option(constraint: Constraint) -> tuple[str, str]:
+    """Name and value of the command-line option that `parsed` reads as this constraint."""
+    name = next(name for name, kind in KINDS.items() if type(constraint) is kind)
+    value = ",".join(patterns_of(constraint))
+    if isinstance(constraint, Pin):
+        value += f"={constraint.stage}"
+    elif isinstance(constraint, Forbid):
+        value += f"={','.join(map(str, constraint.stages))}"
+    elif isinstance(constraint, MaxStages):
+        value = str(constraint.count)
+    return f"--{name.replace('_', '-')}", value
 
 
 def parsed(given: Mapping[str, Sequence[str]]) -> tuple[Constraint, ...]:

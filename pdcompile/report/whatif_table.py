@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,11 +12,9 @@ from rich.text import Text
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, Level
 from pdcompile.passes.planning.whatif import SolvedScenario, Whatif
-from pdcompile.plan import Plan
 from pdcompile.report import labels
 from pdcompile.report.explain_table import BINDS
 from pdcompile.units import (
-    exact_bytes,
     format_bytes,
     format_rate,
     format_seconds,
@@ -117,67 +114,14 @@ def kept_text(found: Whatif) -> str:
     return f"the plan's own cut would take {format_seconds(seconds)} a step ({change})"
 
 
-def command(
-    found: Whatif, written: Path | None = None, plan: Plan | None = None, output: str = "plan.json"
-) -> str:
-    """The command that makes such a plan; a cluster without a short form goes in a file.
-
-    Args:
-        plan: the plan that was asked about, whose other options the new one gets.
-        output: the file of the new plan.
-    """
-    after, before = found.after, found.before
-    words = ["pdcompile plan TARGET", f"--cluster {_cluster_option(after.cluster, written)}"]
-    limits = {device.memory_bytes for device in after.cluster.devices}
-    limit = next(iter(limits))
-    if written is None and len(limits) == 1 and limit is not None:
-        words.append(f'--memory "{exact_bytes(limit)}"')
-    training = after.training
-    if len(after.problem.stages) < len(after.cluster.devices):  # then some are left out
-        words.append(f"--stages {len(after.problem.stages)} --warmup auto")
-    words.append(f"--schedule {training.schedule} --microbatches {training.num_microbatches}")
-    if training.max_grad_norm is not None:
-        words.append(f"--max-grad-norm {training.max_grad_norm:g}")
-    if training.loss_scaling:
-        words.append("--grad-scaler")
-    if training.seed:
-        words.append(f"--seed {training.seed}")
-    words += [] if plan is None else _kept_options(plan)
-    words.append(f"-o {output}")
-    line = " ".join(words)
-    if training.batch_size != before.training.batch_size:
-        line += f"   (with minibatches of {training.batch_size} samples)"
-    if "changed.toml" in line and written is None:
-        line += "   (--write-cluster changed.toml makes that file)"
-    return line
-
-
-def _kept_options(plan: Plan) -> list[str]:
-    """Options of a plan that change what is computed, how it was costed and what it gives."""
-    training = plan.training
-    words = []
-    if training.autocast is not None:
-        words.append(f"--autocast {training.autocast.rpartition(':')[2]}")
-    if training.loss_reduction != "mean":
-        sums = training.loss_reduction == "sum"
-        words.append(f"--loss-reduction {'sum' if sums else 'FILE:FUNCTION'}")
-    if not training.keeps_outputs:
-        words.append("--outputs none")
-    if training.linear_lr_scaling:
-        words.append("--linear-lr-scaling")
-    if any(note.startswith("costs are estimated") for note in plan.notes):
-        words.append("--costs estimated")
-    return words
-
-
-def document(found: Whatif, line: str) -> dict[str, Any]:
+def document(found: Whatif, line: str, notes: Sequence[str]) -> dict[str, Any]:
     """The JSON form: both sides, the kept cut, notes and the command."""
     return {
         "status": found.after.status,
         "before": _side(found.before),
         "after": _side(found.after),
         "kept": {"objective_seconds": found.kept_seconds, "broken": list(found.kept_broken)},
-        "notes": list(found.notes),
+        "notes": [*found.notes, *notes],
         "command": line,
     }
 
@@ -265,31 +209,3 @@ def _fullest(state: SolvedScenario) -> str:
         return f"stage {use.stage}: {format_bytes(use.memory_bytes)}{share_text}"
     use = max(state.uses, key=lambda one: one.memory_bytes)
     return f"stage {use.stage}: {format_bytes(use.memory_bytes)}"
-
-
-def _cluster_option(cluster: Cluster, written: Path | None) -> str:
-    if written is not None:
-        return str(written)
-    count = len(cluster.devices)
-    if _same_machines(cluster, Cluster.local(count)):
-        return f"local:{count}"
-    inner = cluster.levels[0].size
-    for name in (f"1x{count}", f"{count // inner}x{inner}"):
-        if _same_machines(cluster, Cluster.parse(name)):
-            return name
-    return "changed.toml"
-
-
-def _same_machines(a: Cluster, b: Cluster) -> bool:
-    """Whether plans for them are the same but for memory limits; names mean nothing."""
-
-    def facts(one: Cluster) -> tuple[object, ...]:
-        links = [
-            (level.size, level.bytes_per_second, level.latency_seconds, level.full_duplex)
-            for level in one.levels
-            if level.size > 1
-        ]
-        return [replace(device, memory_bytes=None) for device in one.devices], links
-
-    unlike = len({device.memory_bytes for device in a.devices}) > 1
-    return not unlike and facts(a) == facts(b)
