@@ -45,7 +45,9 @@ def begin_call(
     session.check_running()
     compiled, options = session.compiled, session.options
     turn = number if training else 0
-    part = None if flat.whole is None else microbatches_here(session, flat.whole.size, turn)
+    part = None
+    if flat.whole is not None:
+        part = microbatches_here(session, flat.whole.size, turn, training=training)
     paths = needed_paths(session, training=training, with_loss=with_loss)
     graph = compiled.capture.train if training else compiled.capture.eval
     try:
@@ -62,7 +64,7 @@ def begin_call(
     if size is None:
         raise InputError("no input tells the batch size", remedy="pass the model's inputs")
     layout = replace(compiled.layout, size=size)
-    count = compiled.plan.training.num_microbatches
+    count = microbatch_count(compiled, graph, size)
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
     scales: list[float] = []
     if with_loss and session.wirings[session.stages[-1], training].is_last:
@@ -103,12 +105,32 @@ def _check_turn(whole: Whole, number: int, *, training: bool) -> None:
         )
 
 
-def microbatches_here(session: Session, size: int, turn: int) -> tuple[int, ...]:
+def microbatch_count(compiled: Compiled, graph: OpGraph, size: int) -> int:
+    """The microbatches of a call: those of the plan.
+
+    An evaluation may have more or fewer, where the capture is not right for the sizes that these
+    would have: of a model that loops over its samples it is right for one size.
+    """
+    usual = compiled.plan.training.num_microbatches
+    if graph is compiled.capture.train or graph.sizes.holds_parts(size, min(usual, size)):
+        return usual
+    fitting = [m for m in range(1, size + 1) if graph.sizes.holds_parts(size, m)]
+    return min(fitting, key=lambda m: abs(m - usual), default=usual)
+
+
+def _sizes(session: Session, size: int, *, training: bool) -> list[int]:
+    """Samples of each microbatch."""
+    compiled = session.compiled
+    graph = compiled.capture.train if training else compiled.capture.eval
+    return microbatch_sizes(size, microbatch_count(compiled, graph, size))
+
+
+def microbatches_here(session: Session, size: int, turn: int, *, training: bool) -> tuple[int, ...]:
     """The microbatches of which this process reads samples, of minibatch `turn` and that size."""
     compiled, spec = session.compiled, session.spec
     if not any(wiring.paths(True) for wiring in session.wirings.values()):
         return ()
-    sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)
+    sizes = _sizes(session, size, training=training)
     count = len(sizes) if compiled.layout.splits else 1
     found: set[int] = set()
     for worker in session.workers:
@@ -117,13 +139,12 @@ def microbatches_here(session: Session, size: int, turn: int) -> tuple[int, ...]
     return tuple(sorted(found))
 
 
-def rows_here(session: Session, size: int, turn: int) -> list[int]:
+def rows_here(session: Session, size: int, turn: int, *, training: bool) -> list[int]:
     """The samples that this process reads of minibatch `turn`, which has so many."""
-    compiled = session.compiled
-    part = microbatches_here(session, size, turn)
-    if not compiled.layout.splits:
+    part = microbatches_here(session, size, turn, training=training)
+    if not session.compiled.layout.splits:
         return list(range(size)) if part else []
-    sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)
+    sizes = _sizes(session, size, training=training)
     ends = [*accumulate(sizes)]
     return [row for i in part for row in range(ends[i] - sizes[i], ends[i])]
 
@@ -191,10 +212,11 @@ def check_call(
     for path in lone_rows(present, layout, compiled.layout):
         if several or _counts_rows(graph, path):
             raise lone_row_error(flat, path, layout.size)
-    size, count = layout.size, compiled.plan.training.num_microbatches
+    size = layout.size if flat.whole is None or part is None else flat.whole.size
+    count = microbatch_count(compiled, graph, size)
     told = any(layout.dims[path] is not None for path in tensors)
     if flat.whole is not None and part is not None:
-        size, sizes = flat.whole.size, microbatch_sizes(flat.whole.size, count)
+        sizes = microbatch_sizes(size, count)
         due = sum(sizes[i] for i in part)
         if told and layout.size != due:
             raise InputError(
@@ -204,7 +226,7 @@ def check_call(
             )
     elif not told:
         return None
-    _check_sizes(graph, size, count)
+    _check_sizes(graph, size, count, training=graph is compiled.capture.train)
     return size
 
 
@@ -315,7 +337,7 @@ def check_values(
     if size is None or not graph.checks:
         return
     layout = replace(compiled.layout, size=size)
-    count = compiled.plan.training.num_microbatches
+    count = microbatch_count(compiled, graph, size)
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
     given = {entry.path: flat.leaves.get(entry.path) for entry in graph.inputs}
     parts = split(given, layout, count, part)
@@ -323,7 +345,7 @@ def check_values(
         check_inputs(graph, parts[i], sizes[i])
 
 
-def _check_sizes(graph: OpGraph, size: int, count: int) -> None:
+def _check_sizes(graph: OpGraph, size: int, count: int, *, training: bool) -> None:
     """The model may be another computation for fewer or more samples than were captured."""
     sizes = microbatch_sizes(size, count)
     largest, smallest = sizes[0], sizes[-1]
@@ -335,6 +357,11 @@ def _check_sizes(graph: OpGraph, size: int, count: int) -> None:
         wrong, reason = largest, known.above or "larger ones were not tried when it was captured"
     else:
         return
+    if known.is_one:
+        due = known.smallest * (count if training else 1)
+        remedy = f"minibatches of {due} samples" if training else (
+            f"evaluate minibatches of {due} samples or a multiple of it, filled up if need be"
+        )  # fmt: skip
     to = f" to {known.largest}" if known.largest != known.smallest else " alone"
     raise InputError(
         f"a minibatch of {size} samples in {len(sizes)} microbatches makes one of {wrong}, and "

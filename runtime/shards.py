@@ -124,7 +124,7 @@ def _read(
                     where="the batches of pipe.shard",
                     remedy="leave it out",
                 )
-            rows = rows_here(session, len(indices), max(turn, 0))
+            rows = rows_here(session, len(indices), max(turn, 0), training=first is not None)
             whole = Whole(len(indices), _digest(indices), turn if session.spec.period > 1 else None)
             waiting.append((whole, bool(rows)))
             yield [indices[row] for row in rows]

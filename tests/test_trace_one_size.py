@@ -68,8 +68,34 @@ def test_training_is_that_of_the_reference_and_short_minibatches_are_refused() -
         ours, theirs = pipe.step(x, target=target), eager.step(x, target=target)
         assert float(ours.loss) == float(theirs.loss)
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
-    with pytest.raises(InputError, match=r"one of 3, .* right for 4 alone: forward runs other"):
+    with pytest.raises(InputError, match=r"one of 3, .* right for 4 alone: forward runs") as caught:
         pipe.step(rows(6), target=rows(6))
+    assert caught.value.remedy == "minibatches of 8 samples"
+    pipe.close()
+
+
+@pytest.mark.parametrize("count", [4, 8, 12, 20])
+def test_evaluations_of_other_sizes_are_cut_into_microbatches_of_this_one(count: int) -> None:
+    model = make(_rows_in_a_loop, second=nn.Linear(8, 8))
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "optimizer": None, "keep_model": True}
+    eager = pdcompile.reference(model, microbatches=count // 4, **options)
+    with pytest.warns(UserWarning, match="of 4 samples"):
+        pipe = pdcompile.compile(
+            model, (rows(8),), example_target=rows(8), stages=2, costs="estimated", microbatches=2,
+            **options,
+        )  # fmt: skip
+    x, target = rows(count, seed=1), rows(count, seed=2)
+    assert torch.equal(pipe.predict(x), eager.predict(x))
+    ours, theirs = pipe.eval_step(x, target=target), eager.eval_step(x, target=target)
+    assert float(ours.loss) == float(theirs.loss)
+    assert torch.equal(ours.outputs, theirs.outputs)
+    (shard,) = pipe.shard(
+        torch.utils.data.TensorDataset(x, target), [[*range(count)]], evaluation=True
+    )
+    assert torch.equal(pipe.predict(shard), eager.predict(x))
+    with pytest.raises(InputError, match="right for 4 alone") as caught:
+        pipe.predict(rows(count + 1))
+    assert "4 samples or a multiple of it" in (caught.value.remedy or "")
     pipe.close()
 
 

@@ -318,6 +318,10 @@ class SizeRange:
         """Whether a microbatch may have this many samples."""
         return self.smallest <= size and (self.largest is None or size <= self.largest)
 
+    def holds_parts(self, size: int, count: int) -> bool:
+        """Whether a minibatch of this size may be cut into so many microbatches."""
+        return self.holds(size // count) and self.holds(-(-size // count))
+
 
 _PLAIN = frozenset(
     (Ref, Attr, LeftOut, str, int, float, bool, type(None))

@@ -491,7 +491,7 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     batch, given = configuration.training.batch_size, options.microbatch_counts
     if given is not None:
         for m in given:
-            if not 1 <= m <= batch or not _fits(batch, m, sizes):
+            if not 1 <= m <= batch or not sizes.holds_parts(batch, m):
                 raise ConfigError(
                     f"{m} microbatches of a minibatch of {batch} samples",
                     where="--microbatches",
@@ -508,7 +508,7 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
         m
         for m in range(1, batch + 1)
         if m == usual or (batch % m == 0 and usual <= SPREAD * m <= SPREAD * SPREAD * usual)
-        if _fits(batch, m, sizes)
+        if sizes.holds_parts(batch, m)
     ]
     while len(near) > MOST_COUNTS:  # thin out the side that has more of them
         below = sum(m < usual for m in near)
@@ -523,8 +523,3 @@ def capture_size(options: Options, configuration: Configuration) -> int:
     if not options.searches or options.microbatches != "auto" or _updates_each(options):
         return size
     return max(size, min(2, batch // min(options.microbatch_counts or (1,))))
-
-
-def _fits(batch: int, m: int, sizes: SizeRange) -> bool:
-    """Both sizes that microbatches then have."""
-    return sizes.holds(batch // m) and sizes.holds(-(-batch // m))
