@@ -23,6 +23,7 @@ from pdcompile.passes.simulate import drained
 from pdcompile.plan import Plan
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
 from pdcompile.report import chrome
+from pdcompile.report.labels import time_ticks
 from pdcompile.report.page import PageData, html, page_data, simulated
 from pdcompile.report.page.lanes import kept, lanes
 from pdcompile.report.page.measured_run import Run, compared, run_of
@@ -424,3 +425,32 @@ def test_keys_go_through_the_drawings(tmp_path: Path) -> None:
     assert box.startswith("blocks.3.up, stage 1: forward 1.00 ms; backward 2.00 ms a microbatch")
     assert re.match(r"rank 0 at [\d.]+ ms: [\d.]+ k?B; ", memory)
     assert (closer, back) == (True, True)
+
+
+SCALES = [(0.0748, 5), (1.23, 8), (9.9e-5, 8), (7e-4, 10), (3600.0, 7), (1e-9, 5), (0.3, 3), (0, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH")
+def test_axes_of_the_page_have_the_times_of_all_reports(tmp_path: Path) -> None:
+    script = f"""
+        const made = {json.dumps(SCALES)}.map(([last, most]) => ticks(0, last, most, TIMES));
+        made.push(ticks(1.2345, 1.2361, 4, TIMES), ticks(0, 34e6, 4, SIZES));
+        document.body.append(Object.assign(document.createElement("pre"),
+          {{textContent: JSON.stringify(made)}}));
+    """
+    document = re.sub(r"<meta http-equiv[^>]*>", "", html(data_of(with_problem())))
+    document = document.replace("</body>", f"<script>{script}</script></body>")
+    dom, console = browsed(document, tmp_path, 1000)
+    assert console == ""
+    (text,) = re.findall(r"<pre>(.*?)</pre>", dom)
+    *scales, inside, sizes = json.loads(text)
+    for (last, most), found in zip(SCALES, scales, strict=True):
+        expected = time_ticks(last, most)
+        assert [label for _, label in found] == [label for _, label in expected]
+        assert [time for time, _ in found] == pytest.approx([time for time, _ in expected])
+    assert [label for _, label in inside] == ["1.2345 s", "1.2350 s", "1.2355 s", "1.2360 s"]
+    assert [label for _, label in sizes] == ["0 MB", "10 MB", "20 MB", "30 MB"]
+    axes = re.findall(r"<text[^>]*>([\d.]+ (?:ms|us|s))</text>", dom)
+    assert {"0 ms", "10 ms"} <= set(axes)
+    assert all(re.fullmatch(r"0|[125]0*|\d+0|\d+", time.split()[0]) for time in axes), axes

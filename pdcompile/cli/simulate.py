@@ -112,7 +112,7 @@ def simulate(
         return
     console = stdout()
     bands = max(1, MOST_LINES // max(1, len(loaded.stages)))
-    drawing = timeline.text(events, width=console.width, bands=bands)
+    drawing = timeline.text(events, width=console.width, bands=bands, times=True)
     console.print(drawing)
     console.print(timeline.legend(drawing, shown))
     console.print(memory_table(loaded))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdcompile.errors import ConfigError
+from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import IDLE, INK, WORK
 from pdcompile.report.svg import Panel, draw, kinds_in
 from pdcompile.report.timeline import KIND_NAMES, bars, duration, idle
@@ -45,9 +46,7 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
     content = [(panel.title, bars(panel.events)) for panel in panels]
     sizes = [len({bar.rank for bar in shown}) for _, shown in content]
     longest = max((duration(shown) for _, shown in content), default=0.0) or 1.0
-    scale, unit = next(
-        (s, u) for s, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if longest * s >= 1 or u == "us"
-    )
+    ticks = time_ticks(longest, 10)
     figure = Figure(figsize=(11, 1.2 + sum(0.35 * size + 0.7 for size in sizes)), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.subplots(
@@ -60,8 +59,8 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
         for bar in shown:
             axis.barh(
                 ranks.index(bar.rank),
-                (bar.end - bar.start) * scale,
-                left=bar.start * scale,
+                (bar.end - bar.start),
+                left=bar.start,
                 height=0.9,
                 color=WORK[bar.kind][bar.minibatch % 2],
                 edgecolor="white",
@@ -70,7 +69,7 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
             label = str(bar.number) if bar.number >= 0 else ""
             if label and (bar.end - bar.start) / longest * 130 >= len(label):
                 axis.text(
-                    (bar.start + bar.end) / 2 * scale,
+                    (bar.start + bar.end) / 2,
                     ranks.index(bar.rank),
                     label,
                     ha="center",
@@ -82,8 +81,9 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_facecolor(IDLE)
         axis.spines[:].set_visible(False)
-    axes[-1].set_xlim(0, longest * scale)
-    axes[-1].set_xlabel(f"{unit}; dark and light: even and odd minibatches", fontsize=8)
+    axes[-1].set_xlim(0, longest)
+    axes[-1].set_xticks(*zip(*ticks, strict=True), fontsize=8)
+    axes[-1].set_xlabel("dark and light: even and odd minibatches", fontsize=8)
     kinds = kinds_in(bar for _, shown in content for bar in shown)
     keys = [Patch(color=WORK[kind][0], label=KIND_NAMES[kind]) for kind in kinds]
     figure.legend(handles=keys, loc="lower right", ncols=3, fontsize=8, frameon=False)

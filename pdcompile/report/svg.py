@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import IDLE, INK, WORK
 from pdcompile.report.timeline import (
     KIND_NAMES,
@@ -98,8 +99,7 @@ def _bar(bar: Bar, y: int, total: float) -> str:
 
 
 def _axis(y: int, total: float) -> str:
-    ticks = [total * i / 5 for i in range(6)]
-    return "".join(_text(_x(t, total), y + 4, format_seconds(t), "tick") for t in ticks)
+    return "".join(_text(_x(t, total), y + 4, label, "tick") for t, label in time_ticks(total, 8))
 
 
 def kinds_in(shown: Iterable[Bar]) -> list[Kind]:

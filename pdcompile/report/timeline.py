@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from rich.text import Text
 
+from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import WORK
 
 Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "step"]
@@ -35,6 +36,7 @@ FILL: dict[Kind, str] = {
     "backward to weights": "~",
     "step": "U",
 }
+ROOM = 14  # columns between two times
 STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
     kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
 }
@@ -122,13 +124,14 @@ def idle(shown: Sequence[Bar]) -> float:
     return 1.0 - sum(bar.end - bar.start for bar in shown) / total if total else 0.0
 
 
-def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
+def text(events: Iterable[Event], *, width: int = 96, bands: int = 1, times: bool = False) -> Text:
     """One line a rank: ``F2--`` a forward of microbatch 2 (or minibatch 2, where each is one),
     ``B2====`` its backward (``I2==`` and ``W2~~`` where it is split), ``U`` an update, dots where
     the rank is idle; colours tell minibatches apart.
 
     `width` is the number of characters of a line, the rank's name included.  The timeline goes
     on in a further band of lines, up to `bands` of them, where that gives most bars their number.
+    `times`: a line with round times ends each band, each after the ``|`` at its place.
     """
     shown = bars(events)
     ranks = sorted({bar.rank for bar in shown})
@@ -147,6 +150,9 @@ def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
             row = [bar for bar in shown if bar.rank == rank]
             drawing.append_text(_line(row, total, count * columns, window))
             drawing.append("\n")
+        if times and total:
+            axis = _axis(total, count * columns, window)
+            drawing.append(f"{' ' * margin}{axis}\n", style="dim")
     return drawing
 
 
@@ -176,6 +182,16 @@ def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:
         if sum(room) >= 0.9 * len(room):
             return count
     return 1
+
+
+def _axis(total: float, columns: int, window: tuple[int, int]) -> str:
+    """The line of times below the window of all columns."""
+    line = ""
+    for time, label in time_ticks(total, columns // ROOM):
+        at = round(time / total * columns) - window[0]
+        if len(line) <= at and at + len(label) < window[1] - window[0]:
+            line = f"{line.ljust(at)}|{label}"
+    return line
 
 
 def _line(row: Sequence[Bar], total: float, columns: int, window: tuple[int, int]) -> Text:

@@ -202,12 +202,12 @@ function memoryCurve(data, lane, fills) {
       const above = lane.points.map((point, n) => [point[0], under[n]]);
       return shape("path", { d: `${steps(above, x, y, data.seconds)}${back(below, x, y, data.seconds)}Z`, fill: fills[i] });
     });
-    const scale = ticks(0, most, 3).flatMap((size) => [
+    const scale = ticks(0, most, 4, SIZES).flatMap(([size, label]) => [
       shape("line", { class: "tick", x1: left - 4, x2: left, y1: y(size), y2: y(size) }),
-      shape("text", { class: "quiet", x: left - 6, y: y(size) + 4, "text-anchor": "end" }, bytes(size)),
+      shape("text", { class: "quiet", x: left - 6, y: y(size) + 4, "text-anchor": "end" }, label),
     ]);
-    const times = [0, data.seconds / 2, data.seconds].map((time, n) => shape("text",
-      { class: "quiet", x: x(time), y: high - 4, "text-anchor": ["start", "middle", "end"][n] }, seconds(time)));
+    const times = ticks(0, data.seconds, (width - left) / 100, TIMES).map(([time, label]) => shape("text",
+      { class: "quiet", x: x(time), y: high - 4, "text-anchor": x(time) > width - 32 ? "end" : time ? "middle" : "start" }, label));
     const limit = near ? [
       shape("line", { class: "limit", x1: left, x2: width - 8, y1: y(lane.limit_bytes), y2: y(lane.limit_bytes) }),
       shape("text", { class: "limit label", x: width - 10, y: y(lane.limit_bytes) - 3, "text-anchor": "end" }, says),

@@ -23,6 +23,9 @@ function words(x, y, text, kind = "") {
   return shape("text", { x, y, class: kind }, text);
 }
 
+const TIMES = [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]];
+const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
+
 // Three digits: 1.25 ms.
 function inUnits(value, units, zero) {
   if (!value) return zero;
@@ -32,17 +35,24 @@ function inUnits(value, units, zero) {
   return `${scaled.toFixed(Math.min(digits, 2))} ${unit}`;
 }
 
-const seconds = (value) => inUnits(value, [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]], "0 s");
-const bytes = (value) => inUnits(value, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]], "0 B");
+const seconds = (value) => inUnits(value, TIMES, "0 s");
+const bytes = (value) => inUnits(value, SIZES, "0 B");
 
-// Round numbers between two ends, about so many.
-function ticks(from, to, count) {
-  const rough = (to - from) / Math.max(count, 1);
-  if (!(rough > 0)) return [from];
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+// Round numbers between two ends and their labels, all in one unit: 0 ms, 20 ms, 40 ms.  They are
+// 1, 2 or 5 x 10^n apart, at most so many such steps (or three): labels.time_ticks does the same.
+function ticks(from, to, most, units) {
+  if (!(to > from)) return [[from, inUnits(from, units, `0 ${units.find(([, size]) => size === 1)[0]}`)]];
+  const rough = (to - from) / Math.max(Math.floor(most), 3);
+  let exponent = Math.floor(Math.log10(rough));
+  let digit = [1, 2, 5, 10].find((n) => n * 10 ** exponent >= rough * (1 - 1e-9));
+  if (digit === 10) [digit, exponent] = [1, exponent + 1];
+  const step = digit * 10 ** exponent;
+  const [unit, size] = units.find(([, size]) => to >= size) || units[units.length - 1];
+  const decimals = Math.max(0, Math.round(Math.log10(size)) - exponent);
   const found = [];
-  for (let n = Math.ceil(from / step); n * step <= to * (1 + 1e-12); n++) found.push(n * step);
+  for (let n = Math.ceil(from / step * (1 - 1e-12)); n * step <= to * (1 + 1e-12); n++) {
+    found.push([n * step, `${(n * step / size).toFixed(n ? decimals : 0)} ${unit}`]);
+  }
   return found;
 }
 

@@ -192,9 +192,9 @@ class Timeline {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${y + 22}`);
     this.svg.setAttribute("height", y + 22);
     const drawn = this.data.lanes.flatMap((lane, n) => this.lane(lane, n));
-    const marks = ticks(this.from, this.to, width / 130).flatMap((time) => [
+    const marks = ticks(this.from, this.to, this.room / 100, TIMES).flatMap(([time, label]) => [
       shape("line", { class: "tick", x1: this.x(time), x2: this.x(time), y1: y - 2, y2: y + 3 }),
-      shape("text", { x: this.x(time), y: y + 16, class: "quiet", "text-anchor": this.x(time) > width - 32 ? "end" : "middle" }, seconds(time)),
+      shape("text", { x: this.x(time), y: y + 16, class: "quiet", "text-anchor": this.x(time) > width - 32 ? "end" : "middle" }, label),
     ]);
     this.svg.replaceChildren(...drawn, ...marks);
   }
