@@ -123,11 +123,12 @@ def run_passes(
     )
 
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
-    plan = given_plan(options, chosen, captured.train) or make_plan(
-        Planner(model, captured, options, chosen, step.listener),
-        partial(resize, flat, layout),
-        step,
-    )
+    if options.plan is not None or options.sources is not None:
+        part = step.listener.part
+        plan = step("plan", lambda: given_plan(options, chosen, captured.train, part))
+    else:
+        planner = Planner(model, captured, options, chosen, step.listener)
+        plan = make_plan(planner, partial(resize, flat, layout), step)
     if replan is not None:
         plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))

@@ -26,6 +26,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines
 from pdcompile.options.of_plan import completed, refuse_others
 from pdcompile.passes import codegen
+from pdcompile.passes.costs.forecast import Progress
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
@@ -146,8 +147,10 @@ def check_minibatch(options: Options, layout: BatchLayout) -> None:
         )
 
 
-def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan | None:
-    """The plan that the user gives, None without one; after `with_given_plan`.
+def given_plan(
+    options: Options, chosen: Configuration, graph: OpGraph, progress: Progress | None = None
+) -> Plan:
+    """The plan that the user gives; after `with_given_plan`.
 
     A folder of sources brings its own plan: its stages are cut as that plan says.
 
@@ -156,8 +159,7 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
         ConfigError: it does not send the outputs that are asked for.
     """
     plan = _plan_of(options)
-    if plan is None:
-        return None
+    assert plan is not None
     needed = planned(graph, plan.training)
     if plan.fingerprint.split(".")[0] != fingerprint(needed)[:FINGERPRINT_DIGITS]:
         raise PlanError(
@@ -174,7 +176,7 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
     )
     plan = replace(plan, notes=(*plan.notes, *notes))
     # Forecast and bytes may be of another day or version, or edited.
-    return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
+    return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training), progress)
 
 
 def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) -> Plan:

@@ -4,6 +4,7 @@ compile, the command line and the reference."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,12 @@ import pdcompile
 from pdcompile import Plan
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, PlanError
+from pdcompile.passes.stages import assemble
 from tests.helpers import models
 from tests.helpers.alike import WORKLOAD
+
+# The package's name for it is a function of the module.
+forecasts: Any = sys.modules["pdcompile.passes.costs.forecast"]
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 Call = Callable[..., tuple[int, str, str]]
@@ -173,3 +178,34 @@ def test_the_command_line_does_as_compile_does(tmp_path: Path, call: Call) -> No
     ):
         code, _, err = call(*run, "--plan", file, option, value)
         assert (code, f"the plan has {name}=" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "zb-h1"])
+def test_stages_of_a_plan_are_rehearsed_again_where_it_may_be_wrong(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of this model and version knows what they hold, which takes a large model minutes."""
+    made = compiled(stages=2, microbatches=2, schedule=schedule, cluster=Cluster.local(2)).plan
+    again = Plan.from_json(made.to_json())
+    rehearsed: list[int] = []
+    real = forecasts._rehearsed
+
+    def noted(stage: Any) -> Any:
+        rehearsed.append(len(stage.calls))
+        return real(stage)
+
+    monkeypatch.setattr(forecasts, "_rehearsed", noted)
+    pipe = compiled(plan=again)
+    assert rehearsed == []
+    assert "plan" in dict(pipe._running.compiled.pass_seconds)  # whatever takes time has a name
+    assert pipe.plan.stages == made.stages
+    stage = made.stages[1]
+    less = replace(made, stages=(made.stages[0], replace(stage, saved_bytes=1)))
+    mended = compiled(plan=less).plan
+    assert len(rehearsed) >= 2
+    assert mended.stages == made.stages
+    assert any("stages[1].saved_bytes of the given plan is 1 B" in note for note in mended.notes)
+    rehearsed.clear()
+    monkeypatch.setattr(assemble, "_version", lambda package: f"another {package}")
+    assert compiled(plan=again).plan.stages == made.stages
+    assert len(rehearsed) >= 2

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
@@ -21,6 +22,8 @@ from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 
 _LOG = logging.getLogger(__name__)
 _CACHED_STAGES = 512
+
+Progress = Callable[[int, int, str], None]  # parts done, all parts, and the next one
 
 
 @dataclass
@@ -35,6 +38,61 @@ rehearsals = Rehearsals()
 _cache: dict[str, Resident | None] = {}  # by structure; None: cannot be rehearsed
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """A stage of a cut, to be run on fake tensors."""
+
+    calls: Sequence[CostedOp]
+    steps: Sequence[Step]
+    ports: Ports
+    splits: bool
+    mixes: bool
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of all that decides what the stage holds."""
+        return f"{_key(self.calls, self.steps, self.ports)} {self.splits}"
+
+    def resident(self) -> Resident | None:
+        """What it holds; None where it cannot be run."""
+        if not self.mixes:
+            return _rehearsed(self)
+        whole = _rehearsed(replace(self, splits=False))
+        parts = _rehearsed(replace(self, splits=True))
+        if whole is None or parts is None:
+            return None
+        return replace(
+            parts, whole_workspace_bytes=whole.workspace_bytes, loose_bytes=whole.loose_bytes,
+            freed_bytes=whole.freed_bytes,
+        )  # fmt: skip
+
+
+def rehearsals_of(
+    graph: OpGraph,
+    stage_of: Sequence[int],
+    num_stages: int,
+    b: int,
+    *,
+    keeps_outputs: bool = True,
+    splits: bool = False,
+    mixes: bool = False,
+) -> list[Rehearsal]:
+    """The stages, given the stage of each op, at microbatch size b.
+
+    `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
+    backward runs in two parts; `mixes`: that of some microbatches does, and of others as a whole.
+    """
+    ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
+    lifetimes = Lifetimes.of(graph)
+    return [
+        Rehearsal(
+            calls, lifetimes.steps([call.op for call in calls], set(own.results)), own,
+            splits, mixes,
+        )
+        for calls, own in zip(_members(graph, stage_of, num_stages, b), ports, strict=True)
+    ]  # fmt: skip
+
+
 def forecast(
     graph: OpGraph,
     stage_of: Sequence[int],
@@ -45,17 +103,27 @@ def forecast(
     splits: bool = False,
     mixes: bool = False,
 ) -> tuple[Resident, ...]:
-    """Forecasts what each stage holds, given the stage of each op, at microbatch size b.
+    """Forecasts what each stage holds, see `rehearsals_of`."""
+    stages = rehearsals_of(
+        graph, stage_of, num_stages, b, keeps_outputs=keeps_outputs, splits=splits, mixes=mixes
+    )
+    return residents(graph, stage_of, b, stages)
 
-    `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
-    backward runs in two parts; `mixes`: that of some microbatches does, and of others as a whole.
-    """
-    ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
-    lifetimes = Lifetimes.of(graph)
-    members = _members(graph, stage_of, num_stages, b)
-    pairs = zip(members, ports, strict=True)
-    found = [_rehearsed(lifetimes, *each, splits=splits, mixes=mixes) for each in pairs]
-    rough = rough_forecast(graph, stage_of, num_stages, b) if None in found else ()
+
+def residents(
+    graph: OpGraph,
+    stage_of: Sequence[int],
+    b: int,
+    stages: Sequence[Rehearsal],
+    progress: Progress | None = None,
+) -> tuple[Resident, ...]:
+    """What each of these stages of a cut holds; `progress` is told the number of those done."""
+    found: list[Resident | None] = []
+    for s, stage in enumerate(stages):
+        if progress is not None:
+            progress(s, len(stages), f"memory of stage {s}")
+        found.append(stage.resident())
+    rough = rough_forecast(graph, stage_of, len(stages), b) if None in found else ()
     return tuple(rough[s] if one is None else one for s, one in enumerate(found))
 
 
@@ -120,28 +188,16 @@ def _members(
     return found
 
 
-def _rehearsed(
-    lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports, *, splits: bool, mixes: bool
-) -> Resident | None:
+def _rehearsed(stage: Rehearsal) -> Resident | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
-    if mixes:
-        whole = _rehearsed(lifetimes, calls, ports, splits=False, mixes=False)
-        parts = _rehearsed(lifetimes, calls, ports, splits=True, mixes=False)
-        if whole is None or parts is None:
-            return None
-        return replace(
-            parts, whole_workspace_bytes=whole.workspace_bytes, loose_bytes=whole.loose_bytes,
-            freed_bytes=whole.freed_bytes,
-        )  # fmt: skip
-    if not calls:
+    if not stage.calls:
         return None
-    steps = lifetimes.steps([call.op for call in calls], set(ports.results))
-    key, index = f"{_key(calls, steps, ports)} {splits}", calls[0].index
+    key, index = stage.key, stage.calls[0].index
     if key not in _cache:
         began = time.monotonic()
         try:
-            found = rehearse(index, steps, ports, splits=splits)
+            found = rehearse(index, stage.steps, stage.ports, splits=stage.splits)
         except Exception as error:  # of a user's op: the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None
@@ -149,7 +205,7 @@ def _rehearsed(
             _cache.clear()
         _cache[key] = found
         rehearsals.seconds += time.monotonic() - began
-        rehearsals.ops += len(calls)
+        rehearsals.ops += len(stage.calls)
     return _cache[key]
 
 

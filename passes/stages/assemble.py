@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import metadata
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
-from pdcompile.passes.costs import Resident, forecast
+from pdcompile.passes.costs import Resident
+from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, residents
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
@@ -49,26 +52,28 @@ def assemble(
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
     splits = kind_of(training.schedule).splits_backward
     given = given_by(training, graph, by_name, num_stages)
-    resident = _resident(given, by_name, num_stages, b, training)
+    held = _stages(given, by_name, num_stages, b, training)
+    resident = residents(given, stage_of, b, held)
     tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
         ops[stage].append(op)
+    stages = tuple(
+        _stage(
+            given,
+            s,
+            ops[s],
+            problem.stages[s],
+            resident[s],
+            {one.fqn for one in tied if s in one.stages[1:]},
+            training,
+            b if s == num_stages - 1 else 0,
+        )
+        for s in range(num_stages)
+    )
     return Plan(
         fingerprint=fingerprint(graph, cluster),
-        stages=tuple(
-            _stage(
-                given,
-                s,
-                ops[s],
-                problem.stages[s],
-                resident[s],
-                {one.fqn for one in tied if s in one.stages[1:]},
-                training,
-                b if s == num_stages - 1 else 0,
-            )
-            for s in range(num_stages)
-        ),
+        stages=stages,
         edges=boundaries.edges(graph, by_name, num_stages, b),
         tied=tied,
         training=training,
@@ -81,15 +86,16 @@ def assemble(
             *(_notes_on_whole_backwards(ops) if splits else ()),
         ),
         model=graph.classes.get("", ("", ""))[0].rpartition(".")[2],
+        rehearsed=_digest(held, stages),
     )
 
 
-def _resident(
+def _stages(
     graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int, training: Training
-) -> tuple[Resident, ...]:
-    """What each stage holds of a microbatch; ops that were not planned are on the last one."""
+) -> list[Rehearsal]:
+    """The stages, to be rehearsed; ops that were not planned are on the last one."""
     kind = kind_of(training.schedule)
-    return forecast(
+    return rehearsals_of(
         graph,
         [stage_of.get(op.name, num_stages - 1) for op in graph.ops],
         num_stages,
@@ -98,6 +104,30 @@ def _resident(
         splits=kind.splits_backward,
         mixes=kind.splits_backward and Action.BACKWARD in kind.backwards,
     )
+
+
+#: bytes of one microbatch on a stage that only its rehearsal tells, by their names in plans
+_HELD = (
+    "saved_bytes", "workspace_bytes", "first_workspace_bytes", "split_bytes",
+    "split_workspace_bytes", "split_freed_bytes", "whole_workspace_bytes",
+    "forward_workspace_bytes", "loose_bytes", "freed_bytes",
+)  # fmt: skip
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from its folder
+        return ""
+
+
+def _digest(held: Sequence[Rehearsal], stages: Sequence[StagePlan]) -> str:
+    """Of these bytes, and of all that decides them: only a plan of this model, torch and version,
+    whose bytes nobody has edited, has the same."""
+    parts = [*map(_version, ("pdcompile", "torch")), *(one.key for one in held)]
+    parts += [str([getattr(stage, name) for name in _HELD]) for stage in stages]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
 def _notes_on_whole_backwards(ops: Sequence[Sequence[Op]]) -> Iterator[str]:
@@ -207,7 +237,7 @@ def _stage(
         trainable[fqn].bytes for fqn in graph.tensors if fqn in trainable and fqn not in copies
     ]
     versions = kind_of(training.schedule).stream
-    return StagePlan(
+    found = StagePlan(
         index=index,
         ops=tuple(op.name for op in ops),
         parameters=tuple(parameters),
@@ -217,21 +247,12 @@ def _stage(
         parameter_bytes=sum(info.bytes for info in tensors),
         trainable_bytes=sum(info.bytes for info in trainable.values()),
         largest_gradient_bytes=_largest_gradient(graph, ops),
-        saved_bytes=resident.saved_bytes,
-        workspace_bytes=resident.workspace_bytes,
-        first_workspace_bytes=resident.first_workspace_bytes,
         step_bytes=training.step_bytes(owned),
         update_seconds=training.update_seconds(sum(owned), versions=versions) / limits.speed,
         input_bytes=input_bytes,
         output_bytes=output_bytes,
-        split_bytes=resident.split_bytes,
-        split_workspace_bytes=resident.split_workspace_bytes,
-        split_freed_bytes=resident.split_freed_bytes,
-        whole_workspace_bytes=resident.whole_workspace_bytes,
-        forward_workspace_bytes=resident.forward_workspace_bytes,
-        loose_bytes=resident.loose_bytes,
-        freed_bytes=resident.freed_bytes,
     )
+    return replace(found, **{name: getattr(resident, name) for name in _HELD})
 
 
 def _largest_gradient(graph: OpGraph, ops: Sequence[Op]) -> int:
@@ -257,36 +278,32 @@ _OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "
               "split_workspace_bytes", "split_freed_bytes", "largest_gradient_bytes")  # fmt: skip
 
 
-def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
+def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None) -> Plan:
     """The plan with the bytes that its stages keep, read and return, whatever it says of them.
 
-    A note tells where it said less.  Sums over parameters are compared by `plan.check` instead.
+    Stages are rehearsed for that, unless the plan has what this version found when it made it.  A
+    note tells where it said less.  Sums over parameters are compared by `plan.check` instead.
     """
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
     given = given_by(plan.training, graph, stage_of, last + 1)
-    resident = _resident(given, stage_of, last + 1, b, plan.training)
+    held = _stages(given, stage_of, last + 1, b, plan.training)
+    known = plan.rehearsed == _digest(held, plan.stages)
+    placed = [stage_of.get(op.name, last) for op in given.ops]
+    resident = [None] * len(held) if known else residents(given, placed, b, held, progress)
     by_name = {op.name: op for op in graph.ops}
     stages, notes = [], list(plan.notes)
-    for stage, held in zip(plan.stages, resident, strict=True):
+    for stage, one in zip(plan.stages, resident, strict=True):
         ops = [by_name[name] for name in stage.ops]
         read, made = _caller_bytes(given, ops, plan.training, b if stage.index == last else 0)
         own = replace(
             stage,
-            saved_bytes=held.saved_bytes,
-            workspace_bytes=held.workspace_bytes,
-            first_workspace_bytes=held.first_workspace_bytes,
             input_bytes=read,
             output_bytes=made,
-            split_bytes=held.split_bytes,
-            split_workspace_bytes=held.split_workspace_bytes,
-            split_freed_bytes=held.split_freed_bytes,
-            whole_workspace_bytes=held.whole_workspace_bytes,
-            forward_workspace_bytes=held.forward_workspace_bytes,
-            loose_bytes=held.loose_bytes,
-            freed_bytes=held.freed_bytes,
             largest_gradient_bytes=_largest_gradient(graph, ops),
         )
+        if one is not None:
+            own = replace(own, **{name: getattr(one, name) for name in _HELD})
         for name in _OWN_BYTES:
             said, found = getattr(stage, name), getattr(own, name)
             if said < found:

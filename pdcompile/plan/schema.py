@@ -202,6 +202,7 @@ class Plan:
     `problem` is what the planner was given (see `pdcompile.plan.embedded`); only `explain`,
     `diff`, `whatif` and reports read it.  `model` is the class of the model, for people.
     `command`: TARGET and options (``--name=value``) of the command that made it, for `whatif`.
+    `rehearsed`: a digest of what stages hold and of all that decides it, see `with_own_bytes`.
     """
 
     fingerprint: str  # of graph, costs and cluster
@@ -217,6 +218,7 @@ class Plan:
     problem: PartitionProblem | None = field(default=None, metadata=COMPACT)
     model: str = field(default="", metadata=COMPACT)
     command: tuple[str, ...] = field(default=(), metadata=COMPACT)
+    rehearsed: str = field(default="", metadata=COMPACT)
 
     @property
     def num_ranks(self) -> int:
