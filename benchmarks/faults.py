@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -243,7 +243,7 @@ def run(case: Case, *, launched: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)))
-        before = set(Path("/dev/shm").glob("pdcompile-*"))
+        before = set(shared())
         ends: list[float] = []
         waiting = threading.Thread(target=lambda: ends.append(ends_of(folder, case.ranks)))
         waiting.start()
@@ -252,11 +252,25 @@ def run(case: Case, *, launched: bool) -> Outcome:
         waiting.join()
         fault = folder / "fault"
         began = float(fault.read_text().split()[0]) if fault.exists() else float("nan")
-        left = [*map(str, set(Path("/dev/shm").glob("pdcompile-*")) - before)]
+        left = [path for path in set(shared()) - before if not in_use(path)]
         left += [path.name for path in folder.glob("process.*") if running(path)]
         found = re.findall(r"^pdcompile: (.*?)(?: of rank (\d+))?: ", text, re.MULTILINE)
         verdict = (found[0][0], int(found[0][1] or -1)) if found else ("", -1)
         return Outcome(case, ends[0] - began, verdict, len(found), tuple(left), text)
+
+
+def shared() -> Iterator[str]:
+    """Files of shared memory that ranks have made."""
+    return map(str, Path("/dev/shm").glob("pdcompile-*"))
+
+
+def in_use(path: str) -> bool:
+    """Whether a running process has it: another pipeline's, on the same machine."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if path in maps.read_text():
+                return True
+    return False
 
 
 def running(path: Path) -> bool:
