@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Ref
+from pdcompile.passes.trace.tape import run
 from tests.helpers.captures import captured, faithful, make
 
 X = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(0))
@@ -163,3 +164,34 @@ def test_a_loop_through_the_experts_that_are_hit(form: str) -> None:
 def test_a_loop_on_which_more_hangs_stays_whole(form: str) -> None:
     with pytest.warns(UserWarning, match="captured as opaque: 'experts'"):
         faithful(_mixture(form), X[:, 0], sizes=(4,))
+
+
+def test_made_up_sizes_take_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        self.seen = x.dtype  # so that calls in other orders are recorded too
+        y = self.lin(x)
+        return y + y[x > 0].sum()
+
+    recordings = []
+    plain = run._Run.recording
+
+    def counted(self: Any, *given: Any) -> Any:
+        recordings.append(self)
+        return plain(self, *given)
+
+    monkeypatch.setattr(run._Run, "recording", counted)
+    captured(make(forward, seen=None))
+    assert len(recordings) <= 22
+
+
+def test_a_limit_that_only_many_samples_reach_ends_the_range_of_sizes() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        chosen = y[x > 0]
+        if chosen.shape[0] > 300:  # of 8 for each sample
+            chosen = chosen * 2
+        return y + chosen.sum()
+
+    sizes = captured(make(forward)).train.sizes
+    assert (sizes.smallest, sizes.largest) == (1, 17)
+    assert "depends on values" in sizes.above

@@ -108,7 +108,8 @@ class Attempts:
             apart = apart or any(each.findings.transformed for each in self.recordings)
             evaluation = self._graph(False, train) if apart else as_evaluation(train)
         kinds = self._kinds(train, evaluation)
-        check_order(subject.model, kinds, self._from_here, subject.kept_tensors)
+        known = self._recordings
+        check_order(subject.model, kinds, self._from_here, subject.kept_tensors, known)
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
         return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
 
@@ -121,7 +122,9 @@ class Attempts:
         sizes = [self._size]
         known = graphs[0].sizes
         if self._splits and known.largest != known.smallest and len(graphs[0].ops) <= MANY_OPS:
-            sizes += [size for size in self._usual_sizes() if size != self._size][:1]
+            recorded = [size for _, size in self._recordings]
+            others = [size for size in recorded if recorded.count(size) == len(graphs)]
+            sizes += [n for n in (*others, *self._usual_sizes()) if n != self._size][:1]
         return [(graph.training, size) for graph in graphs for size in sizes]
 
     def _call(self, size: int) -> FlatCall:

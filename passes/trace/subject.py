@@ -13,6 +13,7 @@ from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.passes.trace.calls.caches import caches
 from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.calls.outside import Outside
+from pdcompile.passes.trace.tape.known_results import KnownResults
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 
 
@@ -35,8 +36,9 @@ class Subject:
     table: ModuleTable = field(init=False)
     kept_tensors: KeptTensors = field(default_factory=KeptTensors)
     outside: Outside = field(init=False)
+    known_results: KnownResults = field(default_factory=KnownResults)
     caches: list[Any] = field(default_factory=caches)
-    expected: dict[bool, list[int]] = field(default_factory=dict)  # mode -> sizes that vary
+    tried: dict[bool, Any] = field(default_factory=dict)  # mode -> `value_sizes.Tried`
     mixed: set[Any] = field(default_factory=set)  # branches whose mixtures were tried
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 __all__ = [
@@ -56,6 +56,17 @@ VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
 ASSERT: Callable[..., Any] = torch._assert
 
 # Modes and dispatch.
+
+
+class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose handler is called as it is: torch would keep dynamo away from it, which
+    has nothing to do here, in more time than most handlers take."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 NoTorchFunction: Any = torch._C.DisableTorchFunction  # and no function mode
 NoTorchDispatch: Any = torch._C._DisableTorchDispatch
 function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode

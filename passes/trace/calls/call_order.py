@@ -7,11 +7,11 @@ changes a computation.  The states reached so are few, unless the model counts s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from pdcompile.eager.modes import in_mode
+from pdcompile.eager.modes import in_mode, modes
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.calls.python_state import State
@@ -26,11 +26,14 @@ def check_order(
     kinds: Sequence[Kind],
     record: Callable[[Kind], Recording],
     kept_tensors: KeptTensors,
+    known: Mapping[Kind, Recording],
 ) -> None:
     """Raises TraceError where a call of some kind is another computation after other calls.
 
     Args:
         record: records a call from the model's present state, and leaves the state after it.
+        known: recordings from the first state; those that do not hold the state after it are made
+            again.
 
     The state of the model is as before afterwards.
     """
@@ -40,16 +43,18 @@ def check_order(
     expected: dict[Kind, Recording] = {}
     states = [State(model)]
     # Where train() only sets flags, a state is the same in both modes.
-    flag = all(type(module).train is nn.Module.train for module in model.modules())
+    flag = _only_sets_flags(model)
     try:
         for state in states:  # grows meanwhile
             for kind in kinds:
+                made = known.get(kind) if state is states[0] else None
                 state.restore()
                 with in_mode(model, kind[0], back=flag):
-                    try:
-                        found = record(kind)
-                    except TraceError:
-                        raise refusal from None
+                    if made is not None and made.after is not None:
+                        found = made
+                        made.after.restore()
+                    else:
+                        found = _recorded(record, kind, refusal)
                 if kind[0]:
                     kept_tensors.expire(model)
                 if not same(found, expected.setdefault(kind, found)):
@@ -60,3 +65,22 @@ def check_order(
                     states.append(State(model))
     finally:
         states[0].restore()
+
+
+def _only_sets_flags(model: nn.Module) -> bool:
+    """Whether another mode is nothing but other flags, also where a class has its own train()."""
+    before, flags = State(model), modes(model)
+    try:
+        with in_mode(model, not model.training, back=False):
+            for module, flag in flags.items():
+                module.training = flag
+            return before.change({}) is None
+    finally:
+        before.restore()
+
+
+def _recorded(record: Callable[[Kind], Recording], kind: Kind, refusal: TraceError) -> Recording:
+    try:
+        return record(kind)
+    except TraceError:
+        raise refusal from None

@@ -60,7 +60,7 @@ def settled(
     call: Callable[[dict[tuple[int, str], str]], Found],
     same: Callable[[Found, Found], bool],
     *,
-    again: Callable[[], Found] | None = None,
+    orders: bool = False,
     kept_tensors: KeptTensors | None = None,
     within: Collection[str] | None = None,
 ) -> Found:
@@ -75,7 +75,7 @@ def settled(
     Args:
         call: makes the call; fills in the line that assigned each (id of module, attribute).
         same: whether two calls were the same computation.
-        again: makes a call that is only compared; None: the second call's result counts.
+        orders: one call is enough, because `check_order` makes further ones.
         kept_tensors: tensors that calls left in attributes; None: none may be left.
         within: paths of the modules whose changes count; None: all.
 
@@ -93,9 +93,12 @@ def settled(
                 return first
             if kept_tensors is not None and training:
                 kept_tensors.expire(model)
+            if kept_tensors is not None and orders:
+                kept_tensors.accepted = kept_tensors.accepted or change
+                return first
             after = State(model)
             try:
-                second = call({}) if again is None else again()
+                second = call({})
             except TraceError:
                 raise change from None
             if kept_tensors is not None and training:
@@ -104,8 +107,7 @@ def settled(
                 raise change
             if kept_tensors is not None:
                 kept_tensors.accepted = kept_tensors.accepted or change
-            known = again is not None or bool(getattr(second, "memos", ()))
-            return first if known else second
+            return first if getattr(second, "memos", ()) else second
         finally:
             before.restore()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from pdcompile.ir.graph import CHECK, Argument, Op, Ref, Value, walk
@@ -19,10 +19,14 @@ def with_gradients(
     Without a loss every output that requires grad is a root.  A value whose storage an op
     writes depends on that op too: after ``y = x[0]; y.add_(w)`` the gradient of x reaches w.
     """
-    needed = _reached(ops, values, loss, output, {})
+    roots = [loss] if loss is not None else [ref.name for ref in walk(output, Ref)]
+    passing = [_Passing.of(op, values) for op in reversed(ops) if op.grad_enabled]
+    needed = _reached(passing, values, roots, {})
     always = needed
-    for taken in _outcomes({decider for op in ops if (decider := _decider(op))}):
-        always = always & _reached(ops, values, loss, output, taken)
+    # The other ops pass no gradients, whichever way is taken.
+    passing = [each for each in passing if each.written or each.name in needed]
+    for taken in _outcomes({each.decider for each in passing if each.decider}):
+        always = always & _reached(passing, values, roots, taken)
     return {
         name: replace(
             value,
@@ -33,29 +37,48 @@ def with_gradients(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """What an op passes gradients to; for choices, by outcome of the decision (None: neither)."""
+
+    name: str
+    written: frozenset[int]  # storages
+    inputs: tuple[str, ...]
+    decider: str
+    sides: Mapping[bool | None, tuple[str, ...]]
+
+    @staticmethod
+    def of(op: Op, values: Mapping[str, Value]) -> _Passing:
+        def among(names: Sequence[str]) -> tuple[str, ...]:
+            return tuple(n for n in names if values[n].requires_grad or not values[n].is_tensor)
+
+        written = frozenset(values[name].storage for name in op.mutates if values[name].is_tensor)
+        decider = _decider(op)
+        sides: dict[bool | None, tuple[str, ...]] = {None: ()}
+        if decider:
+            for outcome in (False, True):
+                part = op.args[0][outcome]  # type: ignore[index]
+                sides[outcome] = among([part.name]) if isinstance(part, Ref) else ()
+        return _Passing(op.name, written, among(op.inputs), decider, sides)
+
+
 def _reached(
-    ops: tuple[Op, ...],
-    values: dict[str, Value],
-    loss: str | None,
-    output: Argument,
+    passing: Sequence[_Passing],
+    values: Mapping[str, Value],
+    roots: Sequence[str],
     taken: Mapping[str, bool | None],
 ) -> set[str]:
-    """Values that get a gradient with these outcomes of decisions.
+    """Values that get a gradient with these outcomes of decisions; ops from last to first.
 
     A choice passes it to both sides where its decision is not given, to neither where it is None.
     """
-    roots = [loss] if loss is not None else [ref.name for ref in walk(output, Ref)]
-    needed = {name for name in roots if _differentiable(values[name])}
+    needed = {n for n in roots if values[n].requires_grad or not values[n].is_tensor}
     storages = {values[name].storage for name in needed if values[name].is_tensor}
-    for op in reversed(ops):
-        written = {values[name].storage for name in op.mutates if values[name].is_tensor}
-        if not (op.name in needed or written & storages) or not op.grad_enabled:
-            continue
-        for name in _chosen(op, taken):
-            if _differentiable(values[name]):
-                needed.add(name)
-                if values[name].is_tensor:
-                    storages.add(values[name].storage)
+    for op in passing:
+        if op.name in needed or not op.written.isdisjoint(storages):
+            into = op.sides[taken[op.decider]] if op.decider in taken else op.inputs
+            needed.update(into)
+            storages.update(values[name].storage for name in into if values[name].is_tensor)
     return needed
 
 
@@ -66,17 +89,6 @@ def _decider(op: Op) -> str:
     return op.args[1].name if isinstance(op.args[1], Ref) else ""
 
 
-def _chosen(op: Op, taken: Mapping[str, bool | None]) -> tuple[str, ...]:
-    decider = _decider(op)
-    if decider not in taken:
-        return op.inputs
-    outcome = taken[decider]
-    if outcome is None:
-        return ()
-    part = op.args[0][outcome]  # type: ignore[index]
-    return (part.name,) if isinstance(part, Ref) else ()
-
-
 def _outcomes(deciding: set[str]) -> Iterator[dict[str, bool | None]]:
     """Every mixture of outcomes; for too many, the one in which no choice passes gradients."""
     if len(deciding) > MAX_TRIED:
@@ -84,10 +96,6 @@ def _outcomes(deciding: set[str]) -> Iterator[dict[str, bool | None]]:
         return
     for outcomes in product((False, True), repeat=len(deciding)):
         yield dict(zip(sorted(deciding), outcomes, strict=True))
-
-
-def _differentiable(value: Value) -> bool:
-    return value.requires_grad or not value.is_tensor
 
 
 def with_consumers(ops: tuple[Op, ...], values: dict[str, Value]) -> dict[str, Value]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Ref
@@ -19,13 +19,43 @@ if TYPE_CHECKING:
 Iterations = Callable[[int], Sequence[int]]  # number of a loop's iterations -> those that run
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What recordings with made-up sizes showed at the first batch size, in one mode.
+
+    sizes: the average size of each choice.
+    ops: names of the operators; () where their arguments have such sizes in them.
+    skipped: those that do not run where nothing is chosen.
+    varies: the dims that depend on these sizes, by value.
+    most: elements of the largest inputs with which everything was chosen.
+    """
+
+    sizes: list[int]
+    ops: tuple[str, ...] = ()
+    skipped: frozenset[str] = frozenset()
+    varies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    usual: Recording  # with `varies` filled in
+    skipped: set[str]  # ops that do not run where nothing is chosen
+    open_sizes: bool  # are arguments
+
+
 def usual_sizes(expected: Sequence[int]) -> Policy:
     """Each choice has its expected size."""
     return lambda index, elements: expected[index] if index < len(expected) else elements
 
 
 def with_sizes_that_vary(
-    run: Callable[..., Recording], expected: dict[bool, list[int]], training: bool, *, loops: bool
+    run: Callable[..., Recording],
+    tried: dict[bool, Tried],
+    training: bool,
+    *,
+    elements: int,
+    loops: bool,
 ) -> Recording | None:
     """A recording with made-up sizes for those that depend on values.
 
@@ -34,37 +64,87 @@ def with_sizes_that_vary(
     Args:
         run: records the model with these sizes and iterations of loops; the last time with
             `usual_sizes`.
-        expected: mode to the average sizes of results, filled in by the first call.
+        tried: filled in by the first call in each mode; later ones are at other batch sizes.
+        elements: of the inputs.
         loops: whether there are loops through what is chosen.
     """
+    known = tried.get(training)
     try:
+        if known is not None and known.ops:
+            again = _at_another_batch_size(run, known, larger=elements > known.most)
+            if again is not None:
+                tried[training] = replace(known, most=max(elements, known.most))
+                return again
         everything = run(lambda index, elements: elements)
         if not everything.chosen:
             return everything
-        sizes = usual_sizes(expected.setdefault(training, average(everything.chosen)))
-        nothing = run(lambda index, elements: 0, lambda count: range(0))
-        one = run(lambda index, elements: 1)
-        some = None
-        if not same_ops(everything.ops, one.ops):
-            # Another size for every choice, so that sizes are not mistaken for each other.
-            some = run(lambda index, elements: elements // 2 + 1 + index)
-        parts = [run(sizes, lambda n, i=i: range(i, n, 2)) for i in (0, 1) if loops]
-        usual = run(sizes)
+        known = tried.setdefault(training, Tried(average(everything.chosen)))
+        found = _at_many_sizes(run, known.sizes, everything, loops=loops)
     except Undecided:
         raise
     except TraceError:
         return None
+    if found is None:
+        return None
+    if not found.open_sizes:
+        usual = found.usual
+        tried[training] = Tried(
+            known.sizes, tuple(op.name for op in usual.ops), frozenset(found.skipped),
+            {name: value.varies for name, value in usual.values.items()}, elements,
+        )  # fmt: skip
+    return _gated(found.usual, found.skipped)
+
+
+def _gated(usual: Recording, skipped: set[str]) -> Recording:
+    ops, values = with_gates(usual.ops, usual.values, skipped)
+    return replace(usual, ops=ops, values=values)
+
+
+def _at_another_batch_size(
+    run: Callable[..., Recording], known: Tried, *, larger: bool
+) -> Recording | None:
+    """The recording, if it is the same computation; of larger inputs with everything chosen too.
+
+    Choices of one row, or of none, are no others at another batch size.
+    """
+    sizes = usual_sizes(known.sizes)
+    everything = run(lambda index, elements: elements) if larger else None
+    usual = run(sizes)
+    if (
+        tuple(op.name for op in usual.ops) != known.ops
+        or known.varies.keys() != usual.values.keys()
+    ):
+        return None
+    if everything is not None and not _same(usual, everything):
+        return None
+    values = {
+        name: replace(v, varies=known.varies.get(name, ())) for name, v in usual.values.items()
+    }
+    return _gated(replace(usual, values=values), set(known.skipped))
+
+
+def _at_many_sizes(
+    run: Callable[..., Recording], average_sizes: list[int], everything: Recording, *, loops: bool
+) -> _Found | None:
+    """The usual recording, if the model is the same computation with everything chosen, nothing,
+    one row, a part, and with sizes between them."""
+    sizes = usual_sizes(average_sizes)
+    nothing = run(lambda index, elements: 0, lambda count: range(0))
+    one = run(lambda index, elements: 1)
+    some = None
+    if not same_ops(everything.ops, one.ops):
+        # Another size for every choice, so that sizes are not mistaken for each other.
+        some = run(lambda index, elements: elements // 2 + 1 + index)
+    parts = [run(sizes, lambda n, i=i: range(i, n, 2)) for i in (0, 1) if loops]
+    usual = run(sizes)
     if some is not None:
         opened = with_open_sizes((usual, everything, one, some, nothing))
         if opened is None:
             return None
         usual, everything, one, some, nothing = opened
-    if not all(same_ops(usual.ops, other.ops) for other in (everything, one, some or one)):
+    if not all(_same(usual, other) for other in (everything, one, some or one)):
         return None
-    if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
-        return None
-    roots = (usual.output, Ref(usual.loss) if usual.loss else None)
-    values = varied(usual.values, [everything.values, one.values], roots)
+    values = varied(usual.values, [everything.values, one.values], _roots(usual))
     if values is None:
         return None
     skipped: set[str] = set()
@@ -73,8 +153,14 @@ def with_sizes_that_vary(
         if found is None:
             return None
         skipped, names, before = found
-        end = (less.output, Ref(less.loss) if less.loss else None)
-        if renamed(end, names) != renamed(roots, before):
+        if renamed(_roots(less), names) != renamed(_roots(usual), before):
             return None
-    ops, values = with_gates(usual.ops, values, skipped)
-    return replace(usual, ops=ops, values=values)
+    return _Found(replace(usual, values=values), skipped, some is not None)
+
+
+def _roots(recording: Recording) -> tuple[Any, ...]:
+    return recording.output, Ref(recording.loss) if recording.loss else None
+
+
+def _same(one: Recording, other: Recording) -> bool:
+    return _roots(one) == _roots(other) and same_ops(one.ops, other.ops)

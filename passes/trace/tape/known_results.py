@@ -52,7 +52,7 @@ class _Known:
 
 
 class KnownResults:
-    """The forms of results of one recording, by op and forms of the arguments."""
+    """The forms of results, by op and forms of the arguments, for all recordings of a model."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known | None] = {}

@@ -198,14 +198,14 @@ _VIEW = torch.ops.aten.view.default
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices which storages the ATen ops below one public call write, and random draws."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownResults | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
         self.moved = False  # set_, which passes no torch function, gave a tensor another storage
         self.ran: Callable[..., None] = lambda *_: None  # called with every op
         self.selections: Any = None  # runs ops whose result sizes depend on values
-        self._known = KnownResults()
+        self._known = known or KnownResults()
 
     def clear(self) -> None:
         """Resets the observations; called before each public call."""

@@ -16,6 +16,7 @@ from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
 from pdcompile.passes.trace.calls.caches import emptied
 from pdcompile.passes.trace.calls.equivalence import Computations
@@ -61,6 +62,7 @@ class Recording:
     regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
     chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
     findings: Findings = field(default_factory=Findings)
+    after: State | None = None  # of the model, where several runs were needed to make it again
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def record(
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
-    def recorded(assigned: dict[tuple[int, str], str], alone: bool = not settle) -> Recording:
+    def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
         before = State(subject.model)
         findings = Findings()
 
@@ -107,23 +109,28 @@ def record(
 
         if training not in assumed.sizes_vary:
             return run(Variant())
-        sizes = subject.expected
-        if alone and training in sizes:
-            return run(Variant(value_sizes.usual_sizes(sizes[training])))
+        tried = subject.tried
+        if not settle and training in tried:
+            return run(Variant(value_sizes.usual_sizes(tried[training].sizes)))
         found = value_sizes.with_sizes_that_vary(
-            lambda *made_up: run(Variant(*made_up)), sizes, training, loops=bool(assumed.loops)
+            lambda *made_up: run(Variant(*made_up)),
+            tried,
+            training,
+            elements=sum(leaf.numel() for leaf in tensors_among(list(call.leaves.values()))),
+            loops=bool(assumed.loops),
         )
         if found is None:
             assert assumed.refusal is not None
             raise assumed.refusal
-        return found
+        return replace(found, after=State(subject.model))
 
     with emptied(subject.caches):
         if not settle:
             return recorded({})
-        again = partial(recorded, {}, alone=True) if training in assumed.sizes_vary else None
-        kept = subject.kept_tensors
-        return settled(subject.model, training, recorded, same, again=again, kept_tensors=kept)
+        return settled(
+            subject.model, training, recorded, same, orders=training in assumed.sizes_vary,
+            kept_tensors=subject.kept_tensors,
+        )  # fmt: skip
 
 
 def same(one: Recording, other: Recording) -> bool:
@@ -149,7 +156,7 @@ class _Run:
         fakes = FakeTensors(subject.table, self._mode, device, subject.kept_tensors)
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
-        self._observer = observer = Observer()
+        self._observer = observer = Observer(subject.known_results)
         self._tape = tape = Tape(subject.table, fakes, observer, INTERCEPTORS)
         tape.boundary = run.__code__
         if variant.sizes is not None or assumed.sizes_of_example:

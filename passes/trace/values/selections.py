@@ -126,7 +126,8 @@ def is_mask(index: Any) -> bool:
 def same_ops(one: Sequence[Op], other: Sequence[Op]) -> bool:
     """Whether the same operators ran, with the same arguments."""
     return len(one) == len(other) and all(
-        replace(a, variable="") == replace(b, variable="") for a, b in zip(one, other, strict=True)
+        a == b or replace(a, variable="") == replace(b, variable="")
+        for a, b in zip(one, other, strict=True)
     )
 
 
