@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,22 @@ from pdcompile.passes.partition.path.path_tables import PathCosts, Tables
 #: as where what runs beside the path makes ways shorter
 Kind = Literal["ways", "links", "own"]
 KINDS: tuple[Kind, ...] = ("ways", "own", "links")
+
+
+class Counting(NamedTuple):
+    """What counts in the sum that is to be least, of which none is right everywhere.
+
+    `once`: no stage has one beside it as long as groups may be elsewhere already; `further`: of a
+    value that goes further than the next interval, what it takes beyond what goes along the path;
+    `beside`: what a stage beside the path computes at another time than the one before it.
+    """
+
+    once: bool
+    further: bool
+    beside: bool
+
+
+COUNTINGS = Counting(True, True, False), Counting(False, False, False), Counting(True, False, True)
 MOST_TIMES = 30  # all work in a row: no plan takes longer, links apart
 CLOSE = 0.01  # relative: to the least makespan for which there is a plan, links apart
 #: so many times that one: roughly, then in between; less where work beside the path is hidden
@@ -44,8 +60,9 @@ def path_plans(model: Model) -> Iterator[tuple[int, ...]]:
     least = {one: program.least(*one) for one in kinds}
     times = TIMES if several else (2.0,)
     for so_many, (first, kind), beside_it in product(times, kinds, program.beside_it):
-        for once in (True, False):
-            found = program.solve(so_many * least[first, kind], first, beside_it, kind, once=once)
+        for counting in COUNTINGS:
+            makespan = so_many * least[first, kind]
+            found = program.solve(makespan, first, beside_it, kind, counting)
             if found is not None:
                 yield program.assignment(found, first, beside_it)
 
@@ -121,12 +138,11 @@ class _Program:
         first: int,
         beside_it: NDArray[np.bool_],
         kind: Kind,
-        *,
-        once: bool = True,
+        counting: Counting = COUNTINGS[0],
     ) -> list[_Cut] | None:
         """The intervals with the least sum of work and hops whose stages leave time for the others
-        within this makespan, see `Kind`; `once`: no stage has one beside it as long as groups
-        may be elsewhere already, and no value is slower than what goes along the path."""
+        within this makespan, see `Kind` and `Counting`."""
+        once, further = counting.once, counting.further
         stages, size = self.costs.stages, self.beside.length
         tables = self._tables(beside_it)
         shape = 2, len(stages) + 1, size + 1  # behind a stage beside it, or not
@@ -137,7 +153,7 @@ class _Program:
             for late, wide in product((0, 1), (1, 2)) if beside_it.any() else ((0, 1),):
                 if s + 2 * (wide - 1) >= len(stages):
                     continue
-                if once and late and (wide == 2 or self.slow[s - 1]):
+                if once and late and (wide == 2 or (further and self.slow[s - 1])):
                     continue  # what is elsewhere is sent over no slow link
                 seconds = tables.own[late] / stages[s].speed
                 taken = tables.taken[late][s] + waits
@@ -147,15 +163,17 @@ class _Program:
                 if wide == 2:
                     fits &= self.microbatches * tables.apart / stages[s + 1].speed <= makespan
                     seconds = seconds - tables.saved[s]
+                    if counting.beside:
+                        seconds = seconds + tables.apart / stages[s + 1].speed
                 apart = int(late or wide == 2)  # what is beside the path goes another way
-                hop = tables.hops[apart][s - 1][once] if s > first else 0.0
+                hop = tables.hops[apart][s - 1][further] if s > first else 0.0
                 ways = best[late, s][:, None] + np.where(fits, seconds + hop, np.inf)
                 for then, there in _behind(tables.apart < np.inf, late, wide, once=once):
                     some = np.where(there, ways, np.inf)
                     start = some.argmin(0)
                     total = some[start, np.arange(size + 1)]
                     if wide == 2:  # from this stage to the one behind that, over both links
-                        over, last = (one[once][:, -1] for one in tables.hops[1][s : s + 2])
+                        over, last = (one[further][:, -1] for one in tables.hops[1][s : s + 2])
                         total += np.maximum(over - last, 0.0)
                     less = total < best[then, s + wide]
                     best[then, s + wide][less] = total[less]
