@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from pdcompile.passes.codegen import generate
 from pdcompile.passes.codegen.source_text import Line, clean, fold, render
 from pdcompile.passes.form.expressions import atom, plain, quote
+from tests.helpers.cuts import cut
+from tests.helpers.generated import captured, mean_square
 
 names = st.sampled_from(["x", "self.blocks[0].attention", "hidden_states", "torch.zeros", "y"])
 literals = st.one_of(
@@ -94,3 +99,80 @@ def test_a_call_that_no_line_can_begin_moves_below_its_targets():
         "            )",
         "        )",
     ]
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, skip: Tensor, *, gate: Tensor) -> Tensor:
+        mixed: Tensor = torch.relu(self.a(x)) * gate + self.b(skip)
+        return mixed
+
+
+class Layers(nn.Module):
+    """Values of one name, which modules take under others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.mix = Mixer()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        h = x
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+            kept.append(h)
+        mixed: Tensor = self.last(self.mix(h, kept[0], gate=kept[1]))
+        return mixed
+
+
+def test_modules_call_their_arguments_what_their_authors_do():
+    text = source_of(Layers(), torch.randn(4, 8))
+    assert "def forward(self, x, gate, skip):" in text
+    assert "return (torch.relu(self.a(x)) * gate) + self.b(skip)" in text
+    # A list of modules has no code of its own: what its modules give stays inside an expression.
+    assert "h_1 = torch.tanh(self.layers[1](h))  # f32[b, 8]" in text
+    assert "self.mix(h_2, h_1, h)" in text
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.relu(self.lin(x)) if self.training else self.lin(x)
+        return found + 1
+
+
+class Outer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, Inner())
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = getattr(self, self.name)(x)
+        return found
+
+
+def test_headings_are_whole():
+    """Parentheses close, however long the name and however deep the body."""
+    seen = set()
+    for length in range(34, 46):
+        model = Outer("m" * length)
+        found = captured(model, torch.randn(4, 8), torch.zeros(4, 8), mean_square)[2]
+        text = generate(found, cut(found, [2])).files["stage_0.py"]
+        (heading,) = {one.strip() for one in text.splitlines() if one.strip().startswith("# mm")}
+        assert heading.count("(") == heading.count(")")
+        seen.add("(" in heading)
+    assert seen == {True, False}
+
+
+def source_of(model: nn.Module, inputs: Tensor) -> str:
+    found = captured(model, inputs, torch.zeros(4, 8), mean_square)[2]
+    return generate(found, cut(found, [])).files["stage_0.py"]

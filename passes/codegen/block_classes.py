@@ -24,9 +24,9 @@ from pdcompile.passes.codegen.block_calls import (
     same_arity,
 )
 from pdcompile.passes.codegen.class_arguments import Change, Facts, Template
-from pdcompile.passes.form.module_tree import Node, ancestors, is_container, skeleton
+from pdcompile.passes.form.module_tree import Node, ancestors, skeleton
 from pdcompile.passes.stages.held_tensors import all_tensors
-from pdcompile.passes.stages.naming import scope_of
+from pdcompile.passes.stages.naming import is_container, scope_of
 
 
 @dataclass(frozen=True, slots=True)

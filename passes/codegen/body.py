@@ -38,8 +38,8 @@ from pdcompile.passes.form.expressions import (
     subscript,
 )
 from pdcompile.passes.form.lifetimes import Statement, draws, nameless, operands, spans
-from pdcompile.passes.form.module_tree import is_container, module_expression, tensor_expression
-from pdcompile.passes.stages.naming import identifier, scope_of
+from pdcompile.passes.form.module_tree import module_expression, tensor_expression
+from pdcompile.passes.stages.naming import identifier, is_container, scope_of
 
 
 @dataclass(slots=True)
@@ -319,7 +319,7 @@ def _heading(context: FileContext, base: str, scope: str) -> list[Line]:
         about.append("a part of it")
     path = clean(relative(scope, base), 88)
     text = f"{path} ({', '.join(about)})" if about else path
-    return [Line("", text if len(text) < 88 else path)]
+    return [Line("", text if len(text) <= 82 else path)]
 
 
 def _in_place_on(piece: Piece) -> str | None:

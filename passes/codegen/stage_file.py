@@ -143,7 +143,8 @@ class _Writer:
         call, mode = calls[k], self.modes[k]
         assert call is not None
         arguments: list[str] = []
-        wished = [mode.wishes[value][0] for value in call.inputs]
+        passed = mode.graph.passed.get(call.path, {})
+        wished = [identifier(passed.get(v) or mode.wishes[v][0]) for v in call.inputs]
         for wish in (*wished, *(identifier(fqn.rpartition(".")[2]) for fqn in call.tensors)):
             arguments.append(unique(wish, [*arguments, *context.class_names]))
         self.shapes = block.shapes

@@ -17,12 +17,11 @@ from pdcompile.passes.form.expressions import IN_PLACE, Scope, rough
 from pdcompile.passes.form.module_tree import (
     Node,
     ancestors,
-    is_container,
     module_expression,
     skeleton,
     tensor_expression,
 )
-from pdcompile.passes.stages.naming import scope_of, wishes
+from pdcompile.passes.stages.naming import is_container, scope_of, wishes
 
 INLINE_COLUMNS = 52  # columns of an expression that goes into another one
 STATEMENT_COLUMNS = 84  # columns of a statement's expression

@@ -75,14 +75,6 @@ def ancestors(path: str) -> tuple[str, ...]:
     return tuple(".".join(parts[: n + 1]) for n in range(len(parts)))
 
 
-def is_container(class_name: str) -> bool:
-    """Whether the class only holds modules, so that a forward of its own says nothing."""
-    return class_name in (
-        "torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict",
-        "torch.nn.ParameterList", "torch.nn.ParameterDict",
-    )  # fmt: skip
-
-
 def skeleton(
     names: Mapping[str, str],
     tensors: Mapping[str, TensorInfo],

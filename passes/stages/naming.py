@@ -52,6 +52,14 @@ def scope_of(op: Op) -> str:
     return op.module_path
 
 
+def is_container(class_name: str) -> bool:
+    """Whether the class only holds modules, so that a forward of its own says nothing."""
+    return class_name in (
+        "torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict",
+        "torch.nn.ParameterList", "torch.nn.ParameterDict",
+    )  # fmt: skip
+
+
 def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
     """For every value the name that a reader expects, and whether it may be used again.
 
@@ -103,7 +111,7 @@ def _keys(output: Argument, key: str) -> dict[str, str]:
 
 def _escaping(graph: OpGraph) -> set[str]:
     """Values that an op outside the maker's module (or the caller of the model) reads."""
-    scopes = {op.name: scope_of(op) for op in graph.ops}
+    scopes = {op.name: _code_of(op, graph) for op in graph.ops}
     outside = {
         name
         for op in graph.ops
@@ -114,6 +122,14 @@ def _escaping(graph: OpGraph) -> set[str]:
     }
     consumed = {name for op in graph.ops for name in op.inputs}
     return outside | (set(scopes) - consumed)
+
+
+def _code_of(op: Op, graph: OpGraph) -> str:
+    """FQN of the module whose own code calls the op: a ModuleList has none."""
+    scope = scope_of(op)
+    while scope and is_container(graph.classes.get(scope, ("", ""))[0]):
+        scope = scope.rpartition(".")[0]
+    return scope
 
 
 def _alike(values: Mapping[str, Value], one: str, other: str) -> bool:

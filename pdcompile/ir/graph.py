@@ -58,7 +58,8 @@ class OpGraph(Cached):
     `pdcompile.batch.unflatten_output` rebuilds the model's own container (never saved, never
     compared). `loss` is the value to differentiate; None for a graph without loss.
     `constants` are non-tensor leaves of the call, path to repr: a later call must pass equal.
-    `classes` maps module paths to (qualified class name, "file.py:12").
+    `classes` maps module paths to (qualified class name, "file.py:12"), `passed` to the values that
+    a module is given at its first call, each with the parameter of its forward that takes it.
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
     `sizes` are the microbatch sizes that it may run at (known after a capture; not saved).
     `whole` is the graph that this one is a part of, with more outputs; None where it is all.
@@ -75,6 +76,7 @@ class OpGraph(Cached):
     batch_size: int  # microbatch size of the capture that concrete numbers belong to
     constants: tuple[tuple[str, str], ...] = ()
     classes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    passed: dict[str, dict[str, str]] = field(default_factory=dict, compare=False, repr=False)
     notes: tuple[str, ...] = ()  # intended differences that verify lists (batch norm, …)
     output_spec: Any = field(default=None, compare=False, repr=False)
     tensor_values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -48,6 +48,7 @@ _NOT_SAVED = {"output_spec", "tensor_values", "sizes", "origin", "whole"}
 # Fields that do not change the computation.
 _NOT_IN_FINGERPRINT = {
     "source", "variable", "cost", "flops", "saved_bytes", "batch_size", "classes", "notes",
+    "passed",
 }  # fmt: skip
 # Fields that hold records, by the class of these.
 _KINDS: dict[str, Any] = {"ops": Op, "values": Value, "inputs": GraphInput, "tensors": TensorInfo}

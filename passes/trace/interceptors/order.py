@@ -12,6 +12,7 @@ from pdcompile.passes.trace.interceptors.properties import Properties
 from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
 from pdcompile.passes.trace.interceptors.transforms import Transforms
 from pdcompile.passes.trace.interceptors.unchanged import UnchangedTensors
+from pdcompile.passes.trace.values.argument_names import ArgumentNames
 from pdcompile.passes.trace.values.drawn import DrawnInPython
 from pdcompile.passes.trace.values.reads import ValueReads
 from pdcompile.passes.trace.values.scalars import HandedOutNumbers
@@ -23,6 +24,7 @@ INTERCEPTORS = (
     Checkpoints,
     OpaqueCalls,
     LeafModules,
+    ArgumentNames,
     Properties,
     HandedOutNumbers,
     ChosenLoops,

@@ -43,6 +43,7 @@ def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, trainin
         batch_size=sizes[0],
         constants=first.constants,
         classes=first.classes,
+        passed=first.passed,
         notes=(
             *_notes(ops),
             *(summed_apart(ops, first.regions, dict(tensors)) if training else ()),

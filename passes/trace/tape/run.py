@@ -63,6 +63,7 @@ class Recording:
     chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
     findings: Findings = field(default_factory=Findings)
     after: State | None = None  # of the model, where several runs were needed to make it again
+    passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,7 @@ class _Run:
             regions=tuple(tape.regions),
             chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
             findings=self._findings,
+            passed=tape.passed,
         )
 
 

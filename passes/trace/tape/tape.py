@@ -71,6 +71,7 @@ class Tape(TorchFunctionMode):
         self.regions: list[frozenset[str]] = []  # names of the ops of each reentrant checkpoint
         self.boundary: CodeType | None = None  # code of the frame that calls the model
         self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
+        self.passed: dict[str, dict[str, str]] = {}  # see `OpGraph.passed`
         self.failed: str | None = None  # the innermost module that an error came from
         # Given for this run.
         self.assumed = Assumptions()
