@@ -6,7 +6,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.moves import move_groups
+from pdcompile.passes.partition.moves import move_groups, shift_more
 from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
@@ -123,3 +123,24 @@ def test_moves_of_several_groups_end_at_no_worse_a_plan() -> None:
     even = measure(problem, (0,) * 11 + (1,) * 11 + (2,) * 10).objective
     assert search.upper < before
     assert search.upper == pytest.approx(even, rel=0.05)
+
+
+def test_a_boundary_moves_far_away() -> None:
+    """Cuts behind groups 5 and 10 cost little, those from 44 on less, all others much; and no move
+    of a boundary alone comes so far."""
+    hops = {5: 2, 10: 2} | dict.fromkeys(range(44, 60), 1)
+    items = tuple(Item(f"v{i}", (f"v{i}",), 1.0, 1.0) for i in range(60))
+    traffic = tuple(
+        Traffic(f"v{i}", i, (i + 1,), size, size)
+        for i in range(59)
+        for size in [hops.get(i + 1, 10)]
+    )
+    stages = (StageLimits(bytes_per_second=1.0),) * 3
+    problem = PartitionProblem(items, traffic, stages, objective="flush")
+    model = build(problem)
+    with Budget(60) as budget:
+        search = Search(problem, model, budget)
+        search.offer((0,) * 5 + (1,) * 5 + (2,) * 50)
+        assert search.upper == 128  # 120 s of work, two hops there and back
+        shift_more(search, Segments.build(model, []))
+    assert search.upper == 124

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 QUICK, PATIENT = 300, 5_000  # tries without a better plan, after which it is enough
 TRIES = 3  # of each group on each stage, at most
 MOST = 32  # groups at once
+RELOCATING = 0.15  # of the tries: where no boundary is worth moving, another stage may be worth it
 
 
 def move_groups(search: Search, _: Segments) -> None:
@@ -70,7 +71,8 @@ def barred_by(search: Search) -> Callable[[tuple[int, ...]], bool]:
 
 def _shift(search: Search, patience: int, late: Callable[[], bool]) -> None:
     """Moves the last groups of a stage to the next one, or the first ones back, at one boundary or
-    two at a time, at random; until that has not helped for so many tries, or it is late.
+    two at a time, at random, or moves a boundary far away; until that has not helped for so many
+    tries, or it is late.
 
     A stage's groups are in topological order, so that most moves are possible.
     """
@@ -82,12 +84,27 @@ def _shift(search: Search, patience: int, late: Callable[[], bool]) -> None:
     while tries < patience and not late():
         tries += 1
         stages = list(search.groups)
-        for _ in range(chance.choice((1, 1, 2))):
+        moves = chance.choice((1, 1, 2))
+        if chance.random() < RELOCATING:
+            stages = _relocated(stages, model.num_stages, chance)
+            moves -= 1
+        for _ in range(moves):
             _move_some(stages, chance.randrange(model.num_stages - 1), chance)
         if any(stages[u] > stages[v] for u, v in model.arcs):
             continue
         if not barred(tuple(stages)) and search.offer(tuple(stages)):
             barred, tries = barred_by(search), 0
+
+
+def _relocated(stages: list[int], count: int, chance: random.Random) -> list[int]:
+    """Two stages in a row made one, and the groups of another parted in two, if there are two."""
+    merged, parted = chance.randrange(count - 1), chance.randrange(count - 1)
+    fewer = [s - (s > merged) for s in stages]
+    own = [v for v, s in enumerate(fewer) if s == parted]
+    if len(own) < 2:
+        return stages
+    later = set(own[chance.randrange(1, len(own)) :])
+    return [s + (s > parted or v in later) for v, s in enumerate(fewer)]
 
 
 def _move_some(stages: list[int], boundary: int, chance: random.Random) -> None:
