@@ -205,6 +205,10 @@ def test_stages_of_a_plan_are_rehearsed_again_where_it_may_be_wrong(
     assert len(rehearsed) >= 2
     assert mended.stages == made.stages
     assert any("stages[1].saved_bytes of the given plan is 1 B" in note for note in mended.notes)
+    told: list[tuple[int, int, str]] = []
+    graph = pipe._running.compiled.capture.train
+    assemble.with_own_bytes(less, graph, lambda *part: told.append(part))
+    assert told == [(0, 2, "stage 0"), (1, 2, "stage 1")]  # progress says "1 of 2 stages"
     rehearsed.clear()
     monkeypatch.setattr(assemble, "_version", lambda package: f"another {package}")
     assert compiled(plan=again).plan.stages == made.stages

@@ -121,7 +121,7 @@ def residents(
     found: list[Resident | None] = []
     for s, stage in enumerate(stages):
         if progress is not None:
-            progress(s, len(stages), f"memory of stage {s}")
+            progress(s, len(stages), f"stage {s}")
         found.append(stage.resident())
     rough = rough_forecast(graph, stage_of, len(stages), b) if None in found else ()
     return tuple(rough[s] if one is None else one for s, one in enumerate(found))
