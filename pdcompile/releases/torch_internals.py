@@ -98,6 +98,7 @@ CHECKPOINT_REGION: Place = (
     _OF_KEYWORDS if hasattr(checkpoint, _OF_KEYWORDS) else _REGION,
 )
 
+MODULE_MOVE: Place = (nn.Module, "_apply")  # of ``module.to(…)`` and its like
 DropoutNd: type[nn.Module] = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -114,11 +115,6 @@ def is_composite(op: OpOverload) -> bool:
 def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a region's second run draws what the first drew; arguments of CHECKPOINT_REGION."""
     return bool(kwargs["preserve_rng_state"] if "preserve_rng_state" in kwargs else args[1])
-
-
-def parse_to(*args: Any, **kwargs: Any) -> Any:
-    """(device, dtype, non_blocking, memory format) that ``module.to(*args)`` asks for."""
-    return NN_FUNCTIONS._parse_to(*args, **kwargs)
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:

@@ -32,39 +32,37 @@ def check_order(
 
     Args:
         record: records a call from the model's present state, and leaves the state after it.
-        known: recordings from the first state; those that do not hold the state after it are made
-            again.
+        known: recordings from the first state.
 
     The state of the model is as before afterwards.
     """
-    refusal = kept_tensors.accepted
+    refusal = kept_tensors.change
     if refusal is None:
-        return  # no call has changed anything
+        return
     expected: dict[Kind, Recording] = {}
-    states = [State(model)]
+    states: list[tuple[State, Kind | None]] = [(State(model), None)]  # and the call before
     # Where train() only sets flags, a state is the same in both modes.
     flag = _only_sets_flags(model)
     try:
-        for state in states:  # grows meanwhile
+        for state, last in states:  # grows meanwhile
             for kind in kinds:
-                made = known.get(kind) if state is states[0] else None
                 state.restore()
                 with in_mode(model, kind[0], back=flag):
-                    if made is not None and made.after is not None:
-                        found = made
-                        made.after.restore()
-                    else:
+                    found = known.get(kind) if last is None else None
+                    if found is None:
                         found = _recorded(record, kind, refusal)
+                    elif found.after is not None:
+                        found.after.restore()
                 if kind[0]:
                     kept_tensors.expire(model)
                 if not same(found, expected.setdefault(kind, found)):
                     raise refusal
-                if all(known.change({}, kept_tensors.alike) is not None for known in states):
-                    if len(states) == MAX_STATES:
+                if all(each.change({}, kept_tensors.alike) is not None for each, _ in states):
+                    if kind == last or len(states) == MAX_STATES:  # as after each of its kind
                         raise refusal
-                    states.append(State(model))
+                    states.append((State(model), kind))
     finally:
-        states[0].restore()
+        states[0][0].restore()
 
 
 def _only_sets_flags(model: nn.Module) -> bool:

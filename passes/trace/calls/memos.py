@@ -42,7 +42,7 @@ class KeptTensors:
 
     def __init__(self) -> None:
         self._kept: dict[int, _KeptTensor] = {}
-        self.accepted: TraceError | None = None  # of a change that the next call did not depend on
+        self.change: TraceError | None = None  # the refusal of what some call changed
 
     def note(
         self,

@@ -12,7 +12,6 @@ from pdcompile.eager.modes import in_mode
 from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.observer import source_of_class
@@ -59,30 +58,22 @@ def settled(
     training: bool,
     call: Callable[[dict[tuple[int, str], str]], Found],
     same: Callable[[Found, Found], bool],
-    *,
-    orders: bool = False,
-    kept_tensors: KeptTensors | None = None,
-    within: Collection[str] | None = None,
+    within: Collection[str],
 ) -> Found:
     """The result of a call of the model; afterwards everything in the modules is as before.
 
     Models set things up in their first call: hooks that collect outputs, the length of the
     sequence for a helper.  So where a call changes the model's Python state it is made again
-    from there; the second call must be the same computation, and change nothing but tensors for
-    others of the same computation.  Other orders of calls are for `check_order`, for which
-    `kept_tensors.accepted` notes the change.
+    from there; the second call must be the same computation, and change nothing.
 
     Args:
         call: makes the call; fills in the line that assigned each (id of module, attribute).
         same: whether two calls were the same computation.
-        orders: one call is enough, because `check_order` makes further ones.
-        kept_tensors: tensors that calls left in attributes; None: none may be left.
-        within: paths of the modules whose changes count; None: all.
+        within: paths of the modules whose changes count.
 
     Raises:
         TraceError: every call changes an attribute, a buffer's binding or a hook.
     """
-    alike: Alike = identical if kept_tensors is None else kept_tensors.alike
     with in_mode(model, training):
         before = State(model)
         try:
@@ -91,23 +82,14 @@ def settled(
             change = before.change(assigned, within=within)
             if change is None:
                 return first
-            if kept_tensors is not None and training:
-                kept_tensors.expire(model)
-            if kept_tensors is not None and orders:
-                kept_tensors.accepted = kept_tensors.accepted or change
-                return first
             after = State(model)
             try:
                 second = call({})
             except TraceError:
                 raise change from None
-            if kept_tensors is not None and training:
-                kept_tensors.expire(model)
-            if after.change({}, alike, within) is not None or not same(first, second):
+            if after.change({}, within=within) is not None or not same(first, second):
                 raise change
-            if kept_tensors is not None:
-                kept_tensors.accepted = kept_tensors.accepted or change
-            return first if getattr(second, "memos", ()) else second
+            return second
         finally:
             before.restore()
 

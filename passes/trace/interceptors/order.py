@@ -6,8 +6,7 @@ from pdcompile.passes.trace.interceptors.generators import Generators
 from pdcompile.passes.trace.interceptors.leaf_modules import LeafModules
 from pdcompile.passes.trace.interceptors.loops import ChosenLoops
 from pdcompile.passes.trace.interceptors.opaque_calls import OpaqueCalls
-from pdcompile.passes.trace.interceptors.process_reads import ProcessReads
-from pdcompile.passes.trace.interceptors.process_switches import ProcessSwitches
+from pdcompile.passes.trace.interceptors.process_state import ProcessState
 from pdcompile.passes.trace.interceptors.properties import Properties
 from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
 from pdcompile.passes.trace.interceptors.transforms import Transforms
@@ -32,6 +31,5 @@ INTERCEPTORS = (
     UnchangedTensors,
     Arrays,
     ShortCuts,
-    ProcessSwitches,
-    ProcessReads,
+    ProcessState,
 )

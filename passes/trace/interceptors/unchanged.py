@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
-from pdcompile.releases.torch_internals import NoTorchFunction, parse_to
+from pdcompile.releases.torch_internals import MODULE_MOVE, NoTorchFunction, no_dispatch_modes
 
 _BY_ONE = frozenset(("mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__",
                      "__itruediv__", "pow_"))  # fmt: skip
-_DTYPES = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-}  # fmt: skip
 
 
 class UnchangedTensors(Interceptor):
@@ -53,38 +49,18 @@ def _without_empty_moves() -> Iterator[None]:
 
     It would assign every parameter's ``data`` to itself.
     """
-    plain = {name: vars(nn.Module)[name] for name in ("to", *_DTYPES)}
+    home, name = MODULE_MOVE
+    plain = getattr(home, name)
 
-    def watched(name: str) -> Callable[..., Any]:
-        def move(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = (*args, _DTYPES[name]) if name in _DTYPES else args
-            with NoTorchFunction():
-                nothing = _is_there(self, given, kwargs)
-            return self if nothing else plain[name](self, *args, **kwargs)
+    def move(self: nn.Module, change: Callable[[Tensor], Tensor], *args: Any) -> Any:
+        tensors = (*self.parameters(), *self.buffers())
+        with torch.no_grad(), no_dispatch_modes(), NoTorchFunction():
+            if all(change(tensor) is tensor for tensor in tensors):
+                return self
+        return plain(self, change, *args)
 
-        return move
-
-    for name in plain:
-        setattr(nn.Module, name, watched(name))
+    setattr(home, name, move)
     try:
         yield
     finally:
-        for name, method in plain.items():
-            setattr(nn.Module, name, method)
-
-
-def _is_there(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether all tensors have the device and dtype that ``module.to(*args)`` asks for."""
-    try:
-        device, dtype, _, memory_format = parse_to(*args, **kwargs)
-    except (RuntimeError, TypeError):
-        return False  # the call itself raises
-    return memory_format is None and all(
-        (device is None or tensor.device == device)
-        and (dtype in (None, tensor.dtype) or not _is_continuous(tensor))
-        for tensor in (*module.parameters(), *module.buffers())
-    )
-
-
-def _is_continuous(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+        setattr(home, name, plain)

@@ -30,7 +30,7 @@ from pdcompile.errors import PdcompileError
 from pdcompile.files import CAPTURE, VARIABLE, cache_folder, drop_oldest, read_limited, write_whole
 from pdcompile.ir.graph import Capture
 from pdcompile.passes.trace import attached, capture
-from pdcompile.passes.trace.interceptors.process_switches import attention_kernels
+from pdcompile.passes.trace.interceptors.process_state import attention_kernels
 from pdcompile.passes.trace.kept.capture_record import (
     SCHEMA,
     Header,

@@ -107,7 +107,7 @@ def _run(
         return list(one) == list(other) and all(map(alike, one.values(), other.values()))
 
     # Changes outside of the opaque modules are checked by the recordings.
-    return settled(subject.model, training, call, same, within=paths)
+    return settled(subject.model, training, call, same, paths)
 
 
 def _run_once(

@@ -13,6 +13,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.eager.autocast import OFF, autocast_region
+from pdcompile.eager.modes import in_mode
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
@@ -21,7 +22,7 @@ from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, 
 from pdcompile.passes.trace.calls.caches import emptied
 from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.passes.trace.calls.memos import is_memo
-from pdcompile.passes.trace.calls.python_state import State, settled, write_rebound
+from pdcompile.passes.trace.calls.python_state import State, write_rebound
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.merge import value_sizes
 from pdcompile.passes.trace.merge.branches import both_ways
@@ -57,12 +58,11 @@ class Recording:
     constants: tuple[tuple[str, str], ...]
     tensor_values: dict[str, torch.Tensor]
     computation: tuple[Any, ...] = ()
-    memos: tuple[str, ...] = ()  # values that an earlier call computed and kept
     decisions: tuple[Decision, ...] = ()  # that this run took one way each
     regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
     chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
     findings: Findings = field(default_factory=Findings)
-    after: State | None = None  # of the model, where several runs were needed to make it again
+    after: State | None = None  # of the model, where the run changed it
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
@@ -123,15 +123,30 @@ def record(
         if found is None:
             assert assumed.refusal is not None
             raise assumed.refusal
-        return replace(found, after=State(subject.model))
+        return found
 
     with emptied(subject.caches):
-        if not settle:
-            return recorded({})
-        return settled(
-            subject.model, training, recorded, same, orders=training in assumed.sizes_vary,
-            kept_tensors=subject.kept_tensors,
-        )  # fmt: skip
+        return _restored(subject, recorded, training) if settle else recorded({})
+
+
+def _restored(
+    subject: Subject, recorded: Callable[[dict[tuple[int, str], str]], Recording], training: bool
+) -> Recording:
+    """A recording, with the state after it where that is another one; the model is as before.
+
+    What later calls make of such a state is for `check_order`.
+    """
+    model, kept = subject.model, subject.kept_tensors
+    with in_mode(model, training):
+        before = State(model)
+        try:
+            assigned: dict[tuple[int, str], str] = {}
+            found = recorded(assigned)
+            change = before.change(assigned)
+            kept.change = kept.change or change
+            return found if change is None else replace(found, after=State(model))
+        finally:
+            before.restore()
 
 
 def same(one: Recording, other: Recording) -> bool:
@@ -246,7 +261,6 @@ class _Run:
             constants=self._constants,
             tensor_values=fakes.constants,
             computation=(computations.argument(returned), tuple(computations.effects)),
-            memos=tuple(fakes.memos),
             decisions=tuple(tape.decisions),
             regions=tuple(tape.regions),
             chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
