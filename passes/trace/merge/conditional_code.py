@@ -7,7 +7,7 @@ that it writes into others is detached when it is empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ def renamed(argument: Any, names: Mapping[str, str]) -> Any:
 
 
 def with_gates(
-    ops: Sequence[Op], values: Mapping[str, Value], skipped: set[str]
+    ops: Sequence[Op], values: Mapping[str, Value], skipped: Collection[str]
 ) -> tuple[tuple[Op, ...], dict[str, Value]]:
     """The ops and values where tensors that `skipped` ops write are detached when empty."""
     made: list[Op] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
@@ -24,24 +24,17 @@ class Tried:
     """What recordings with made-up sizes showed at the first batch size, in one mode.
 
     sizes: the average size of each choice.
-    ops: names of the operators; () where their arguments have such sizes in them.
-    skipped: those that do not run where nothing is chosen.
-    varies: the dims that depend on these sizes, by value.
+    usual: the recording with these sizes, with `varies` filled in; None until all have been made.
+    skipped: ops that do not run where nothing is chosen.
+    open_sizes: arguments of ops are such sizes.
     most: elements of the largest inputs with which everything was chosen.
     """
 
     sizes: list[int]
-    ops: tuple[str, ...] = ()
+    usual: Recording | None = None
     skipped: frozenset[str] = frozenset()
-    varies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    open_sizes: bool = False
     most: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    usual: Recording  # with `varies` filled in
-    skipped: set[str]  # ops that do not run where nothing is chosen
-    open_sizes: bool  # are arguments
 
 
 def usual_sizes(expected: Sequence[int]) -> Policy:
@@ -70,7 +63,7 @@ def with_sizes_that_vary(
     """
     known = tried.get(training)
     try:
-        if known is not None and known.ops:
+        if known is not None and known.usual is not None and not known.open_sizes:
             again = _at_another_batch_size(run, known, larger=elements > known.most)
             if again is not None:
                 tried[training] = replace(known, most=max(elements, known.most))
@@ -84,18 +77,13 @@ def with_sizes_that_vary(
         raise
     except TraceError:
         return None
-    if found is None:
+    if found is None or found.usual is None:
         return None
-    if not found.open_sizes:
-        usual = found.usual
-        tried[training] = Tried(
-            known.sizes, tuple(op.name for op in usual.ops), frozenset(found.skipped),
-            {name: value.varies for name, value in usual.values.items()}, elements,
-        )  # fmt: skip
+    tried[training] = replace(found, most=elements)
     return _gated(found.usual, found.skipped)
 
 
-def _gated(usual: Recording, skipped: set[str]) -> Recording:
+def _gated(usual: Recording, skipped: frozenset[str]) -> Recording:
     ops, values = with_gates(usual.ops, usual.values, skipped)
     return replace(usual, ops=ops, values=values)
 
@@ -107,27 +95,22 @@ def _at_another_batch_size(
 
     Choices of one row, or of none, are no others at another batch size.
     """
-    sizes = usual_sizes(known.sizes)
     everything = run(lambda index, elements: elements) if larger else None
-    usual = run(sizes)
-    if (
-        tuple(op.name for op in usual.ops) != known.ops
-        or known.varies.keys() != usual.values.keys()
-    ):
+    usual, first = run(usual_sizes(known.sizes)), known.usual
+    if first is None or [op.name for op in usual.ops] != [op.name for op in first.ops]:
         return None
     if everything is not None and not _same(usual, everything):
         return None
-    values = {
-        name: replace(v, varies=known.varies.get(name, ())) for name, v in usual.values.items()
-    }
-    return _gated(replace(usual, values=values), set(known.skipped))
+    dims = {name: value.varies for name, value in first.values.items()}
+    values = {n: replace(value, varies=dims.get(n, ())) for n, value in usual.values.items()}
+    return _gated(replace(usual, values=values), known.skipped)
 
 
 def _at_many_sizes(
     run: Callable[..., Recording], average_sizes: list[int], everything: Recording, *, loops: bool
-) -> _Found | None:
-    """The usual recording, if the model is the same computation with everything chosen, nothing,
-    one row, a part, and with sizes between them."""
+) -> Tried | None:
+    """What recordings show with everything chosen, nothing, one row, a part, and sizes between
+    them; None where they are not the same computation."""
     sizes = usual_sizes(average_sizes)
     nothing = run(lambda index, elements: 0, lambda count: range(0))
     one = run(lambda index, elements: 1)
@@ -155,7 +138,7 @@ def _at_many_sizes(
         skipped, names, before = found
         if renamed(_roots(less), names) != renamed(_roots(usual), before):
             return None
-    return _Found(replace(usual, values=values), skipped, some is not None)
+    return Tried(average_sizes, replace(usual, values=values), frozenset(skipped), some is not None)
 
 
 def _roots(recording: Recording) -> tuple[Any, ...]:

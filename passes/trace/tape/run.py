@@ -13,7 +13,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.eager.autocast import OFF, autocast_region
-from pdcompile.eager.modes import in_mode
+from pdcompile.eager.modes import in_mode, modes
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
@@ -138,11 +138,14 @@ def _restored(
     """
     model, kept = subject.model, subject.kept_tensors
     with in_mode(model, training):
-        before = State(model)
+        before, flags = State(model), modes(model)
         try:
             assigned: dict[tuple[int, str], str] = {}
             found = recorded(assigned)
             change = before.change(assigned)
+            # What forward switches stays so in the next call, until the model's own mode changes.
+            if change is not None and modes(model) != flags and not same(found, recorded({})):
+                raise change
             kept.change = kept.change or change
             return found if change is None else replace(found, after=State(model))
         finally:
