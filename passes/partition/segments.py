@@ -38,6 +38,9 @@ class Segments:
     _features: _Features
     complete: bool = False  # these are all ideals of the model
     _links: dict[Link, tuple[Matrix, ...]] = field(default_factory=dict)
+    # Stages are alike: by speed, and by the two links and whether they are full duplex.
+    _computed: dict[float, Matrix] = field(default_factory=dict)
+    _sent: dict[tuple[Link, Link, bool], Matrix] = field(default_factory=dict)
 
     @staticmethod
     def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:
@@ -65,18 +68,22 @@ class Segments:
 
     def compute(self, stage: int) -> Matrix:
         """Forward and backward seconds of one microbatch on the stage's device."""
-        return (self.forward + self.backward) / self.model.problem.stages[stage].speed
+        speed = self.model.problem.stages[stage].speed
+        if speed not in self._computed:
+            self._computed[speed] = (self.forward + self.backward) / speed
+        return self._computed[speed]
 
     def transfer(self, stage: int) -> Matrix:
         """Link seconds: the busier direction, or both on a half-duplex link."""
         stages = self.model.problem.stages
-        out_forward, out_backward, _, _, middle = self._at(stages[stage])
-        _, _, in_forward, in_backward, _ = self._at(stages[max(stage - 1, 0)])
-        sent = out_forward + in_backward
-        received = in_forward + out_backward + middle
-        if stages[stage].full_duplex:
-            return np.maximum(sent, received)
-        return sent + received
+        out, into = stages[stage], stages[max(stage - 1, 0)]
+        key = _link(out), _link(into), out.full_duplex
+        if key not in self._sent:
+            out_forward, out_backward, _, _, middle = self._at(out)
+            _, _, in_forward, in_backward, _ = self._at(into)
+            sent, received = out_forward + in_backward, in_forward + out_backward + middle
+            self._sent[key] = np.maximum(sent, received) if out.full_duplex else sent + received
+        return self._sent[key]
 
     def load(self, stage: int) -> Matrix:
         return np.maximum(self.compute(stage), self.transfer(stage))
@@ -129,13 +136,17 @@ class Segments:
 
     def _at(self, link: StageLimits) -> tuple[Matrix, ...]:
         """(out forward, out backward, in forward, in backward, middle) seconds on a link."""
-        key = (link.bytes_per_second, link.latency_seconds)
+        key = _link(link)
         if key not in self._links:
             flows = self.model.flows
             f = np.array([flow.forward_seconds(link) for flow in flows])
             b = np.array([flow.backward_seconds(link) for flow in flows])
             self._links[key] = self._features.seconds(f, b)
         return self._links[key]
+
+
+def _link(stage: StageLimits) -> Link:
+    return stage.bytes_per_second, stage.latency_seconds
 
 
 @dataclass(slots=True)
