@@ -41,6 +41,8 @@ from pdcompile.units import (
 )
 
 MAX_DEVICES = 65_536
+HOST_KIND = "cpu"  # of devices that compute in the memory of their host
+GPU_KIND = "cuda"  # what torch calls all others, AMD's too
 BARE_NOTE = (
     "cluster {text!r} says nothing of links: assumed 100 GB/s inside a host and 12.5 GB/s between "
     "hosts, full duplex; and no memory limit but the one that memory= gives"
@@ -58,9 +60,14 @@ AUTO_NOTE = (
 class Device:
     """One worker. `speed` is relative to the reference device; `memory_bytes` None: no limit."""
 
-    kind: str = "cpu"
+    kind: str = HOST_KIND
     memory_bytes: int | None = None
     speed: float = 1.0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it computes in the memory of its host, and is no GPU."""
+        return self.kind == HOST_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +137,11 @@ class Cluster:
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def local(n: int, *, memory: int | str | None = None) -> Cluster:
-        """n stages in this process: no links to speak of, CPU, optional memory limit each.
+    def local(n: int, *, memory: int | str | None = None, kind: str = HOST_KIND) -> Cluster:
+        """n stages in this process: no links to speak of, optional memory limit each.
+
+        Args:
+            kind: of the device that they share: the CPU, or a GPU ("cuda", "a100-80", …).
 
         Raises:
             ClusterError: n is not a positive whole number.
@@ -144,7 +154,7 @@ class Cluster:
             )
         limit = None if memory is None else parse_bytes(memory, what="memory")
         level = Level("memory", n, math.inf)
-        return Cluster((Device("cpu", limit),) * n, (level,), in_process=True)
+        return Cluster((Device(kind, limit),) * n, (level,), in_process=True)
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -308,7 +318,7 @@ def stage_limits(
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
     count: int = 1
-    kind: str = "cpu"
+    kind: str = HOST_KIND
     memory: Any = None
     speed: float = 1.0
 

@@ -11,7 +11,9 @@ from typing import Any, Literal, Never
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, check_example, resize, resolve_batch
+from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
+from pdcompile.eager.autocast import other_region
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
@@ -49,6 +51,11 @@ from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
 from pdcompile.steps import Listener, Steps
 from pdcompile.warn import each_once, warn
+
+OF_OTHER_REGION = (
+    "dtypes and bytes are those of the former; stages run where the model and the first minibatch "
+    "are on such a device when it is captured"
+)
 
 
 def build(
@@ -221,12 +228,15 @@ def _verified(
 
 def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
     """The plan with notes where replicas have buffers of their own, where its stages cannot be
-    compared with the model, and where ranks share cores."""
+    compared with the model, where ranks share cores, and where its devices have another autocast
+    region than the model was captured in."""
     reason = unverifiable(model) if options.verify == "auto" else ""
     notes = (*plan.notes, *notes_on_own_buffers(plan, captured.train))
     notes = (*notes, f"not verified: {reason}") if reason else notes
     crowded = note_on_cores() if is_distributed(options) else ""
     notes = (*notes, crowded) if crowded else notes
+    other = other_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices)
+    notes = (*notes, f"{other}: {OF_OTHER_REGION}") if other else notes
     return replace(plan, notes=tuple(dict.fromkeys(notes)))
 
 

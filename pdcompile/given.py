@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pdcompile import weights
@@ -19,6 +18,7 @@ from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import PLAN
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PlanError, SourceError
+from pdcompile.hardware import devices
 from pdcompile.hardware.host import memory_bytes
 from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
 from pdcompile.ir.stage_interface import Sources
@@ -31,8 +31,8 @@ from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
-from pdcompile.plan import Certificate, Plan, Training, check
-from pdcompile.plan.here import lacks
+from pdcompile.plan import Plan, Training, check
+from pdcompile.plan.here import lacks, lacks_devices
 from pdcompile.plan.schema import ranks_of
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
@@ -40,7 +40,6 @@ from pdcompile.units import format_bytes
 
 # Of a model that nobody has looked at.
 NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)
-NO_PLAN = Plan("", (), (), (), Training(), "", Certificate(0.0, 0.0, "feasible", "", 0.0, ""))
 
 
 def check_given(model: nn.Module, options: Options) -> None:
@@ -68,18 +67,20 @@ def check_here(options: Options, num_ranks: int | None) -> None:
     Raises:
         PdcompileError: says what is missing.
     """
-    plan = _plan_of(options)
+    plan, local = _plan_of(options), os.environ.get("LOCAL_WORLD_SIZE", "")
+    on_this_host = int(local) if local.isdecimal() else None
     if plan is None:
         _, cluster = machines(options, num_ranks)
-        check_supported(replace(NO_PLAN, cluster=cluster.to_toml()), NO_OPS)
+        here = cluster.devices[: None if num_ranks is None else on_this_host]
+        for error in lacks_devices(here, alone=num_ranks is None, gpus=devices.gpus()):
+            raise error
         return
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
     for error in lacks(
         plan,
         processes=num_ranks,
-        on_this_host=int(local) if local.isdecimal() else None,
+        on_this_host=on_this_host,
         memory_bytes=memory_bytes(),
-        gpus=torch.cuda.device_count(),
+        gpus=devices.gpus(),
     ):
         raise error
     check_supported(plan, NO_OPS)

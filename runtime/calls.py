@@ -26,6 +26,7 @@ from pdcompile.batch import (
 )
 from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, InputError, PdcompileError, did_you_mean, some
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
 from pdcompile.options import Options
@@ -375,7 +376,7 @@ def refuse_modes() -> None:
     """Raise ConfigError inside a mode that would change what the stages compute."""
     if torch.is_inference_mode_enabled():
         raise ConfigError("torch.inference_mode is on", remedy="use torch.no_grad, or nothing")
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+    if any(torch.is_autocast_enabled(one) for one in (devices.HOST.type, devices.GPU)):
         raise ConfigError(
             "torch.autocast is on around this call, and was not captured",
             remedy="compile(..., autocast='bfloat16') runs model and loss in such a region; or put "

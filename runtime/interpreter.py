@@ -17,6 +17,7 @@ from pdcompile.batch.step_result import total_loss
 from pdcompile.eager.gradients import clip, memory_of
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
+from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.recording import Recording
@@ -26,7 +27,7 @@ from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.stage.wiring import expected
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.norms import Norms
-from pdcompile.runtime.transport.point_to_point import Done, Handle, Transport
+from pdcompile.runtime.transport.point_to_point import Done, Handle, OnItsWay, Transport
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 from pdcompile.schedule.instruction import TO_WEIGHTS
 from pdcompile.schedule.spec import spec_of
@@ -59,7 +60,7 @@ class Loss:
         self._parts[rank] = part
 
     def ready(self) -> bool:
-        return self._value is not None or all(isinstance(p, Done) for p in self._parts.values())
+        return self._value is not None or all(part.known() for part in self._parts.values())
 
     def abandon(self) -> None:
         self._abandoned = self._value is None
@@ -81,9 +82,9 @@ class Loss:
 class Losses(dict[int, Loss]):
     """The losses that a rank knows or waits for, by minibatch; `call` is the present one."""
 
-    def __init__(self, transport: Transport, dtype: torch.dtype) -> None:
+    def __init__(self, transport: Transport, dtype: torch.dtype, device: RankDevice) -> None:
         self.call = 0
-        self._transport, self._dtype = transport, dtype
+        self._transport, self._dtype, self._device = transport, dtype, device
 
     def of(self, minibatch: int) -> Loss:
         return self.setdefault(minibatch, Loss(self.call))
@@ -99,7 +100,7 @@ class Losses(dict[int, Loss]):
         """This rank's part, of its microbatches' losses."""
         loss = self.of(minibatch)
         loss.own = total_loss(losses)
-        loss.add(self._transport.rank, Done(loss.own))
+        loss.add(self._transport.rank, OnItsWay(self._device.fetch(loss.own)))
 
     def tell(self, minibatch: int, peer: int) -> None:
         own = self.of(minibatch).own
@@ -120,7 +121,7 @@ class Worker:
 
     def __init__(
         self, stage: int, compute: Compute, plan: Plan, weights: StageWeights, norms: Norms,
-        transport: Transport, loss_dtype: torch.dtype,
+        transport: Transport, loss_dtype: torch.dtype, device: RankDevice,
     ) -> None:  # fmt: skip
         self.stage = stage
         self.replicas: Replicas | None = None
@@ -130,9 +131,9 @@ class Worker:
         self.recording: Recording | None = None
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
-        self.losses = Losses(transport, loss_dtype)
+        self.losses = Losses(transport, loss_dtype, device)
         self.base = 0
-        self._compute = compute
+        self._compute, self._device = compute, device
         self._tied, self._reach = plan.tied, spec_of(plan).reach
         self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
@@ -190,6 +191,7 @@ class Worker:
     def abandon(self, minibatch: int | None = None) -> None:
         """Forget what is in flight: all of it, or `minibatch` where nothing else is."""
         self.current = None
+        self._device.abandon()
         for one in [*self.losses] if minibatch is None else [minibatch]:
             self.losses.of(one).abandon()
             del self.losses[one]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pdcompile.batch import BatchLayout, NotKept, concatenate, unflatten_output
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, TorchLiteral, named_leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
@@ -18,8 +18,6 @@ from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.stage.wiring import expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
-
-CPU = torch.device("cpu")
 
 
 def share(
@@ -61,7 +59,7 @@ def join(
     `tensors` are the model's own, for an output that is one of them.
     """
     placed = list(named_leaves(graph.output))
-    device = next((tensor.device for tensor in tensors.values()), CPU)
+    device = next((tensor.device for tensor in tensors.values()), devices.HOST)
 
     def leaf(place: str, part: Any, values: Mapping[str, Tensor], size: int) -> Any:
         if isinstance(part, Ref):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.errors import ClosedError, ConfigError, NotPrepared
+from pdcompile.hardware import devices
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_unscaled
 from pdcompile.plan import Plan
@@ -21,6 +22,7 @@ from pdcompile.position import (
     with_position,
 )
 from pdcompile.runtime.calls import needed_paths
+from pdcompile.runtime.device.rank_device import DeviceMemory
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.shards import Shard, shards
 from pdcompile.runtime.state.accumulated import check_accumulated, gathered, held, resume
@@ -28,14 +30,12 @@ from pdcompile.runtime.transport.norms import check_max_norm
 from pdcompile.runtime.watch.same_model import settle_others
 
 _MODES = "step trains in train mode; eval_step and predict run in eval mode, by themselves"
-_DEVICE = "it runs where the model is: move the model before compile"
+_DEVICE = "stages run on the devices of the cluster: cluster= says which"
 _INSIDE = "the model that was given to compile has it; plan, explain() and dump() show the stages"
 _HINTS = {
     "train": _MODES,
     "eval": _MODES,
-    "to": _DEVICE,
-    "cuda": _DEVICE,
-    "cpu": _DEVICE,
+    **dict.fromkeys(("to", devices.GPU, devices.HOST.type), _DEVICE),
     "forward": "step trains, predict gives outputs",
     "backward": "step runs it; forward_backward does without the update",
     "requires_grad_": "freeze parameters of the model before compile",
@@ -136,6 +136,11 @@ class PipelineState(ModuleHints):
     def position(self) -> Position:
         """How many minibatches were trained on and evaluated, saved with the state."""
         return Position(self._num_minibatches, self._num_evaluations)
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """How much of its GPU's memory is used, in bytes; None where stages run on the CPU."""
+        return self._running.device.memory()
 
     @property
     def needs(self) -> tuple[str, ...]:

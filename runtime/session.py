@@ -16,6 +16,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
+from pdcompile.runtime.device.of_rank import device_of
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
 from pdcompile.runtime.failure.instruction_log import Outside
@@ -55,7 +56,9 @@ class Session(Guarded):
         self.spec = compiled.stream.spec
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
         self._call = 0
+        self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
+        self.state.place(self.device)
         self._stale_copies = False
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -65,7 +68,7 @@ class Session(Guarded):
         self.wirings = _wirings(compiled, self.stages)
         self._programs = Programs(plan, compiled.eval_edges, ordered=orders_data())
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
-        made = Workers(compiled, model, self.state, self.ranks, world, self.loss_scale)
+        made = Workers(compiled, model, self.state, self.ranks, world, self.device, self.loss_scale)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
         self._buffers_part, self._weights_part = made.buffers_part, made.weights_part
         if world is not None:
@@ -199,8 +202,7 @@ class Session(Guarded):
             if worker.replicas is not None:
                 worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
-        # Whatever the caller has switched off.
-        with preserved_rng(), torch.enable_grad(), _nonfinite(self):
+        with _running(self):
             run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
         if self._log is not None:
             self._log.enter(Outside.CALL)
@@ -281,6 +283,14 @@ class Session(Guarded):
             self.loss_scale.restart(minibatches)
         self._programs.restart(minibatches)
         self._adopt()
+
+
+@contextmanager
+def _running(session: Session) -> Iterator[None]:
+    """Around a program: on its device, and whatever the caller has switched off."""
+    device = session.device
+    with device.computing(), preserved_rng(device.device), torch.enable_grad(), _nonfinite(session):
+        yield
 
 
 def _nonfinite(session: Session) -> AbstractContextManager[object]:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from pdcompile.cluster import Cluster
+from pdcompile.eager.autocast import other_region
 from pdcompile.errors import ConfigError
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.sparse_gradients import sparse_lookups
 from pdcompile.plan import Plan
 
 
 def check_supported(plan: Plan, graph: OpGraph) -> None:
-    """Raise ConfigError for devices that do not run yet, for what cannot be recomputed, and for
-    gradients that cannot be summed over replicas; `graph` is what trains."""
+    """Raise ConfigError for another autocast region than that of the devices, for what cannot be
+    recomputed, and for gradients that cannot be summed over replicas; `graph` is what trains."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    others = sorted({device.kind for device in cluster.devices} - {"cpu"})
-    if others:
+    if other := other_region(plan.training.autocast, cluster.devices):
         raise ConfigError(
-            f"the plan is for {', '.join(others)} devices, and this version runs on cpu only",
-            where="cluster",
-            remedy='describe the machines that it is to run on now, with kind = "cpu"; '
-            "`pdcompile plan`, `simulate` and `dump` work for any kind",
+            other,
+            where="autocast",
+            remedy="have the model and the first minibatch on such a device when it is captured: "
+            f"model.to({devices.GPU!r}) before compile",
         )
     _check_recomputation(plan, graph)
     _check_sums(plan, graph)

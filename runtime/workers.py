@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
+from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.plan import Plan
+from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.interpreter import Worker
-from pdcompile.runtime.stage.compute import Compute
+from pdcompile.runtime.stage.compute import Compute, Precision
 from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.second_run import SecondRun
@@ -39,12 +40,12 @@ class Workers:
 
     def __init__(
         self, compiled: Compiled, model: nn.Module, state: State, ranks: list[int],
-        world: World | None, scale: LossScale | None = None,
+        world: World | None, device: RankDevice, scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self._compiled, self._model, self._state, self._world = compiled, model, state, world
-        self._scale = scale
+        self._device, self._scale = device, scale
         self._spec = compiled.stream.spec
-        self._streams = Streams(compiled.plan.training.seed)
+        self._streams = Streams(compiled.plan.training.seed, device.device)
         self._wires: Wires = defaultdict(Wire)
         self._order = DeviceOrder() if world is not None and world.ordered else None
         self._boards: dict[int, Board] = defaultdict(dict)
@@ -84,7 +85,9 @@ class Workers:
                 },
                 self._order,
             )
-        return GroupTransport(world.group, rank, plan, reach, sealed=world.sealed, data=data)
+        return GroupTransport(
+            world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
+        )
 
     def _sums(self, stage: int, rank: int) -> Sums:
         """Over the replicas of a stage, or (−1) over all ranks that hold stages.
@@ -97,20 +100,23 @@ class Workers:
             ranks, name = self._spec.ranks[stage], f"replicas/{stage}"
         index = ranks.index(rank)
         if self._world is None:
-            return LocalSums(self._boards[stage], len(ranks), index)
-        return GroupSums(self._world.subgroup(name, ranks), ranks, index, self._order)
+            return LocalSums(self._boards[stage], len(ranks), index, self._device)
+        group = self._world.subgroup(name, ranks)
+        return GroupSums(group, ranks, index, self._order, self._device)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
         plan, train = self._compiled.plan, self._compiled.capture.train
         weights = self._weights(stage)
         again = plan.stages[stage].recompute
         second = SecondRun(weights.modules[0], self._compiled, stage) if again else None
+        precision = Precision(partial(autocast_region, plan.training.autocast), self._scale)
+        whole = bool(self._compiled.interfaces[stage].opaque)
         compute = Compute(
-            stage, plan.tied, weights, self._streams, _autocast(plan), second,
-            whole=bool(self._compiled.interfaces[stage].opaque), scale=self._scale,
+            stage, plan.tied, weights, self._streams, precision, second,
+            whole=whole, device=self._device,
         )  # fmt: skip
         dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
-        worker = Worker(stage, compute, plan, weights, norms, transport, dtype)
+        worker = Worker(stage, compute, plan, weights, norms, transport, dtype, self._device)
         worker.replicas = self._replicas(stage, transport.rank, weights)
         return worker
 
@@ -154,8 +160,9 @@ class Workers:
             return None
         compiled = self._compiled
         once = not compiled.interfaces[stage].opaque and not compiled.edited(stage)
-        # In device order a sum begins where the program says, and no bucket of it before.
-        once = once and self._order is None
+        # In device order a sum begins where the program says, and no bucket of it before; nor on
+        # a device, where it would begin on a thread of autograd's.
+        once = once and self._order is None and not self._device.queued
         sums = self._sums(stage, rank)
         return Replicas(sums, weights, compiled.written_buffers(stage), once=once)
 
@@ -163,10 +170,3 @@ class Workers:
 def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:
     """Tied parameters, with those of these stages that hold them."""
     return [(one.fqn, [s for s in one.stages if s in stages]) for one in plan.tied]
-
-
-def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:
-    if plan.training.autocast is None:
-        return nullcontext
-    device, _, dtype = plan.training.autocast.rpartition(":")
-    return lambda: torch.autocast(device or "cpu", dtype_of(dtype))

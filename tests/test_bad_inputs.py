@@ -285,7 +285,7 @@ def test_devices_that_cannot_run_here_can_be_planned_for_only() -> None:
     x, y = xy()
     devices = (pdcompile.Device("cuda"),) * 2
     cluster = dataclasses.replace(pdcompile.Cluster.local(2), devices=devices)
-    with pytest.raises(ConfigError, match="cuda"):
+    with pytest.raises(LaunchError, match="cuda"):
         compiled(models.mlp(), cluster=cluster).step(x, target=y)
 
 

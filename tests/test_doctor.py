@@ -18,10 +18,12 @@ from pdcompile.passes.costs.machines import Machine
 from pdcompile.passes.probe.links import DeviceSpeed
 from pdcompile.passes.probe.probed import Probed
 from pdcompile.releases.packages import in_range
+from pdcompile.runtime.device.rank_device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import launch
 from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
+from tests.helpers.simulated_gpu import GPU, SimulatedGpu
 
 TORCHRUN = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
@@ -163,6 +165,17 @@ def test_devices_that_do_not_run_yet_are_named() -> None:
     assert self_test.usable(1, torch.device("cpu")) == (torch.device("cpu"), "")
 
 
+@pytest.mark.usefixtures("one_schedule")
+def test_it_runs_on_a_gpu_that_is_there() -> None:
+    with SimulatedGpu() as gpu:
+        assert self_test.usable(1, GPU) == (GPU, "")
+        (found,) = self_test.self_test(0, 1, GPU)
+    assert found.result == "equal, every bit"
+    assert found.memory is not None
+    assert gpu.violations == []
+    assert gpu.ops["stream 1"]
+
+
 def test_the_report_can_be_pasted() -> None:
     speed = DeviceSpeed("here", "CPU, one thread", "cpu", 10**9, Machine(5e10, 1e10, 4e-6))
     cluster = Cluster((Device(),), (Level("host", 1, 1e9),))
@@ -174,6 +187,10 @@ def test_the_report_can_be_pasted() -> None:
     assert "| gpipe | equal, every bit | 10.0 ms |" in text
     assert "| 2bw | DID NOT RUN: no |  |" in text
     assert "memory: LOOK: little" in text
+    assert "GPU memory" not in text
+    outcomes.append(self_test.Outcome("1f1b", 0.0, memory=DeviceMemory(10**9, 2 * 10**9, 3, 4)))
+    text = report([], Probed(cluster, (speed,), None), outcomes, 1.0)
+    assert "after 1f1b: peak 1.00 GB, reserved 2.00 GB, free 3 B, total 4 B" in text
 
 
 @pytest.mark.slow

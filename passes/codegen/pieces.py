@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
-import torch
-
 from pdcompile.errors import SourceError
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Op, OpGraph, Ref, TorchLiteral
 from pdcompile.ir.targets import from_literal
 from pdcompile.passes.codegen.block_calls import BlockCall, Item, Pair, ops_of
@@ -216,10 +215,10 @@ def with_line(region: Region) -> Line:
 def _autocast(text: str) -> str:
     device, _, dtype = text.partition(":")
     if not re.fullmatch(r"[a-z]+", device):
-        raise SourceError(f"{text!r} is not an autocast region", remedy="cpu:bfloat16")
+        raise SourceError(f"{text!r} is not an autocast region", remedy="such as cpu:bfloat16")
     if dtype in ("", "off", "disabled", "none"):
         return f"torch.autocast({quote(device)}, enabled=False)"
-    from_literal(TorchLiteral("dtype", dtype), torch.device("cpu"))  # raises if there is none
+    from_literal(TorchLiteral("dtype", dtype), devices.HOST)  # raises if there is none
     return f"torch.autocast({quote(device)}, dtype=torch.{dtype})"
 
 

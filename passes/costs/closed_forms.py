@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import ConfigError, InputError
+from pdcompile.hardware import devices
 
 Dims = dict[str, tuple[int, ...]]  # path of an input -> its dims that are the length
 COUNT = 4  # lengths to capture at: three for a quadratic form, one that checks it
@@ -115,7 +116,7 @@ def with_length(flat: FlatCall, dims: Dims, length: int) -> FlatCall:
 
 
 def _device(leaf: Tensor) -> torch.device:
-    return torch.device("cpu") if leaf.is_meta else leaf.device
+    return devices.HOST if leaf.is_meta else leaf.device
 
 
 def _taken(leaf: Tensor, dim: int, places: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.eager.split_backward import Root, accumulate, first_part
+from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
@@ -129,7 +130,7 @@ def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[S
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
     def real() -> nn.Module:
-        module = fakes.build(call.op).to_empty(device="cpu")
+        module = fakes.build(call.op).to_empty(device=devices.HOST)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.zero_()
         return module

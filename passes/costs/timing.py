@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pdcompile.hardware import devices
+
 MIN_RUNS, MAX_RUNS = 3, 50
 
 
@@ -19,17 +21,17 @@ def clock() -> Callable[[], float]:
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
     """Seconds that `run` takes on the device."""
-    if device.type == "cuda":
-        return _timed_by_events(run, torch.cuda.Event)
+    if not devices.is_host(device):
+        return _timed_by_events(run, devices.timed_event)
     now = clock()
     began = now()
     run()
     return now() - began
 
 
-def _timed_by_events(run: Callable[[], object], event: Callable[..., Any]) -> float:
+def _timed_by_events(run: Callable[[], object], event: Callable[[], Any]) -> float:
     """Kernels are queued, not done, when `run` returns: the device stamps begin and end."""
-    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin, end = event(), event()
     begin.record()
     run()
     end.record()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pdcompile.errors import SourceError
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, Ref, Slice, TorchLiteral
 from pdcompile.ir.targets import from_literal, resolve
 
@@ -122,7 +123,7 @@ def torch_literal(value: TorchLiteral, scope: Scope) -> str:
             return f"torch.device({quote(str(torch.device(value.text)))})"
         except RuntimeError as error:
             raise SourceError(f"{value.text!r} is not a device") from error
-    from_literal(value, torch.device("cpu"))  # it exists and is of its kind
+    from_literal(value, devices.HOST)  # it exists and is of its kind
     return f"torch.{value.text}"
 
 

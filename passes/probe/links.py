@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pdcompile.cluster import HOST_KIND
 from pdcompile.errors import LaunchError
-from pdcompile.hardware import host
+from pdcompile.hardware import devices, host
 from pdcompile.passes.costs.machines import Machine, calibrate
 from pdcompile.passes.probe.device_kind import kind_of_name
 from pdcompile.passes.probe.levels import PairTimes, partner
@@ -55,13 +56,10 @@ def job() -> Iterator[tuple[int, int, torch.device]]:
             remedy="torchrun --nproc-per-node=4 -m pdcompile probe -o cluster.toml",
         )
     local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.device_count() >= ranks > 0
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = devices.of_process(local, ranks)
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group("gloo" if devices.is_host(device) else devices.BACKENDS)
     try:
         yield dist.get_rank(), dist.get_world_size(), device
         together()  # who leaves early looks like a failure to the others
@@ -73,7 +71,7 @@ def job() -> Iterator[tuple[int, int, torch.device]]:
 @contextmanager
 def alone() -> Iterator[tuple[int, int, torch.device]]:
     """As `job`, for one process that nobody else has started."""
-    yield 0, 1, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    yield 0, 1, devices.of_process(0, 1)
 
 
 def together() -> None:
@@ -154,7 +152,7 @@ def measure_at_once(rank: int, sizes: Sequence[int], device: torch.device) -> tu
 
 def _exchange(out: torch.Tensor, to: int, into: torch.Tensor, origin: int) -> None:
     """Sends and receives at the same time.  NCCL wants to know of both before it begins."""
-    if out.is_cuda:
+    if not devices.on_host(out):
         send, receive = dist.P2POp(dist.isend, out, to), dist.P2POp(dist.irecv, into, origin)
         works = dist.batch_isend_irecv([send, receive])
     else:
@@ -169,29 +167,27 @@ def _typical(run: Callable[[], None], device: torch.device, times: int) -> float
     run()
     taken = []
     for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.synchronize(device)
         began = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.synchronize(device)
         taken.append(time.perf_counter() - began)
     return median(taken)
 
 
 def measure_device(device: torch.device) -> DeviceSpeed:
     """What this rank's device reaches; some tenths of a second."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        memory = torch.cuda.get_device_properties(device).total_memory
+    if not devices.is_host(device):
+        name = devices.gpu_name(device)
+        kind, memory = kind_of_name(name), devices.gpu_memory_bytes(device)
     else:
         threads = torch.get_num_threads()
-        name = f"CPU, {f'{threads} threads' if threads > 1 else 'one thread'}"
+        kind, name = HOST_KIND, f"CPU, {f'{threads} threads' if threads > 1 else 'one thread'}"
         memory = (host.memory_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return DeviceSpeed(
         host=os.uname().nodename,
         name=name,
-        kind=kind_of_name(name) if device.type == "cuda" else "cpu",
+        kind=kind,
         memory_bytes=memory,
         machine=calibrate(BUDGET, str(device)),
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.hardware import host
+from pdcompile.hardware.devices import is_host
 from pdcompile.passes.probe.levels import PairTimes, block_sizes, levels
 from pdcompile.passes.probe.links import DeviceSpeed, measure_at_once, measure_device, measure_pairs
 from pdcompile.passes.probe.links import gathered as from_all
@@ -41,7 +42,7 @@ def probe(
     """
     said("devices")
     speeds = tuple(from_all(measure_device(device)))
-    crowded = any(from_all(device.type == "cpu" and cores_are_shared()))
+    crowded = any(from_all(is_host(device) and cores_are_shared()))
     if ranks == 1:
         level = Level("host", 1, math.inf)
         found = Cluster(devices_of(speeds), (level,), notes=tuple(_notes(speeds, crowded)))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdcompile.cluster import HOST_KIND
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.files import VARIABLE
 from pdcompile.ir.graph import OpCost, OpGraph
@@ -43,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 2.0
 MAX_OPERAND_BYTES = 2 << 30
-DEVICE = "cpu"
+DEVICE = HOST_KIND
 
 
 def profile(
@@ -52,7 +53,7 @@ def profile(
     *,
     microbatch_size: int,
     costs: Any = "measured",
-    device_kind: str = "cpu",
+    device_kind: str = HOST_KIND,
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> OpGraph:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pdcompile import jsonio
+from pdcompile.cluster import HOST_KIND
 from pdcompile.errors import CostError
 from pdcompile.files import cache_folder, read_limited, write_whole
 from pdcompile.ir.graph import Op
@@ -45,7 +46,9 @@ class Environment:
         """The environment of this process."""
         import torch
 
-        kind = processor() if device == "cpu" else torch.cuda.get_device_name(device)
+        from pdcompile.hardware.devices import gpu_name
+
+        kind = processor() if device == HOST_KIND else gpu_name(device)
         threads = torch.get_num_threads()
         return Environment(torch.__version__, device, kind, threads, microbatch_size)
 

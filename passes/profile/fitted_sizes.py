@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pdcompile.cluster import HOST_KIND
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import CostedOp, Machine, calibrate, costed_ops, seconds, structural_key
 from pdcompile.passes.profile import Progress, Say, apply, measure, profile
@@ -131,7 +132,7 @@ class Sizes:
         sizes: Sequence[int],
         *,
         costs: Any = "measured",
-        device_kind: str = "cpu",
+        device_kind: str = HOST_KIND,
         progress: Progress | None = None,
         say: Say | None = None,
     ) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
@@ -79,7 +80,7 @@ def measure_stages(
     found: dict[str, StageTimes] = {}
     tensors = tensors_by_name(model, sources)
     edges = {edge.value: edge for edge in plan.edges}
-    device = next((one.device for one in tensors.values()), torch.device("cpu"))
+    device = next((one.device for one in tensors.values()), devices.HOST)
     with preserved_rng(device), untouched(model, training=True):
         model.zero_grad(set_to_none=True)
         values: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, resize
+from pdcompile.hardware import devices
 from pdcompile.passes.trace.calls.caches import caches
 from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.calls.outside import Outside
@@ -60,4 +61,4 @@ def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
     for tensor in (*tensors, *model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
             return tensor.device
-    return torch.device("cpu")
+    return devices.HOST

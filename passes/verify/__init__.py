@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.meta import unverifiable
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.verify.comparison import Comparison, difference_error
@@ -69,7 +69,7 @@ def verify(
         if report.differences and not sources.edited:
             raise difference_error(report.differences, capture.train)
         return replace(report, notes=capture.train.notes if mode != "auto" else ())
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    device = next((tensor.device for tensor in model.parameters()), devices.HOST)
     comparison = Comparison(capture, plan, sources, model, loss_fn, layout, device)
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1

@@ -13,6 +13,7 @@ from torch import nn
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.body import cloned_buffers
@@ -52,7 +53,7 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        return self.device.type == "cpu" and not self.rounded
+        return devices.is_host(self.device) and not self.rounded
 
     def run(self, calls: list[FlatCall], *, graph: bool) -> int:
         """Runs one step for each call; with `graph` the captured graph is compared as well.

@@ -5,16 +5,18 @@ Ops, plans and JSON hold the text; only this file makes and reads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from pdcompile.cluster import GPU_KIND, HOST_KIND, Device
 from pdcompile.errors import ConfigError
 
 OFF = "off"
 _DTYPES = ("bfloat16", "float16")
 
 
-def autocast_text(given: Any, device: str = "cpu") -> str | None:
+def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
     """The text for the option ``autocast=``: a dtype, its name, or a ``torch.autocast`` object.
 
     Args:
@@ -36,7 +38,7 @@ def autocast_text(given: Any, device: str = "cpu") -> str | None:
         given, device = given.fast_dtype, str(given.device)
     name = given if isinstance(given, str) else str(given)
     name = name.removeprefix("torch.")
-    if device in ("cpu", "cuda") and name.startswith(f"{device}:"):
+    if device in (HOST_KIND, GPU_KIND) and name.startswith(f"{device}:"):
         name = name.removeprefix(f"{device}:")
     if name not in _DTYPES:
         raise ConfigError(
@@ -54,5 +56,23 @@ def autocast_region(text: str | None) -> AbstractContextManager[Any]:
 
     device, _, dtype = text.rpartition(":")
     if dtype == OFF:
-        return torch.autocast(device or "cpu", enabled=False)
-    return torch.autocast(device or "cpu", dtype=getattr(torch, dtype))
+        return torch.autocast(device or HOST_KIND, enabled=False)
+    return torch.autocast(device or HOST_KIND, dtype=getattr(torch, dtype))
+
+
+def other_region(text: str | None, devices: Iterable[Device]) -> str:
+    """Why a region is not that of the devices that stages are for; "" where it is.
+
+    What a region casts depends on where the tensors are: on a GPU softmax and norms are computed in
+    float32, for example, and on the CPU they are not.
+    """
+    region = (text or "").partition(":")[0]
+    own = {one.kind: HOST_KIND if one.on_host else GPU_KIND for one in devices}
+    own = {one.kind: HOST_KIND if one.on_host else GPU_KIND for one in devices}
+    kinds = sorted(kind for kind, its in own.items() if its != region)
+    if not region or not kinds:
+        return ""
+    return (
+        f"the model was captured in the autocast region of {region}, and that of "
+        f"{', '.join(kinds)} casts other ops"
+    )

@@ -12,6 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from pdcompile.hardware import devices
+
 _SAMPLE_BYTES = 64  # at the beginning, and as many at the end
 
 WriteState = tuple[int, int, int]  # version counter, address, digest
@@ -24,7 +26,12 @@ def digest(tensor: Tensor) -> int:
     plain = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
     flat = plain.permute(order).contiguous().reshape(-1)  # no copy where all lies side by side
-    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).cpu().numpy().data)
+    return xxhash.xxh3_64_intdigest(devices.to_host(flat.view(torch.uint8)).numpy().data)
+
+
+def digest_here(tensor: Tensor) -> int:
+    """`digest` of what is in host memory; 0 for what is not, and would have to be waited for."""
+    return digest(tensor) if devices.on_host(tensor) else 0
 
 
 def digest_of_ends(tensor: Tensor) -> int:
@@ -34,8 +41,11 @@ def digest_of_ends(tensor: Tensor) -> int:
 
 
 def write_state(tensor: Tensor) -> WriteState:
-    """Version counter, address and hash of all values: equal unless the tensor was written."""
-    return tensor._version, address(tensor), digest(tensor)
+    """Version counter, address and hash of all values: equal unless the tensor was written.
+
+    Of a tensor on a GPU the hash is 0: there the version counter alone notices writes.
+    """
+    return tensor._version, address(tensor), digest_here(tensor)
 
 
 def write_state_sample(tensor: Tensor) -> WriteState:
@@ -46,7 +56,7 @@ def write_state_sample(tensor: Tensor) -> WriteState:
 
 def _ends(tensor: Tensor) -> bytes | None:
     start, length = address(tensor), tensor.numel() * tensor.element_size()
-    if not start or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not start or not devices.on_host(tensor) or not tensor.is_contiguous():
         return None
     taken = min(length, _SAMPLE_BYTES)
     return ctypes.string_at(start, taken) + ctypes.string_at(start + length - taken, taken)

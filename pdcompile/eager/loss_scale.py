@@ -71,13 +71,13 @@ class LossScale:
     def unscale(self, minibatch: int, gradients: Iterable[Tensor]) -> bool:
         """Divide by the scale, in place.  Returns whether all are finite."""
         factor = torch.tensor(self.scale(minibatch)).double().reciprocal().float().item()
-        finite = True
+        finite = []
         with torch.no_grad():
             for gradient in gradients:
                 numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
-                finite = finite and bool(torch.isfinite(numbers).all())
+                finite.append(torch.isfinite(numbers).all())
                 gradient.mul_(factor)
-        return finite
+            return not finite or bool(torch.stack(finite).all())  # a device is asked once
 
     def learn(self, minibatch: int, *, finite: bool) -> None:
         """All gradients of a minibatch were finite, or one was not: then it makes no update."""

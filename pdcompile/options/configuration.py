@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import HOST_KIND, Cluster
 from pdcompile.clusters import FORMS, cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
@@ -62,7 +62,7 @@ def configure(
     batch_size: int,
     splits: bool,
     num_ranks: int | None,
-    device: str = "cpu",
+    device: str = HOST_KIND,
 ) -> Configuration:
     """Resolve the options.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pdcompile.cluster import HOST_KIND
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError
@@ -88,7 +89,7 @@ def _asked(options: Options, name: str, stated: Any, stages: int) -> Any:
     if not _said(options, name):
         return None if stated == "callable" else stated
     if name == "autocast":
-        return autocast_text(given, (stated or "cpu").partition(":")[0])
+        return autocast_text(given, (stated or HOST_KIND).partition(":")[0])
     if name == "grad_scaler":
         return scaler_of(given) is not None
     if name == "loss_reduction":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, Device
 from pdcompile.errors import LaunchError, PdcompileError, PlanError
 from pdcompile.plan.schema import Plan, ranks_of
 from pdcompile.units import format_bytes
@@ -45,20 +45,15 @@ def lacks(
             "process runs this plan as it is",
         )
     here = range(count if processes is None else min(on_this_host or processes, count))
-    others = [devices[rank].kind for rank in here if devices[rank].kind != "cpu"]
-    needed = min(len(others), 1) if processes is None else len(others)
-    if gpus is not None and gpus < needed:
-        yield LaunchError(
-            f"the plan is for {', '.join(sorted({*others}))} devices, {len(others)} of them on "
-            f"this host, and torch finds {gpus} GPUs",
-            where=f"{where}: cluster",
-            remedy="run it on such machines, or plan again for what is here: --cluster auto",
-        )
+    yield from lacks_devices(
+        [devices[rank] for rank in here],
+        alone=processes is None, gpus=gpus, where=f"{where}: cluster",
+    )  # fmt: skip
     ledgers = () if plan.forecast is None else plan.forecast.ledgers
     held = [
         ledger.total_bytes
         for rank, ledger in enumerate(ledgers)
-        if rank in here and devices[rank].kind == "cpu"
+        if rank in here and devices[rank].on_host
     ]
     if memory_bytes is not None and sum(held) > memory_bytes:
         yield PlanError(
@@ -67,4 +62,33 @@ def lacks(
             where=f"{where}: forecast",
             remedy="fewer ranks a host; or plan again with --memory "
             f"{memory_bytes // len(held) // 10**6}MB, and --recompute auto",
+        )
+
+
+def lacks_devices(
+    devices: Sequence[Device], *, alone: bool, gpus: int | None, where: str = "cluster"
+) -> Iterator[PdcompileError]:
+    """What is missing for those devices of a cluster that are on this host: a GPU for each, or one
+    that all of them share, where one process is all ranks (`alone`).
+
+    Args:
+        gpus: of this host; None: not known.
+    """
+    others = [device.kind for device in devices if not device.on_host]
+    needed = min(len(others), 1) if alone else len(others)
+    if gpus is not None and gpus < needed:
+        yield LaunchError(
+            f"the plan is for {', '.join(sorted({*others}))} devices, {len(others)} of them on "
+            f"this host, and torch finds {gpus} GPUs",
+            where=where,
+            remedy="run it on such machines, or plan again for what is here: --cluster auto; "
+            "`pdcompile plan`, `simulate` and `dump` work for any kind",
+        )
+    if alone and 0 < len(others) < len(devices):
+        kinds = sorted({device.kind for device in devices})
+        yield LaunchError(
+            f"one process would have stages on {' and '.join(kinds)} devices",
+            where=where,
+            remedy="start one process a rank, with torchrun; or one kind for all devices: "
+            f"Cluster.local({len(devices)}, kind={others[0]!r})",
         )

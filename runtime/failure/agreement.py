@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdcompile.batch import FlatCall
 from pdcompile.errors import ContractError
+from pdcompile.hardware import devices
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Transport
 from pdcompile.schedule import Kind
@@ -86,8 +87,8 @@ class Agreement:
 def _digest(leaf: Any) -> int:
     """A number for a tensor, of at most 64 elements: enough to notice another minibatch, and
     too cheap to matter; 0 where there is none."""
-    if not isinstance(leaf, Tensor) or not leaf.numel():
-        return 0
+    if not isinstance(leaf, Tensor) or not leaf.numel() or not devices.on_host(leaf):
+        return 0  # a device is not waited for
     flat = leaf.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // 64)].contiguous().cpu()
+    sample = flat[:: max(1, flat.numel() // 64)].contiguous()
     return 1 + zlib.crc32(sample.view(torch.uint8).numpy().tobytes())

@@ -10,9 +10,9 @@ the schedule splits it, it stops where no earlier stage waits, and goes on later
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from pdcompile.eager.randomness import DrawScope
 from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.ir.stage_interface import named_results
 from pdcompile.plan import TiedParameter
+from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.stage.absent import absent, is_absent
 from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.second_run import Kept, SecondRun
@@ -70,6 +71,13 @@ class _Flight:
     sent: set[int] = field(default_factory=set)  # by the first part: memory of gradients
 
 
+class Precision(NamedTuple):
+    """The region that model and loss run in, and the scale of the loss."""
+
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scale: LossScale | None = None
+
+
 class Compute:
     """The compute of one stage."""
 
@@ -79,21 +87,20 @@ class Compute:
         tied: tuple[TiedParameter, ...],
         weights: StageWeights,
         streams: Streams,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        precision: Precision,
         second: SecondRun | None = None,
         *,
         whole: bool = False,
-        scale: LossScale | None = None,
+        device: RankDevice | None = None,
     ) -> None:
-        """`second`: of a stage that recomputes; `whole`: its backward cannot be split; `scale`: of
-        the loss."""
+        """`second`: of a stage that recomputes; `whole`: its backward cannot be split."""
+        self._device = device or RankDevice()
         self._stage = stage
         self._weights = weights
         self._streams = streams
-        self._autocast = autocast
+        self._autocast, self._scale = precision
         self._second = second
         self._whole = whole
-        self._scale = scale
         held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
         self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
         self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
@@ -110,7 +117,7 @@ class Compute:
         wiring, leaves = feed.wiring, feed.leaves[microbatch]
         module = self._weights.module(version, wiring.training)
         given = [
-            leaves[port.path or ""] if edge is None else receive(edge)
+            self._placed(leaves[port.path or ""]) if edge is None else receive(edge)
             for port, edge in wiring.inputs
         ]
         kept = None
@@ -137,7 +144,8 @@ class Compute:
                 value = entrance.value
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(feed.minibatch, microbatch)
-        with torch.set_grad_enabled(wiring.training), self._autocast():
+        trains, region = torch.set_grad_enabled(wiring.training), self._autocast()
+        with trains, region, self._device.making():
             results = module(*arguments)
             values = named_results(self._stage, [port for port, _ in wiring.outputs], results)
             if wiring.is_last and feed.with_loss:
@@ -169,10 +177,13 @@ class Compute:
             assert signature.loss is not None
             return check_loss(values[signature.loss], "the model's output")
         arguments = [
-            values[port.value] if port.value in values else leaves[port.path or ""]
+            values[port.value] if port.value in values else self._placed(leaves[port.path or ""])
             for port in signature.loss_inputs
         ]
         return check_loss(module.loss(*arguments), "loss_fn")
+
+    def _placed(self, leaf: Any) -> Any:
+        return self._device.place(leaf) if isinstance(leaf, Tensor) else leaf
 
     def backward(
         self,
@@ -250,7 +261,7 @@ class Compute:
         roots: list[Root] = [
             (origin, gradient)
             for origin, gradient in came
-            if origin is not None and not is_absent(gradient)
+            if origin is not None and not (self._device.on_host(gradient) and is_absent(gradient))
         ]
         if flight.loss is not None and flight.loss.requires_grad:
             scale = None if self._scale is None else self._scale.scale(feed.minibatch)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import InputError
+from pdcompile.hardware import devices
 from pdcompile.position import Accumulated
 from pdcompile.runtime.interpreter import Box, Worker
 from pdcompile.runtime.session import Session
@@ -84,7 +85,7 @@ def _heard(asked: Mapping[int, list[str]], box: Box) -> dict[str, Accumulated]:
     for first, names in asked.items():
         count, *present = box.tensors[first, -1].tolist()
         for item, (name, has) in enumerate(zip(names, present, strict=True), first + 1):
-            gradient = box.tensors[item, -1].detach().cpu().clone() if has else None
+            gradient = devices.to_host(box.tensors[item, -1].detach()).clone() if has else None
             if count:
                 found[name] = Accumulated(count, gradient)
     return found

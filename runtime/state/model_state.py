@@ -11,7 +11,9 @@ from pdcompile.checkpoint.extra_states import extra_states, set_extra_states, te
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
+from pdcompile.hardware import devices
 from pdcompile.ir.records import TensorInfo
+from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.given_state import check_state
@@ -115,6 +117,25 @@ class State:
                 set_tensor(self._model, name, gone[fqn])
         self.tensors.update(gone)
 
+    def place(self, device: RankDevice) -> None:
+        """The tensors that this process holds go to its device: parameters stay the same objects,
+        buffers and constants are others, as after model.to(…)."""
+        mine = set(self._ranks)
+        moved: dict[str, Tensor] = {}
+        for fqn, tensor in self.tensors.items() if device.queued else ():
+            if mine.isdisjoint(self._holders.get(fqn, mine)) or not device.on_host(tensor):
+                continue
+            if isinstance(tensor, nn.Parameter):
+                gradient, tensor.grad = tensor.grad, None
+                tensor.data = device.place(tensor.data)
+                tensor.grad = None if gradient is None else device.place(gradient)
+            else:
+                moved[fqn] = device.place(tensor)
+        for name in _names(self._model):
+            if (fqn := self._canonical.get(name, name)) in moved:
+                set_tensor(self._model, name, moved[fqn])
+        self.tensors.update(moved)
+
     def part(self) -> dict[str, Tensor]:
         """What this process holds, live and detached, under the model's names."""
         mine = set(self._ranks)
@@ -145,7 +166,7 @@ class State:
         if 0 not in self._ranks:
             return {}
         found = {
-            fqn: box.tensors[number, -1].detach().to("cpu", copy=(number, -1) not in box.expected)
+            fqn: _copied(box.tensors[number, -1], owned=(number, -1) in box.expected)
             for number, (fqn, _) in enumerate(infos)
         }
         tensors = {key: found[self._canonical[key]] for key in self._keys}
@@ -181,6 +202,12 @@ class State:
                 whole.setdefault(fqn, _like(self.tensors[fqn], state[name]))
                 set_tensor(model, name, whole[fqn])
         return model
+
+
+def _copied(tensor: Tensor, *, owned: bool) -> Tensor:
+    """In host memory, and nobody else's; `owned`: it is that already."""
+    found = devices.to_host(tensor.detach())
+    return found if owned or found.data_ptr() != tensor.data_ptr() else found.clone()
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError, ContractError
+from pdcompile.hardware import devices
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.warn import warn
 
@@ -89,4 +90,4 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The values as a flat run of bytes on the CPU (a copy unless they already are one)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return devices.to_host(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)

@@ -10,14 +10,16 @@ after the other.  Over gloo that order is kept on every commit's tests; NCCL nee
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from pdcompile.errors import ScheduleError
 from pdcompile.releases.torch_internals import profiler_records, record_functions
+from pdcompile.runtime.device.fetched import Fetched
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
 from pdcompile.schedule.spec import OPERATIONS, PipelineSpec, hops
@@ -36,9 +38,10 @@ class PeerLost(RuntimeError):
 class Link(Protocol):
     """Where messages of one half go."""
 
-    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
         """Begin a message from or into memory that is the link's until the Work that this returns
-        has been waited for.  Messages of a channel come in their order."""
+        has been waited for; what is on its way there is sent when it has come.  Messages of a
+        channel come in their order."""
 
     def abandon(self) -> None:
         """Let go of the groups, so that connections can close."""
@@ -50,11 +53,10 @@ class TaggedLink:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
         post = self._group.send if sending else self._group.recv
         try:
-            with unrecorded():
-                return post([flat], channel.peer, channel.tag)
+            return flat.then(partial(_posted, post, flat.tensor, channel.peer, channel.tag))
         finally:
             del post  # see Transfer
 
@@ -112,19 +114,26 @@ class OrderedLink:
         """`groups`: by the rank at the other end; the lower of the two is rank 0 there."""
         self._rank, self._groups, self._order = rank, dict(groups), order
 
-    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
-        group = self._groups[channel.peer]
+    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
+        group, other = self._groups[channel.peer], int(channel.peer > self._rank)
         post = group.send if sending else group.recv
         found = _InOrder(self._order, channel)
         try:
-            with unrecorded():
-                found.work = post([flat], int(channel.peer > self._rank), 0)
+            found.work = flat.then(partial(_posted, post, flat.tensor, other, 0))
         finally:
             del group, post
         return found
 
     def abandon(self) -> None:
         self._groups.clear()
+
+
+def _posted(post: Callable[..., Any], flat: Tensor, peer: int, tag: int) -> Any:
+    try:
+        with unrecorded():
+            return post([flat], peer, tag)
+    finally:
+        del post  # see Transfer
 
 
 def pairs(spec: PipelineSpec, *others: PipelineSpec) -> list[tuple[int, int]]:

@@ -45,14 +45,16 @@ class Norms:
         """Give this rank's norms to all others."""
         finite = self.scale is None or self.scale.unscale(minibatch, gradients.values())
         mine = {fqn: norm_of(g) for fqn, g in gradients.items()}
-        absent = torch.tensor(ABSENT)
-        row = torch.zeros(len(self._names) + 2, dtype=torch.float64)
+        there = self._sums.device
+        absent = torch.full((), ABSENT, device=there.device)
+        row = torch.zeros(len(self._names) + 2, dtype=torch.float64, device=there.device)
         if self._mine:
             listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._mine]
             row[self._before : self._before + len(listed)] = torch.stack(listed)
         if self.scale is not None:  # a norm can overflow where every gradient is finite
-            row[-2:] = torch.tensor([self.scale.scale(minibatch), 0.0 if finite else 1.0])
-        self._posted[minibatch] = mine, self._sums.start(row)
+            row[-2], row[-1] = self.scale.scale(minibatch), 0.0 if finite else 1.0
+        # What is queued on a device is read from the row, which comes to the host.
+        self._posted[minibatch] = {} if there.queued else mine, self._sums.start(row)
 
     def ready(self, minibatch: int) -> bool:
         return self._posted[minibatch][1].ready()
@@ -60,8 +62,9 @@ class Norms:
     def wait(self, minibatch: int) -> Tensor:
         """The total norm over all ranks: a scalar, the same everywhere."""
         norms, handle = self._posted.pop(minibatch)
-        row = handle.wait()
-        assert row is not None
+        total = handle.wait()
+        assert total is not None
+        row = self._sums.device.fetch(total).wait()
         if self.scale is not None:
             self._refuse_unlike(minibatch, float(row[-2]) / self._sums.size)
             self.scale.learn(minibatch, finite=not row[-1])

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch import memory_order
+from pdcompile.runtime.device.fetched import Fetched
+from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.runtime.stage.absent import is_absent
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     SEAL_BYTES,
@@ -34,6 +37,9 @@ from pdcompile.runtime.transport.links import Link, PeerLost, TaggedLink
 from pdcompile.schedule import Kind
 from pdcompile.schedule.instruction import DATA
 
+#: what stays in host memory: the program reads it, or it is for the user's whole state
+ON_HOST = frozenset((Kind.CALL, Kind.LOSS, Kind.STATE))
+
 
 class Handle:
     """A message in flight. `wait` returns the tensor of a receive.
@@ -46,6 +52,10 @@ class Handle:
     def ready(self) -> bool:
         """Whether wait may be called now: on a blocking transport always."""
         return True
+
+    def known(self) -> bool:
+        """Whether wait returns at once."""
+        return False
 
     def wait(self) -> Tensor | None:
         raise NotImplementedError
@@ -60,8 +70,24 @@ class Done(Handle):
     def __init__(self, tensor: Tensor | None = None) -> None:
         self._tensor = tensor
 
+    def known(self) -> bool:
+        return True
+
     def wait(self) -> Tensor | None:
         return self._tensor
+
+
+class OnItsWay(Handle):
+    """A tensor of this rank, on its way to host memory."""
+
+    def __init__(self, fetched: Fetched) -> None:
+        self._fetched = fetched
+
+    def known(self) -> bool:
+        return self._fetched.ready()
+
+    def wait(self) -> Tensor:
+        return self._fetched.wait()
 
 
 class Transport(Protocol):
@@ -89,17 +115,19 @@ class GroupTransport:
     """One rank's messages: control over `group`, data over it too or over a link of its own.
 
     `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart;
-    `sealed`: every message has a checksum and says what it is.  Headers are control.
+    `sealed`: every message has a checksum and says what it is.  Headers are control.  gloo reads
+    and writes host memory: what is on a `device` goes through copies there, while it computes on.
     """
 
     blocking = True
 
     def __init__(
         self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False,
-        data: Link | None = None,
+        data: Link | None = None, device: RankDevice | None = None,
     ) -> None:  # fmt: skip
         self.rank, self._reach = rank, reach
         self.sealed = sealed
+        self.device = device or RankDevice()
         self._sent: Counter[Channel] = Counter()  # messages, where they are sealed
         self.control: Link = TaggedLink(group)
         self._data = data or self.control
@@ -117,10 +145,13 @@ class GroupTransport:
             order = self._outgoing[channel] = memory_order(tensor)
             if channel.kind is not Kind.CALL:
                 header = header_of(channel, tensor, order, minibatch, self._plan)
-                self._defer(_Transfer(self.control, to_bytes(header, (0,)), channel, sending=True))
-        flat = to_bytes(tensor, order)
+                told = Fetched(to_bytes(header, (0,)))
+                self._defer(_Transfer(self.control, told, channel, sending=True))
+        fetch = Fetched if channel.kind is Kind.CALL else self.device.fetch
+        flat = fetch(to_bytes(tensor, order))
         if self.sealed:
-            flat = seal(flat, channel, self._sent[channel], minibatch, self._plan)
+            closed = seal(flat.wait(), channel, self._sent[channel], minibatch, self._plan)
+            flat = Fetched(closed)
             self._sent[channel] += 1
         sent = _Transfer(self.link(channel), flat, channel, sending=True)
         if not deferred:
@@ -164,8 +195,8 @@ class _Transfer(Handle):
     only when the last Work is gone, and a traceback may live long.
     """
 
-    def __init__(self, link: Link, flat: Tensor, channel: Channel, *, sending: bool) -> None:
-        self._flat: Tensor | None = flat
+    def __init__(self, link: Link, flat: Fetched, channel: Channel, *, sending: bool) -> None:
+        self._flat: Fetched | None = flat
         self._channel = channel
         self._work: Any = None
         try:
@@ -194,18 +225,20 @@ class _Incoming:
         self.slots: list[Tensor] = []
         self.waiting: list[_Received] = []  # posted when the header has been read
         self.sealed = transport.sealed
+        self.device = RankDevice() if channel.kind in ON_HOST else transport.device
+        self.may_lack = channel.kind in (Kind.GRADIENT, Kind.TIED)
         self._posted = 0
         self._transport = transport
         self._channel = channel
         self._plan = plan
         if self.order is None:
             self._header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
-            header = self._header.view(torch.uint8)
+            header = Fetched(self._header.view(torch.uint8))
             self._arriving = _Transfer(transport.control, header, channel, sending=False)
 
     def transfer(self, flat: Tensor) -> _Transfer:
         link = self._transport.link(self._channel)
-        return _Transfer(link, flat, self._channel, sending=False)
+        return _Transfer(link, Fetched(flat), self._channel, sending=False)
 
     def opened(self) -> tuple[int, ...]:
         """The memory order; waits for the header, compares it, posts what was held back."""
@@ -232,7 +265,7 @@ class _Incoming:
             slot = self.slots.pop()
             if slot.numel() >= num_bytes:
                 return slot
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return self.device.empty(num_bytes)
 
 
 class _Received(Handle):
@@ -250,20 +283,24 @@ class _Received(Handle):
         # Autograd may keep a gradient's memory as a parameter's .grad: gradients get memory of
         # their own, only activations use slots.
         size = max(1, self.expected.num_bytes) + (SEAL_BYTES if self._source.sealed else 0)
-        self._serial = self._source.take_number()
-        self._flat = (
-            self._source.slot(size) if self._pooled else torch.empty(size, dtype=torch.uint8)
-        )
+        source, self._serial = self._source, self._source.take_number()
+        self._flat = source.slot(size) if self._pooled else source.device.empty(size)
         self.memory = self._flat.untyped_storage().data_ptr()
-        self._size = size
-        self._transfer = self._source.transfer(self._flat[:size])
+        self._landing = source.device.landing(self._flat[:size])
+        self._transfer = source.transfer(self._landing.memory)
 
     def wait(self) -> Tensor:
         order = self._source.opened()
         self._transfer.wait()
         assert self._flat is not None
         if self._source.sealed:
-            self._source.check(self._flat[: self._size], self._serial, self.expected.minibatch)
+            self._source.check(self._landing.memory, self._serial, self.expected.minibatch)
+        if self._landing.beside and self._source.may_lack:
+            there = from_bytes(self._landing.memory, self.expected, order)
+            if is_absent(there):  # which the host has to know
+                return there
+        self._landing.arrived()
+        del self._landing
         return from_bytes(self._flat, self.expected, order)
 
     def free(self) -> None:

@@ -8,8 +8,9 @@ microbatches take): behind its values a bucket counts, for each tensor, the repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import prod
 from threading import Thread
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ContractError
+from pdcompile.runtime.device.fetched import Fetched
+from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.transport.links import DeviceOrder, PeerLost, unrecorded
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.schedule.spec import BUCKET_BYTES
@@ -40,14 +43,17 @@ class Shape(NamedTuple):
 
 
 class Sums(Protocol):
-    """Ranks that sum, as one of them sees the others; `apart`: in memory of their own."""
+    """Ranks that sum, as one of them sees the others; `apart`: in memory of their own; `device`:
+    that of this process."""
 
     size: int
     index: int
     apart: bool
+    device: RankDevice
 
     def start(self, flat: Tensor) -> Handle:
-        """Add this rank's part; `wait` returns the sum.  The same calls on every rank."""
+        """Add this rank's part; `wait` returns the sum, which may be in host memory where the part
+        was not.  The same calls on every rank."""
 
     def abandon(self) -> None:
         """Let go of what was begun, so that connections can close."""
@@ -62,20 +68,24 @@ class GroupSums:
     apart = True
 
     def __init__(
-        self, group: Any, ranks: Sequence[int], index: int, order: DeviceOrder | None = None
-    ) -> None:
-        self.size, self.index = len(ranks), index
+        self, group: Any, ranks: Sequence[int], index: int, order: DeviceOrder | None = None,
+        device: RankDevice | None = None,
+    ) -> None:  # fmt: skip
+        self.size, self.index, self.device = len(ranks), index, device or RankDevice()
         self._group = group
         self._ranks = ranks
         self._order = order
         self._next = ranks[(index + 1) % len(ranks)]
 
     def start(self, flat: Tensor) -> Handle:
-        real = torch.view_as_real(flat) if flat.is_complex() else flat  # gloo has no complex sums
+        fetched = self.device.fetch(flat)
+        here = fetched.tensor
+        real = torch.view_as_real(here) if here.is_complex() else here  # gloo has no complex sums
         if self._order is not None:
             self._order.begin(self, f"a sum over ranks {', '.join(map(str, self._ranks))}")
-        with unrecorded():
-            return _Reducing(self._group.allreduce([real]), flat, self)
+        return _Reducing(
+            fetched.then(partial(_reduced, self._group.allreduce, real)), fetched, self
+        )
 
     def ended(self) -> None:
         """The oldest of what was started is known."""
@@ -95,8 +105,13 @@ class GroupSums:
         ending.join(_END_SECONDS)
 
 
+def _reduced(allreduce: Callable[..., Any], flat: Tensor) -> Any:
+    with unrecorded():
+        return allreduce([flat])
+
+
 class _Reducing(Handle):
-    def __init__(self, work: Any, flat: Tensor, sums: GroupSums) -> None:
+    def __init__(self, work: Any, flat: Fetched, sums: GroupSums) -> None:
         self._work, self._flat, self._sums = work, flat, sums
 
     def wait(self) -> Tensor:
@@ -107,7 +122,7 @@ class _Reducing(Handle):
         else:
             self._work = None  # an error's frames may hold this for long: connections close without
             self._sums.ended()
-            return self._flat
+            return self._flat.tensor
         self._work = None
         raise self._sums.lost(text)
 
@@ -117,8 +132,10 @@ class LocalSums:
 
     apart = False
 
-    def __init__(self, board: Board, size: int, index: int) -> None:
-        self.size, self.index = size, index
+    def __init__(
+        self, board: Board, size: int, index: int, device: RankDevice | None = None
+    ) -> None:
+        self.size, self.index, self.device = size, index, device or RankDevice()
         self._board = board
         self._numbers = count()
 
@@ -165,7 +182,7 @@ class Reduction:
     """
 
     def __init__(self, sums: Sums, shapes: Mapping[str, Shape]) -> None:
-        self._sums = sums
+        self._sums, self._device = sums, sums.device
         self._shapes = shapes
         self._buckets = _buckets(shapes)
         self._place = {name: n for n, bucket in enumerate(self._buckets) for name in bucket}
@@ -215,11 +232,13 @@ class Reduction:
     def _flat(self, bucket: Sequence[str], tensors: dict[str, Tensor]) -> Tensor:
         dtype = self._shapes[bucket[0]].dtype
         present = torch.tensor([name in tensors for name in bucket], dtype=dtype)
+        present = self._device.place(present)
         parts = []
         for name in bucket:
             tensor = tensors.pop(name, None)
             if tensor is None:
-                parts.append(torch.zeros(prod(self._shapes[name].sizes), dtype=dtype))
+                count = prod(self._shapes[name].sizes)
+                parts.append(torch.zeros(count, dtype=dtype, device=self._device.device))
                 continue
             if tensor.layout != torch.strided:
                 raise ContractError(
@@ -239,8 +258,9 @@ class Reduction:
             flat = handle.wait()
             assert flat is not None
             sizes = [prod(self._shapes[name].sizes) for name in bucket]
-            *parts, present = torch.split(flat, [*sizes, len(bucket)])
-            for name, part, replicas in zip(bucket, parts, present.real.tolist(), strict=True):
+            present = self._device.fetch(flat[-len(bucket) :].real).wait()
+            parts = torch.split(self._device.place(flat), [*sizes, len(bucket)])
+            for name, part, replicas in zip(bucket, parts, present.tolist(), strict=False):
                 if replicas:
                     found[name] = part.view(self._shapes[name].sizes), int(replicas)
         return found

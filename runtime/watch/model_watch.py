@@ -90,7 +90,7 @@ class ModelWatch:
         self._modes = {training: modes_in(model, training) for training in (True, False)}
         self._switched = {mode: modes_after_switch(model, mode) for mode in (True, False)}
         named = [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
-        self._read = {name: digest.digest(tensor) for name, tensor in named if name in read}
+        self._read = {name: digest.digest_here(tensor) for name, tensor in named if name in read}
         self._values: dict[str, digest.WriteState] = {}
         self._older: list[tuple[str, Tensor, tuple[int, int]]] = []
         self._default_dtype = torch.get_default_dtype()
@@ -113,7 +113,7 @@ class ModelWatch:
         seen = [was[1:] for was in self._values.values()] + [was for *_, was in self._older]
         known = {address: bits for address, bits in seen if address} if one_update else {}
         self._older = [
-            (name, tensor, (at, known[at] if at in known else digest.digest(tensor)))
+            (name, tensor, (at, known[at] if at in known else digest.digest_here(tensor)))
             for name, tensor, at in ((n, t, digest.address(t)) for n, t in older)
         ]
         self._hooks = self._gradient_hooks() if in_flight else []
@@ -233,7 +233,7 @@ class ModelWatch:
 
     def _check_values(self, in_flight: bool) -> None:
         for name, tensor, then in self._older:
-            if (digest.address(tensor), digest.digest(tensor)) != then:
+            if (digest.address(tensor), digest.digest_here(tensor)) != then:
                 raise ConfigError(
                     "an older version of this parameter was written, on which the next minibatch "
                     "is computed; a view that was taken before the last update shows it",
@@ -244,7 +244,7 @@ class ModelWatch:
             return
         present = dict(self._tensors())
         for name, number in self._read.items():
-            if digest.digest(present[name]) != number:
+            if digest.digest_here(present[name]) != number:
                 raise ConfigError(
                     "forward turns the value of this tensor into a Python number, which is part "
                     "of the stages, and the value was changed",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.hardware import devices
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.comparison.step_values import same
@@ -72,7 +73,7 @@ def check_repeats(
 
 def _equal(one: Any, other: Any) -> bool:
     pairs = zip(tensors_among(one), tensors_among(other), strict=False)
-    return all(a.device.type != "cpu" or same_values(a, b) for a, b in pairs)
+    return all(not devices.on_host(a) or same_values(a, b) for a, b in pairs)
 
 
 def both(one: ObservedCall, other: ObservedCall) -> ObservedCall:

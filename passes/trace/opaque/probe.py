@@ -21,6 +21,7 @@ from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.module_hooks import acting_hooks
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
+from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
@@ -119,7 +120,8 @@ def _run_once(
     watch = _OpaqueWatch(model, subject.table, frozenset(paths), hooks=hooks)
     sentinel = Sentinel()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
+    given = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
+    device = next(given, devices.HOST).type
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.calls())

@@ -16,6 +16,7 @@ import torch
 
 from pdcompile.eager.snapshot import is_array
 from pdcompile.errors import TraceError
+from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
@@ -121,7 +122,7 @@ class DrawnInPython(Interceptor):
         if made is None:
             raise refusal
         with NoTorchFunction():
-            fake = real_shapes.rebuilt(made, torch.device("cpu"))
+            fake = real_shapes.rebuilt(made, devices.HOST)
             tape.record("function", TARGET, "drawn", (name, args, kwargs), {}, fake, draw)
         if isinstance(drawn, torch.Tensor):
             return fake

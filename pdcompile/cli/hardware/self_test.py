@@ -14,7 +14,9 @@ import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
 from pdcompile.given import check_here
+from pdcompile.hardware import devices
 from pdcompile.options import Options
+from pdcompile.runtime.device.rank_device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
 
 STEPS, BATCH, MICROBATCHES, WIDTH = 4, 16, 4, 32
@@ -39,13 +41,15 @@ class Outcome:
     """What became of one schedule.
 
     `difference`: the largest one of a weight or loss from the reference, relative to the largest
-    value of its tensor; None where it did not run, and `said` why.
+    value of its tensor; None where it did not run, and `said` why.  `memory`: of rank 0's GPU after
+    it.
     """
 
     schedule: str
     difference: float | None
     step_seconds: float = 0.0
     said: str = ""
+    memory: DeviceMemory | None = None
 
     @property
     def passed(self) -> bool:
@@ -77,11 +81,11 @@ def self_test(
 
 def usable(ranks: int, device: torch.device) -> tuple[torch.device, str]:
     """The device, or the CPU with the reason why the runtime does not take the device."""
-    if device.type != "cpu":
+    if not devices.is_host(device):
         try:
             check_here(Options(cluster=_cluster(max(ranks, 2), ranks, device)), None)
         except PdcompileError as error:
-            return torch.device("cpu"), f"on the CPU: {error.message}"
+            return devices.HOST, f"on the CPU: {error.message}"
     return device, ""
 
 
@@ -121,7 +125,7 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
         pipe.flush()
         ours = [number(loss) for loss in losses]
         state = pipe.full_state_dict()
-        plan = pipe.plan
+        plan, memory = pipe.plan, pipe.device_memory
     if rank != 0:
         return Outcome(name, 0.0)
     again = Residuals(max(8, stages)).to(device)
@@ -136,7 +140,7 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
         other = expected[key].to(value.device)
         off.append(float((value - other).abs().max() / other.abs().max().clamp(min=1e-30)))
     seconds = (ended[-1] - ended[0]) / (len(ended) - 1)
-    return Outcome(name, max(off), seconds)
+    return Outcome(name, max(off), seconds, memory=memory)
 
 
 def number(loss: Any) -> float:
@@ -145,8 +149,10 @@ def number(loss: Any) -> float:
 
 
 def _cluster(places: int, ranks: int, device: torch.device) -> Cluster | str:
-    if device.type == "cpu" and ranks > 1:
+    if devices.is_host(device) and ranks > 1:
         return "auto"
-    cluster = Cluster.local(places) if ranks == 1 else Cluster.auto()
-    devices = tuple(replace(one, kind=device.type) for one in cluster.devices)
-    return replace(cluster, devices=devices)
+    if ranks == 1:
+        return Cluster.local(places, kind=device.type)
+    cluster = Cluster.auto()
+    kinds = tuple(replace(one, kind=device.type) for one in cluster.devices)
+    return replace(cluster, devices=kinds)

@@ -1,0 +1,73 @@
+"""Devices of this host as torch has them: whatever names one of them, asks here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.cluster import GPU_KIND, HOST_KIND
+
+HOST = torch.device(HOST_KIND)
+GPU = GPU_KIND
+
+
+def gpus() -> int:
+    """How many GPUs torch finds; torch built for CPUs finds none."""
+    return torch.cuda.device_count()
+
+
+def gpu(index: int) -> torch.device:
+    """The GPU of that number."""
+    return torch.device(GPU, index)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether its numbers are in the host's memory, where Python reads them without waiting."""
+    return tensor.device.type == HOST.type
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory, itself where it is there; waits for the device."""
+    return tensor.cpu()
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether it computes in the memory of the host."""
+    return device.type == HOST.type
+
+
+def of_process(number: int, processes: int) -> torch.device:
+    """The GPU of a process of this host by its number, where each of the processes has one; else
+    the CPU.  A GPU becomes torch's present one."""
+    if not gpus() >= processes > 0:
+        return HOST
+    found = gpu(number)
+    torch.cuda.set_device(found)
+    return found
+
+
+#: of torch.distributed, for tensors of either kind
+BACKENDS = f"{HOST.type}:gloo,{GPU}:nccl"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what is queued on a GPU; on the CPU nothing is."""
+    if not is_host(device):
+        torch.cuda.synchronize(device)
+
+
+def gpu_name(device: torch.device | str) -> str:
+    """What its maker calls a GPU."""
+    return torch.cuda.get_device_name(device)
+
+
+def gpu_memory_bytes(device: torch.device) -> int:
+    """All memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def timed_event() -> Any:
+    """A place in what the present GPU has queued, which says when it came to that."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,536 @@
+"""Stages on a GPU that is simulated: the results of the CPU, in an order that a GPU would keep."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.hardware import devices
+from pdcompile.plan.here import lacks_devices
+from pdcompile.runtime.device.fetched import Deferred, DeviceFailed, Fetched, Starter
+from pdcompile.runtime.device.of_rank import device_of
+from pdcompile.runtime.device.queued_device import QueuedDevice
+from pdcompile.runtime.device.rank_device import RankDevice
+from tests.helpers.alike import COMMON, PLANNED, WORKLOAD, Call, compiled
+from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, gpt, mlp, unet
+from tests.helpers.simulated_gpu import GPU, Event, SimulatedGpu, Stream
+from tests.test_device_order import LOCAL, SINGLE, trained
+from tests.test_imports import modules
+from tests.test_runtime_distributed import BITWISE, FAILURES, OWN_LOOP
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+ONE_OF_TWO_CALLS_AGO = "OnItsWay.wait"
+
+# -- in one process ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_capture_a_model")
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in LOCAL),
+        (mlp, {"schedule": "1f1b", "stages": 2}),
+        pytest.param(
+            unet, {"schedule": "1f1b", "stages": 2, "recompute": True}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            partial(gpt, dropout=0.1), {"schedule": "1f1b", "stages": 2, "max_grad_norm": None},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_results_are_those_of_the_cpu_and_everything_is_in_order(
+    build: Any, options: dict[str, Any]
+) -> None:
+    expected = trained(build, options)
+    with SimulatedGpu() as gpu:
+        found = trained(build, options)
+    assert gpu.violations == []
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert gpu.ops["stream 1"] > 100
+    assert gpu.ops["stream 2"]
+    assert gpu.ops["stream 3"]
+
+
+def test_the_host_waits_for_no_loss_but_that_of_two_calls_ago() -> None:
+    with SimulatedGpu() as gpu:
+        pipe = compiled(mlp, stages=2, schedule="1f1b", max_grad_norm=None).prepare()
+        x, y = batch_for(mlp(), 8)
+        before, losses = len(gpu.waits), []
+        for _ in range(2):
+            losses.append(pipe.step(x, target=y).loss)
+            assert len(gpu.waits) == before
+        losses.append(pipe.step(x, target=y).loss)
+        assert [ONE_OF_TWO_CALLS_AGO in place for place in gpu.waits[before:]] == [True]
+        assert [loss.done() for loss in losses] == [True, False, False]
+        assert losses[1].wait().device == devices.HOST
+        assert len(gpu.waits) == before + 2
+    assert gpu.violations == []
+
+
+def test_clipping_waits_for_the_norms() -> None:
+    with SimulatedGpu() as gpu:
+        pipe = compiled(mlp, stages=2, schedule="1f1b", max_grad_norm=1.0).prepare()
+        x, y = batch_for(mlp(), 8)
+        before = len(gpu.waits)
+        pipe.step(x, target=y)
+        assert {place.partition(" < ")[2].partition(" <")[0] for place in gpu.waits[before:]} == {
+            "Norms.wait"
+        }
+    assert gpu.violations == []
+
+
+def test_parameters_stay_the_same_objects_and_move() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.register_buffer("scale", torch.full((16,), 2.0))
+            self.also = self.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(x.shape[1], dtype=x.dtype)  # of nothing that is on a device
+            made: Tensor = self.second(self.first(x * self.scale + places))
+            return made
+
+    with SimulatedGpu() as gpu:
+        model = Counting()
+        weight = model.first.weight
+        pipe = pdcompile.compile(
+            model, (torch.ones(8, 16),), example_target=torch.ones(8, 16),
+            loss_fn=nn.functional.mse_loss, stages=2, **PLANNED,
+        ).prepare()  # fmt: skip
+        assert model.first.weight is weight
+        assert gpu.memory(weight).kind == gpu.memory(model.scale).kind == "device"
+        result = pipe.step(torch.ones(8, 16), target=torch.ones(8, 16))
+        assert gpu.memory(result.outputs).kind == "device"
+        assert all(gpu.memory(one).kind == "host" for one in pipe.full_state_dict().values())
+        assert weight.grad is None
+        assert pipe.device_memory == (1000, 2000, 10**9, 2 * 10**9)
+    assert gpu.violations == []
+    assert compiled(mlp, stages=2).prepare().device_memory is None
+
+
+def test_a_gradient_that_is_absent_is_known_to_the_host() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.second(NoGradient.apply(self.first(x)))
+            return made
+
+    with SimulatedGpu() as gpu:
+        model = Model()
+        start = model.first.weight.detach().clone()
+        pipe = pdcompile.compile(
+            model, (torch.ones(8, 16),), example_target=torch.ones(8, 16),
+            loss_fn=nn.functional.mse_loss, stages=2, **PLANNED,
+        ).prepare()  # fmt: skip
+        waits = len(gpu.waits)
+        pipe.step(torch.ones(8, 16), target=torch.ones(8, 16))
+        assert len(gpu.waits) == waits
+        assert torch.equal(model.first.weight, start)
+    assert gpu.violations == []
+
+
+# -- whatever is left out is noticed ---------------------------------------------------------------
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextmanager
+def _without(name: str, nth: int) -> Iterator[None]:
+    """Streams whose name ends with this number do not wait."""
+    plain = getattr(Stream, name)
+
+    def waits(self: Stream, other: Any) -> None:
+        if not self.name.endswith(f" {nth}"):
+            plain(self, other)
+
+    with mock.patch.object(Stream, name, waits):
+        yield
+
+
+@contextmanager
+def _user_goes_on() -> Iterator[None]:
+    plain = Stream.wait_stream
+
+    def waits(self: Stream, other: Any) -> None:
+        if self.name != "user":
+            plain(self, other)
+
+    with mock.patch.object(Stream, "wait_stream", waits):
+        yield
+
+
+@contextmanager
+def _not_pinned() -> Iterator[None]:
+    with mock.patch.object(QueuedDevice, "pinned_like", lambda _, tensor: torch.empty_like(tensor)):
+        yield
+
+
+@contextmanager
+def _blocking() -> Iterator[None]:
+    plain = torch.Tensor.copy_
+
+    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        return plain(self, source)
+
+    with mock.patch.object(torch.Tensor, "copy_", copied):
+        yield
+
+
+IN_ORDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "compute does not wait for the user": partial(_without, "wait_stream", 1),
+    "the user does not wait for compute": _user_goes_on,
+    "a copy to the host begins before its source is there": partial(_without, "wait_event", 2),
+    "a copy to the device begins before its target is free": partial(_without, "wait_event", 3),
+    "compute does not wait for a copy": partial(_without, "wait_event", 1),
+    "host memory is not pinned": _not_pinned,
+    "the host reads a loss that has not come": partial(
+        mock.patch.object, Event, "synchronize", _nothing
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_ORDER)
+def test_what_a_device_does_not_wait_for_is_noticed(what: str) -> None:
+    with SimulatedGpu() as gpu, IN_ORDER[what]():
+        pipe = compiled(mlp, stages=2, schedule="1f1b", max_grad_norm=None).prepare()
+        x, y = batch_for(mlp(), 8)
+        for _ in range(3):
+            inputs = x.to(GPU) * 1.0 if "user" in what else x
+            float(pipe.step(inputs, target=y).loss)
+            for parameter in pipe.parameters() if "user" in what else ():
+                parameter.data.add_(0.0)
+    assert gpu.violations, what
+
+
+def test_a_copy_that_the_host_waits_for_is_noticed() -> None:
+    with SimulatedGpu() as gpu, _blocking():
+        pipe = compiled(mlp, stages=2, schedule="1f1b", max_grad_norm=None).prepare()
+        x, y = batch_for(mlp(), 8)
+        before = len(gpu.waits)
+        pipe.step(x, target=y)
+        assert len(gpu.waits) > before
+
+
+# -- on ranks --------------------------------------------------------------------------------------
+
+SIMULATED = """
+import os
+os.environ["PDCOMPILE_TRANSPORT"] = {transport!r}
+from tests.helpers.simulated_gpu import SimulatedGpu
+gpu = SimulatedGpu()
+gpu.__enter__()
+"""
+IN_THE_END = """
+# Where the pipeline has failed, gloo is left with what it had.
+found = {one for one in gpu.violations if "is freed while gloo" not in one or not "FAILED"}
+assert not found, sorted(found)[:10]
+say("in order,", "copied" if gpu.copied_bytes else "nothing was copied")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ranks", "said", "transport"),
+    [
+        (BITWISE, 2, "equal", ""),
+        (BITWISE, 2, "equal", "ordered"),
+        (OWN_LOOP, 2, "refused: GPT: this model is split over several ranks", ""),
+        (OWN_LOOP, 2, "refused: GPT: this model is split over several ranks", "ordered"),
+        (FAILURES, 3, "packages rank", ""),
+    ],
+)
+def test_scripts_of_the_runtime_on_a_device(
+    script: str, ranks: int, said: str, transport: str, tmp_path: Path
+) -> None:
+    end = IN_THE_END.replace("FAILED", "yes" if script is FAILURES else "")
+    run = processes(SIMULATED.format(transport=transport) + script + end, ranks, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count(said) == ranks, run
+    assert run.output.count("in order, copied") == ranks, run
+
+
+REPLICAS = (
+    COMMON
+    + """
+import ast
+from tests.test_device_order import trained
+for name, options in ast.literal_eval(sys.argv[1]):
+    trained(getattr(models, name), {"outputs": "all", **options})
+"""
+    + IN_THE_END
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["", "ordered"])
+def test_replicas_norms_and_stale_schedules_on_a_device(transport: str, tmp_path: Path) -> None:
+    cases = [
+        ("convnet", {"schedule": "1f1b", "replicas": (1, 2)}),
+        ("gpt", {"schedule": "2bw", "replicas": (2, 1)}),
+        ("mlp", {"schedule": "stash", "replicas": (1, 2), **SINGLE}),
+    ]
+    script = SIMULATED.format(transport=transport) + REPLICAS
+    run = processes(script, 3, tmp_path, repr(cases))
+    assert run.code == 0, run
+    assert run.output.count("in order, copied") == 3, run
+
+
+SEALED = (
+    SIMULATED.format(transport="")
+    + COMMON
+    + """
+os.environ["PDCOMPILE_DEBUG"] = "messages"
+from tests.test_device_order import trained
+trained(models.mlp, {"schedule": "1f1b"})
+"""
+    + IN_THE_END
+)
+
+
+@pytest.mark.slow
+def test_sealed_messages_on_a_device(tmp_path: Path) -> None:
+    run = processes(SEALED, 2, tmp_path)
+    assert run.output.count("in order, copied") == 2, run
+
+
+MUTANTS = (
+    SIMULATED.format(transport="")
+    + COMMON
+    + """
+from unittest import mock
+from pdcompile.runtime.device.fetched import Deferred, Fetched
+from pdcompile.runtime.device.queued_device import _Beside
+from pdcompile.runtime.transport.point_to_point import _Received
+from tests.test_device_order import trained
+
+def at_once(self):
+    self._begin()
+    self.drop()
+
+def freed(self, wait=_Received.wait):
+    found = wait(self)
+    self.free()
+    return found
+
+def not_brought(self):
+    pass
+
+def forgotten(self, tensor, done=None, source=None, starter=None, init=Fetched.__init__):
+    init(self, tensor, done, None, starter)
+
+def noticed():
+    found = trained(models.mlp, OPTIONS)
+    return bool(gpu.violations) or not all(map(torch.equal, expected, found))
+
+OPTIONS = {"schedule": "interleaved", "stages": 4, "outputs": "all"}
+expected = trained(models.mlp, OPTIONS)
+replace = mock.patch.object
+say("as it is", noticed())
+for name, patch in (("sent before it has come", replace(Deferred, "run", at_once)),
+                    ("recycled early", replace(_Received, "wait", freed)),
+                    ("forgotten too early", replace(Fetched, "__init__", forgotten)),
+                    ("never brought", replace(_Beside, "arrived", not_brought))):
+    with patch:
+        say(name, noticed())
+    gpu.violations.clear()
+"""
+)
+
+
+@pytest.mark.slow
+def test_what_a_message_does_not_wait_for_is_noticed(tmp_path: Path) -> None:
+    run = processes(MUTANTS, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("as it is False") == 2, run
+    for what in (
+        "sent before it has come",
+        "recycled early",
+        "forgotten too early",
+        "never brought",
+    ):
+        assert f"{what} True" in run.output, run
+
+
+# -- what begins when a device is past something ---------------------------------------------------
+
+
+class _Place:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.waited, self._error = False, error
+
+    def query(self) -> bool:
+        return self.waited
+
+    def synchronize(self) -> None:
+        self.waited = True
+        if self._error is not None:
+            raise self._error
+
+
+def test_things_begin_in_order_when_the_device_is_there() -> None:
+    told: list[int] = []
+
+    class Work:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            told.append(self.number)
+
+    starter, places = Starter(), [_Place() for _ in range(3)]
+    fetched = [Fetched(torch.ones(1), place, None, starter) for place in places]
+    works = [one.then(partial(Work, n)) for n, one in enumerate(fetched)]
+    for work in reversed(works):
+        work.wait()
+    assert told == [2, 1, 0]
+    assert all(place.waited for place in places)
+    assert Fetched(torch.ones(1)).then(lambda: "at once") == "at once"
+
+
+def test_errors_of_the_device_and_of_the_peer_are_two() -> None:
+    def lost() -> Any:
+        raise RuntimeError("[file] Connection closed by peer")
+
+    starter = Starter()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        Fetched(torch.ones(1), _Place(), None, starter).then(lost).wait()
+    failed = _Place(RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(DeviceFailed, match="illegal memory access"):
+        Fetched(torch.ones(1), failed, None, starter).then(lost).wait()
+
+
+def test_what_is_abandoned_begins_nothing() -> None:
+    begun: list[int] = []
+    waiting = Deferred(_Place(), lambda: begun.append(1))
+    starter = Starter()
+    starter._waiting = [waiting]
+    starter.abandon()
+    waiting.wait()
+    assert begun == []
+
+
+# -- which device ----------------------------------------------------------------------------------
+
+
+def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = compiled(mlp, stages=2).prepare().plan
+    assert type(device_of(plan, [0, 1], alone=True)) is RankDevice
+    gpus = pdcompile.Cluster.local(2, kind="a100-80").to_toml()
+    there = _with(plan, cluster=gpus)
+    with pytest.raises(LaunchError, match="a100-80, and torch finds no GPU"):
+        device_of(there, [0], alone=False)
+    with SimulatedGpu(), mock.patch.object(devices, "gpu", lambda n: torch.device("cpu", n)):
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        assert device_of(there, [0], alone=False).device.index == 3
+        assert device_of(there, [0, 1], alone=True).device.index == 0
+        with mock.patch.object(devices, "gpus", return_value=2):
+            assert device_of(there, [0], alone=False).device.index == 1  # two share one
+
+
+def _with(plan: pdcompile.Plan, **changes: Any) -> pdcompile.Plan:
+    from dataclasses import replace
+
+    return replace(plan, **changes)
+
+
+def test_gpus_that_are_not_here_are_refused_before_anything_is_captured() -> None:
+    looked: list[int] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            looked.append(1)
+            return super().forward(x)
+
+    pipe = pdcompile.compile(
+        nn.Sequential(Looking(16, 16), nn.Linear(16, 16)), loss_fn=nn.functional.mse_loss,
+        cluster=pdcompile.Cluster.local(2, kind="cuda"), **PLANNED,
+    )  # fmt: skip
+    with pytest.raises(LaunchError, match="is for cuda devices, 2 of them on this host, and torch"):
+        pipe.step(torch.ones(8, 16), target=torch.ones(8, 16))
+    assert looked == []
+
+
+def test_how_many_gpus_are_needed() -> None:
+    two = pdcompile.Cluster.local(2, kind="h100").devices
+    mixed = (two[0], pdcompile.Device())
+    for given, alone, gpus, missing in (
+        (two, True, 1, 0), (two, True, 0, 1), (two, False, 1, 1), (two, False, 2, 0),
+        (mixed, False, 1, 0), (mixed, True, 1, 1), (two, True, None, 0),
+    ):  # fmt: skip
+        assert len([*lacks_devices(given, alone=alone, gpus=gpus)]) == missing
+
+
+def test_another_autocast_region_is_refused_and_planned_for_with_a_note(call: Call) -> None:
+    given = {"cluster": pdcompile.Cluster.local(2, kind="a100-80"), "autocast": "bfloat16"}
+    other = "the autocast region of cpu, and that of a100-80 casts other ops"
+    with SimulatedGpu(), pytest.raises(ConfigError, match=other):
+        compiled(mlp, **given)
+    here = compiled(mlp, stages=2, autocast="bfloat16").prepare()
+    assert not any("autocast" in note for note in here.plan.notes)
+    code, out, _ = call("plan", WORKLOAD, "--cluster", "1x2:a100", "--autocast", "bfloat16")
+    assert code == 0
+    assert "region of cpu, and that of a100" in " ".join(out.split())
+
+
+# -- names of devices ------------------------------------------------------------------------------
+
+#: text of the program that is exported, and names of methods of tensors
+OTHER_TEXT = {
+    "pdcompile.passes.export.train_parts", "pdcompile.passes.trace.interceptors.loops",
+    "pdcompile.passes.published.placement_model",
+}  # fmt: skip
+
+
+def names_of_devices(tree: ast.Module) -> Iterator[str]:
+    """Texts that are a device's name for torch, and uses of torch.cuda."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"(cpu|cuda)(:.*)?", node.value):
+                yield node.value
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda"):
+            yield ast.unparse(node)
+
+
+def test_one_module_of_the_runtime_and_one_of_the_passes_name_devices() -> None:
+    found = {
+        module
+        for module, path in modules().items()
+        if module.startswith(("pdcompile.runtime.", "pdcompile.passes."))
+        and any(names_of_devices(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found - OTHER_TEXT == {
+        "pdcompile.runtime.device.queued_device", "pdcompile.passes.costs.machines",
+    }  # fmt: skip
+    uses = ast.parse('x.to("cuda:1")\ntorch.cuda.Stream()\nf("cpu")\n"to the cpu"')
+    assert len({*names_of_devices(uses)}) >= 3
