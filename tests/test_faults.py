@@ -310,10 +310,32 @@ while True:
 """
 
 
+ORPHANS_OF_A_CAPTURE = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+import pdcompile
+
+def tell():
+    Path(sys.argv[1], f"rank.{os.environ['RANK']}").write_text(str(os.getpid()))
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        tell()
+        time.sleep(600)
+
+if os.environ["RANK"] != "0":
+    threading.Timer(2.0, tell).start()  # it waits for rank 0's plan then
+pdcompile.compile(Slow(4, 4), torch.zeros(8, 4), loss_fn=torch.nn.functional.mse_loss,
+                  example_target=torch.zeros(8, 4), microbatches=2, optimizer=None).prepare()
+"""
+
+
 @pytest.mark.slow
-def test_no_rank_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [ORPHANS, ORPHANS_OF_A_CAPTURE])
+def test_no_rank_is_left_when_torchrun_is_killed(tmp_path: Path, program: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(ORPHANS)
+    script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     root = str(Path(__file__).parents[1])
     launcher = subprocess.Popen(

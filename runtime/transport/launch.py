@@ -61,7 +61,6 @@ class World:
         )  # fmt: skip
         self.ending.watchdog = self.watchdog
         self.watchdog.start()
-        end_with_launcher()
 
     def subgroup(self, name: str, ranks: tuple[int, ...]) -> Any:
         """Connections between some of the ranks alone, for collectives; each of them calls this."""
@@ -232,7 +231,11 @@ def _fresh_store(purpose: str, ranks: list[int]) -> Any:
 
 
 def _store() -> Any:
-    """The default group's store, or torchrun's; the user's default group is left alone."""
+    """The default group's store, or torchrun's; the user's default group is left alone.
+
+    Whoever has asked for it ends with torchrun, also while it waits for rank 0's plan.
+    """
+    end_with_launcher()
     if dist.is_initialized():
         return default_store()
     if not _stores:
