@@ -383,13 +383,11 @@ def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
 
 def passed_over(seconds: float, chosen: Candidate, fastest: float, other: Candidate) -> str:
     """A note on why a plan was chosen though another one that was found is faster."""
-    gains = [kind_of(one.setting.schedule).gain for one in (chosen, other)]
-    splitting = seconds * (1 + gains[0]) <= fastest * (1 + gains[1])
-    why = (
-        f"splitting backwards, which no forecast counts, may cost {100 * gains[1]:.0f} %"
-        if splitting
-        else "no time was left to make its plan; a larger time_limit (--time-limit) would"
-    )
+    own, kind = (kind_of(one.setting.schedule) for one in (chosen, other))
+    why = "no time was left to make its plan; a larger time_limit (--time-limit) would"
+    if seconds * (1 + own.gain) <= fastest * (1 + kind.gain):
+        what = "splitting backwards" if kind.splits_backward else "training on old weights"
+        why = f"{what} has to save {100 * kind.gain:.0f} %, as no forecast counts what it costs"
     slower = 100 * (seconds / fastest - 1)
     return f"{slower:.2g} % slower than the fastest found ({describe(other)}): {why}"
 

@@ -17,6 +17,7 @@ from pdcompile.schedule.written import Written, parse
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
 GRADIENT_SLOTS = 2  # one in use by the backward that runs, one travelling
 SPLITTING = 0.02  # of a step, at most, that splitting backwards costs
+STALENESS = 0.02  # of a step: old weights have to save so much to be worth it
 PARTS = 2  # of a split backward, equally long: costs do not tell them apart
 
 #: how many minibatches old weights are; in words where it follows from the plan, and every
@@ -172,9 +173,9 @@ class ScheduleKind:
 
     @property
     def gain(self) -> float:
-        """The share of a step that it has to save for auto to take it: what it costs to split a
-        backward is in no forecast."""
-        return SPLITTING if self.splits_backward else 0.0
+        """The share of a step that it has to save for auto to take it: in no forecast is what it
+        costs to split a backward, nor what a training loses by old weights."""
+        return SPLITTING * self.splits_backward + STALENESS * self.stream
 
     @property
     def one_age(self) -> bool:

@@ -108,22 +108,33 @@ def test_auto_takes_the_best_schedule(
     assert plan.notes[-1].startswith(f"{chosen} chosen among schedules: ")
 
 
-def test_a_plan_that_is_not_the_fastest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What splitting a backward may cost is in no forecast: a schedule that does it has to save
-    more than that, and is named where it does not."""
-    monkeypatch.setattr(registry, "SPLITTING", 0.5)
+@pytest.mark.parametrize(
+    ("least", "schedule", "what"),
+    [
+        ("SPLITTING", "zb-h1", "splitting backwards"),
+        ("STALENESS", "2bw", "training on old weights"),
+    ],
+)
+def test_a_plan_that_is_not_the_fastest_says_so(
+    monkeypatch: pytest.MonkeyPatch, least: str, schedule: str, what: str
+) -> None:
+    """What splitting a backward may cost is in no forecast, nor what old weights do: such a
+    schedule has to save more than that, and is named where it does not."""
+    monkeypatch.setattr(registry, least, 0.9)
     graph, cluster = at(chain(5)), cluster_of(2)
-    space = SearchSpace(schedules=("1f1b", "zb-h1"), microbatches=(4,), stages=2)
+    space = SearchSpace(schedules=("1f1b", schedule), microbatches=(4,), stages=2)
     problem = coarsen(graph(4), (StageLimits(),) * 2, num_microbatches=4)
     training = Training(batch_size=BATCH)
     plan = best_plan(graph, lambda _: problem, cluster, space, training, time_limit=200)
     check(plan, graph(4), cluster)
     found = plan.certificate
     assert plan.training.schedule == "1f1b"
-    assert found.fastest_seconds == pytest.approx(min(every_cut(problem, cluster, "zb-h1", 4, 1)))
+    microbatches = 4 if KINDS[schedule].stream else 1  # seconds of a stream are of one of them
+    fastest = microbatches * min(every_cut(problem, cluster, schedule, 4, 1))
+    assert found.fastest_seconds == pytest.approx(fastest)
     assert found.bound_seconds <= found.fastest_seconds < found.objective_seconds
-    assert any("slower than the fastest found (zb-h1" in note for note in plan.notes)
-    assert any("splitting backwards" in note for note in plan.notes)
+    assert any(f"slower than the fastest found ({schedule}" in note for note in plan.notes)
+    assert any(f"{what} has to save 90 %" in note for note in plan.notes)
 
 
 def test_what_no_schedule_can_hold_is_proved() -> None:
