@@ -30,7 +30,7 @@ from pdcompile.runtime.transport.norms import check_max_norm
 from pdcompile.runtime.watch.same_model import settle_others
 
 _MODES = "step trains in train mode; eval_step and predict run in eval mode, by themselves"
-_DEVICE = "stages run on the devices of the cluster: cluster= says which"
+_DEVICE = "stages run on the devices of cluster=; your own model may be moved before compile"
 _INSIDE = "the model that was given to compile has it; plan, explain() and dump() show the stages"
 _HINTS = {
     "train": _MODES,

@@ -31,18 +31,21 @@ from tests.test_device_order import LOCAL, SINGLE, trained
 from tests.test_imports import modules
 from tests.test_runtime_distributed import BITWISE, FAILURES, OWN_LOOP
 
-
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
 ONE_OF_TWO_CALLS_AGO = "OnItsWay.wait"
+
+SIMULATED = """
+import os
+os.environ["PDCOMPILE_TRANSPORT"] = {transport!r}
+from tests.helpers.simulated_gpu import SimulatedGpu
+gpu = SimulatedGpu()
+gpu.__enter__()
+"""
+IN_THE_END = """
+# Where the pipeline has failed, gloo is left with what it had.
+found = {one for one in gpu.violations if "is freed while gloo" not in one or not "FAILED"}
+assert not found, sorted(found)[:10]
+say("in order,", "copied" if gpu.copied_bytes else "nothing was copied")
+"""
 
 # -- in one process ------------------------------------------------------------------------------
 
@@ -134,28 +137,53 @@ def test_parameters_stay_the_same_objects_and_move() -> None:
     assert compiled(mlp, stages=2).prepare().device_memory is None
 
 
-def test_a_gradient_that_is_absent_is_known_to_the_host() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+ABSENT = """
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
 
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.second(NoGradient.apply(self.first(x)))
-            return made
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
 
-    with SimulatedGpu() as gpu:
-        model = Model()
-        start = model.first.weight.detach().clone()
-        pipe = pdcompile.compile(
-            model, (torch.ones(8, 16),), example_target=torch.ones(8, 16),
-            loss_fn=nn.functional.mse_loss, stages=2, **PLANNED,
-        ).prepare()  # fmt: skip
-        waits = len(gpu.waits)
-        pipe.step(torch.ones(8, 16), target=torch.ones(8, 16))
-        assert len(gpu.waits) == waits
-        assert torch.equal(model.first.weight, start)
-    assert gpu.violations == []
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.second(NoGradient.apply(torch.relu(self.first(x))))
+
+def absent(stages):
+    torch.manual_seed(0)
+    model, x = Model(), torch.ones(8, 16)
+    start = model.first.weight.detach().clone()
+    pipe = by_hand(model, stages, x, x, loss_fn=torch.nn.functional.mse_loss, microbatches=4,
+                   optimizer=partial(torch.optim.AdamW, lr=0.1), schedule="1f1b").prepare()
+    assert "NoGradient" in str(pipe._session.compiled.sources.files["stage_1.py"])
+    assert "NoGradient" not in str(pipe._session.compiled.sources.files["stage_0.py"])
+    before = len(gpu.waits)
+    for _ in range(2):
+        pipe.step(x, target=x)
+    assert len(gpu.waits) == before, gpu.waits[before:]
+    pipe.flush()
+    assert 0 not in pipe.stages or torch.equal(model.first.weight, start)
+    pipe.close()
+
+absent(2)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_gradient_that_is_absent_is_known_to_the_host(ranks: int, tmp_path: Path) -> None:
+    """What one stage has no gradient for reaches the other as none, and nobody reads the device."""
+    script = SIMULATED.format(transport="") + COMMON + ABSENT + IN_THE_END
+    if ranks == 1:
+        script = script.replace("absent(2)", "os.environ.pop('WORLD_SIZE')\nabsent(2)")
+    run = processes(script, ranks, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("in order, copied") == ranks, run
 
 
 # -- whatever is left out is noticed ---------------------------------------------------------------
@@ -243,20 +271,6 @@ def test_a_copy_that_the_host_waits_for_is_noticed() -> None:
 
 
 # -- on ranks --------------------------------------------------------------------------------------
-
-SIMULATED = """
-import os
-os.environ["PDCOMPILE_TRANSPORT"] = {transport!r}
-from tests.helpers.simulated_gpu import SimulatedGpu
-gpu = SimulatedGpu()
-gpu.__enter__()
-"""
-IN_THE_END = """
-# Where the pipeline has failed, gloo is left with what it had.
-found = {one for one in gpu.violations if "is freed while gloo" not in one or not "FAILED"}
-assert not found, sorted(found)[:10]
-say("in order,", "copied" if gpu.copied_bytes else "nothing was copied")
-"""
 
 
 @pytest.mark.slow

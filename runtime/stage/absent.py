@@ -12,12 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdcompile.hardware import devices
+
 _LOWEST, _MIDDLE, _HIGHEST = 0xD3, 0xFF, 0x7F  # bytes of a NaN in every dtype, little-endian
 
 
 def absent(like: Tensor) -> Tensor:
-    """What is sent in place of a gradient of this tensor."""
-    found = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    """What is sent in place of a gradient of this tensor: from host memory, where whoever gets it
+    within this process sees at once that it is none."""
+    found = torch.zeros_like(like, memory_format=torch.contiguous_format, device=devices.HOST)
     memory = found.untyped_storage()
     for n, byte in enumerate(_bytes(found) if found.numel() else ()):
         memory[n] = byte

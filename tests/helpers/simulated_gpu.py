@@ -199,7 +199,9 @@ class SimulatedGpu(TorchDispatchMode):
             return made
         moves = name in _CROSSES and (name == "copy_" or device is not None)
         kind = "device" if on_device and not moves else "host"
-        if device is not None and device.index is not None:
+        if device is not None and given:
+            kind = "host" if device.index is None else "device"
+        elif device is not None and device.index is not None:
             kind = "device"
         elif not given and self._present is not self._users and not _of_runtime():
             kind = "device"  # a stage's own, or autograd's
