@@ -78,7 +78,7 @@ def another_width(_: Path, __: Any) -> None:
 def changed_stage(*_: Any) -> None:
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "torch.relu(y)")
+    sources = edited(found, plan, "torch.relu(linear)", "torch.relu(y)")
     verify(found, plan, sources, model, flat, layout, models.square_loss)
 
 

@@ -98,7 +98,7 @@ def edited(found: Capture, plan, old: str, new: str, file: str = "stage_1.py") -
 def test_an_edit_that_changes_the_result_is_reported_by_name():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "torch.relu(x) * 2")
+    sources = edited(found, plan, "torch.relu(linear)", "torch.relu(linear) * 2")
     report = verify(found, plan, sources, model, flat, layout, models.square_loss)
     kinds = {(one.mode, one.what) for one in report.differences}
     assert {("train", "output"), ("train", "loss"), ("train", "gradient")} <= kinds
@@ -110,7 +110,7 @@ def test_an_edit_that_changes_the_result_is_reported_by_name():
 def test_an_edit_that_changes_nothing_is_no_difference():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "torch.relu(x) * 1")
+    sources = edited(found, plan, "torch.relu(linear)", "torch.relu(linear) * 1")
     assert not verify(found, plan, sources, model, flat, layout, models.square_loss).differences
 
 
@@ -118,7 +118,7 @@ def test_the_same_change_in_generated_sources_is_an_error():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
     sources = dataclasses.replace(
-        edited(found, plan, "torch.relu(x)", "torch.relu(x) * 2"), edited=()
+        edited(found, plan, "torch.relu(linear)", "torch.relu(linear) * 2"), edited=()
     )
     with pytest.raises(VerifyError, match="the generated stages differ from the model"):
         verify(found, plan, sources, model, flat, layout, models.square_loss)
@@ -127,9 +127,9 @@ def test_the_same_change_in_generated_sources_is_an_error():
 def test_the_first_op_that_differs_is_named_with_both_lines():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "torch.tanh(x)")
+    sources = edited(found, plan, "torch.relu(linear)", "torch.tanh(linear)")
     report = verify(found, plan, sources, model, flat, layout, models.square_loss)
-    number = line_of(sources, "torch.tanh(x)")
+    number = line_of(sources, "torch.tanh(linear)")
     assert len(report.places) == 1
     assert re.fullmatch(
         rf"relu_2 \(torch\.relu\) at \S*models\.py:\d+; stage_1\.py:{number} \(tanh\) is not in "
@@ -142,7 +142,7 @@ def test_the_first_op_that_differs_is_named_with_both_lines():
 def test_a_value_that_is_made_in_another_way_is_no_difference_and_hides_none():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "x.clamp(min=0)")
+    sources = edited(found, plan, "torch.relu(linear)", "linear.clamp(min=0)")
     text = sources.files["stage_1.py"]
     assert text.count('self.layers["4"](') == 1
     wrong = text.replace('self.layers["4"](', '0.5 * self.layers["4"](')
@@ -155,11 +155,11 @@ def test_a_value_that_is_made_in_another_way_is_no_difference_and_hides_none():
 def test_a_wrong_gradient_is_named_where_it_begins_on_the_way_back():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "torch.relu(x).detach()")
+    sources = edited(found, plan, "torch.relu(linear)", "torch.relu(linear).detach()")
     report = verify(found, plan, sources, model, flat, layout, models.square_loss)
     assert {one.what for one in report.differences} == {"gradient"}
     assert len(report.places) == 1
-    assert "the gradient of relu_4 (torch.relu)" in report.places[0]
+    assert "the gradient of relu_2 (torch.relu)" in report.places[0]
     assert "stage_1.py:" in report.places[0]
 
 
@@ -170,7 +170,7 @@ def test_generated_stages_that_are_wrong_name_the_op_in_the_error(monkeypatch):
 
     def broken(capture, plan):
         sources = plain(capture, plan)
-        text = sources.files["stage_1.py"].replace("torch.relu(x)", "torch.sigmoid(x)")
+        text = sources.files["stage_1.py"].replace("torch.relu(linear)", "torch.sigmoid(linear)")
         return dataclasses.replace(sources, files={**sources.files, "stage_1.py": text})
 
     monkeypatch.setattr(codegen, "generate", broken)
@@ -252,7 +252,7 @@ def test_the_second_input_is_another_one(rows):
 def test_a_stage_that_raises_is_named():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    sources = edited(found, plan, "torch.relu(x)", "torch.relu(y)")
+    sources = edited(found, plan, "torch.relu(linear)", "torch.relu(y)")
     with pytest.raises(VerifyError, match=r"stage 1 raises in training.*NameError") as caught:
         verify(found, plan, sources, model, flat, layout, models.square_loss)
     assert caught.value.where == f"stage_1.py:{line_of(sources, 'torch.relu(y)')}"
