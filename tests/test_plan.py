@@ -165,7 +165,8 @@ def test_a_schedule_in_place_of_a_plan() -> None:
         ("stages.1.saved_bytes", -1, "stages[1].saved_bytes", "negative"),
         ("stages.1.parameters", ["b", "a"], "stages[1].parameters", "not sorted"),
         ("stages.1.trainable_bytes", 7, "stages[1].trainable_bytes", "7 trainable of 0"),
-        ("stages.1.replicas", 0, "stages[1].replicas", "without replicas"),
+        ("stages.1.replicas", 0, "stages[1].replicas", "a stage with 0 replicas"),
+        ("stages.1.replicas", 1 << 40, "stages[1].replicas", "1,099,511,627,776 replicas"),
         ("stages.1.replicas", 2, "stages[1].ranks", "1 ranks for 2"),
         (
             "stages.1.ranks",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"[0-9]+|(-?[0-9]+\*)?b([+-][0-9]+)?")
 
+MOST_REPLICAS = 1_000_000  # ranks are counted out: more have no memory here
+
 
 def validate(plan: Plan, where: str = "plan.json") -> None:
     """Refuse nonsense.
@@ -108,8 +110,9 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
     most = None if kind is None else kind.stages_per_rank
     for s, stage in enumerate(plan.stages):
         path = f"stages[{s}].ranks"
-        if stage.replicas < 1:
-            yield f"stages[{s}].replicas", "a stage without replicas", "write 1 or more"
+        if not 1 <= stage.replicas <= MOST_REPLICAS:
+            remedy = f"write 1 or more, {MOST_REPLICAS:,} at most"
+            yield f"stages[{s}].replicas", f"a stage with {stage.replicas:,} replicas", remedy
         if stage.ranks and len(stage.ranks) != stage.replicas:
             message = f"{len(stage.ranks)} ranks for {stage.replicas} replicas"
             yield path, message, "give one rank to each replica"
