@@ -15,6 +15,7 @@ from torch import nn
 
 from pdcompile.errors import ConfigError, some
 from pdcompile.options import Options
+from pdcompile.schedule.registry import flush_schedules
 from pdcompile.warn import warn
 
 # Open pipelines that have started, and the tensors that each shares with whoever has its model.
@@ -104,8 +105,8 @@ def started(pipe: Any, model: nn.Module, session: Any) -> None:
             raise ConfigError(
                 f"{what}, and both keep older versions of their weights",
                 where="schedule",
-                remedy="close() the other one if it is done; or use a flush schedule (1f1b), and "
-                + _BY_HAND,
+                remedy="close() the other one if it is done; or use a flush schedule "
+                f"({flush_schedules()}), and {_BY_HAND}",
             )
         if both:
             warn(
