@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pdcompile.errors import SourceError, TraceError
 from pdcompile.ir import python_draws
 from pdcompile.ir.python_draws import PythonDraw
 from tests.helpers.captures import captured, faithful, make, rows
+from tests.helpers.launch import processes
 from tests.helpers.loops import same
 
 RAND = np.random.rand  # by this name nobody sees who draws
@@ -260,3 +262,36 @@ def test_wav2vec2_masks_its_features_in_training() -> None:
             }
             assert float(pipe.step(**batch).loss) == float(reference.step(**batch).loss)
         same(pipe.to_model(), other)
+
+
+ON_RANKS = """
+    import copy, os
+    from functools import partial
+    import torch
+    import pdcompile
+    from tests.helpers.captures import rows
+    from tests.test_python_draws import example, spans
+
+    common = dict(optimizer=partial(torch.optim.SGD, lr=0.1), microbatches=2, costs="estimated",
+                  loss_fn=torch.nn.functional.mse_loss)
+    model = spans()
+    twin = copy.deepcopy(model)
+    pipe = pdcompile.compile(model, stages=2, schedule="2bw", **common)
+    losses = [float(pipe.step(*example(t), target=rows(6, seed=9 + t)).loss) for t in range(4)]
+    state = pipe.full_state_dict()
+    pipe.close()
+    if os.environ["RANK"] == "0":
+        eager = pdcompile.reference(twin, schedule="2bw", **common)
+        for t, loss in enumerate(losses):
+            assert float(eager.step(*example(t), target=rows(6, seed=9 + t)).loss) == loss, t
+        theirs = eager.full_state_dict()
+        assert all(torch.equal(state[name], value) for name, value in theirs.items())
+        print("equal", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_draw_what_the_reference_draws(tmp_path: Path) -> None:
+    run = processes(ON_RANKS, 2, tmp_path)
+    assert run.code == 0, run
+    assert "equal" in run.output, run
