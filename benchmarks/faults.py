@@ -189,8 +189,8 @@ def fault(kind: str, worker: Any, ins: Any, execute: Callable[[], None]) -> None
         link = worker.transport.control
         start = link.start
 
-        def flipped(flat: torch.Tensor, *given: Any, **named: Any) -> Any:
-            flat[0] ^= 1
+        def flipped(flat: Any, *given: Any, **named: Any) -> Any:
+            flat.wait()[0] ^= 1
             return start(flat, *given, **named)
 
         link.start = flipped
