@@ -164,8 +164,10 @@ def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
     assert "zb-v: 4 stages on 4 ranks" in said
 
 
+_THEIRS = '(models.mlp, "1f1b", "all"), (models.unet, "2bw", "none")'
+assert _THEIRS in TORCHRUN
 RANKS = (
-    TORCHRUN.replace('(models.mlp, "1f1b", "all"), (models.unet, "2bw", "last")', "CASES")
+    TORCHRUN.replace(_THEIRS, "CASES")
     .replace('schedule == "1f1b"', "True")
     .replace("replicas=REPLICAS", "replicas=2, stages=4")
 )
