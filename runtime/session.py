@@ -289,7 +289,8 @@ class Session(Guarded):
 def _running(session: Session) -> Iterator[None]:
     """Around a program: on its device, and whatever the caller has switched off."""
     device = session.device
-    with device.computing(), preserved_rng(device.device), torch.enable_grad(), _nonfinite(session):
+    rng = preserved_rng(device.device, from_ops=True)
+    with device.computing(), rng, torch.enable_grad(), _nonfinite(session):
         yield
 
 

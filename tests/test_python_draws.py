@@ -295,3 +295,23 @@ def test_ranks_draw_what_the_reference_draws(tmp_path: Path) -> None:
     run = processes(ON_RANKS, 2, tmp_path)
     assert run.code == 0, run
     assert "equal" in run.output, run
+
+
+def test_a_step_without_such_draws_does_not_read_their_generators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take longer than many an op."""
+    read: list[int] = []
+    plain = python_draws.states
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": None}
+    for model, times in ((nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), 0), (spans(), 1)):
+        pipe = pdcompile.compile(model, microbatches=2, costs="estimated", verify="off", **options)
+        given = example() if times else example()[:1]
+        pipe.forward_backward(*given, target=rows(6))
+        with monkeypatch.context() as patched:
+            patched.setattr(python_draws, "states", lambda: read.append(1) or plain())
+            before = plain()
+            pipe.forward_backward(*given, target=rows(6))
+            assert plain() == before
+        assert len(read) == times
+        pipe.close()

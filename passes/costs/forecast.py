@@ -94,20 +94,10 @@ def rehearsals_of(
 
 
 def forecast(
-    graph: OpGraph,
-    stage_of: Sequence[int],
-    num_stages: int,
-    b: int,
-    *,
-    keeps_outputs: bool = True,
-    splits: bool = False,
-    mixes: bool = False,
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, **how: bool
 ) -> tuple[Resident, ...]:
-    """Forecasts what each stage holds, see `rehearsals_of`."""
-    stages = rehearsals_of(
-        graph, stage_of, num_stages, b, keeps_outputs=keeps_outputs, splits=splits, mixes=mixes
-    )
-    return residents(graph, stage_of, b, stages)
+    """Forecasts what each stage holds; arguments are those of `rehearsals_of`."""
+    return residents(graph, stage_of, b, rehearsals_of(graph, stage_of, num_stages, b, **how))
 
 
 def residents(

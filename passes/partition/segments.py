@@ -37,10 +37,10 @@ class Segments:
     backward: Matrix
     _features: _Features
     complete: bool = False  # these are all ideals of the model
-    _links: dict[Link, tuple[Matrix, ...]] = field(default_factory=dict)
+    _links: dict[Link, tuple[Matrix, ...]] = field(init=False, default_factory=dict)
     # Stages are alike: by speed, and by the two links and whether they are full duplex.
-    _computed: dict[float, Matrix] = field(default_factory=dict)
-    _sent: dict[tuple[Link, Link, bool], Matrix] = field(default_factory=dict)
+    _computed: dict[float, Matrix] = field(init=False, default_factory=dict)
+    _sent: dict[tuple[Link, Link, bool], Matrix] = field(init=False, default_factory=dict)
 
     @staticmethod
     def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:

@@ -68,7 +68,6 @@ def other_region(text: str | None, devices: Iterable[Device]) -> str:
     """
     region = (text or "").partition(":")[0]
     own = {one.kind: HOST_KIND if one.on_host else GPU_KIND for one in devices}
-    own = {one.kind: HOST_KIND if one.on_host else GPU_KIND for one in devices}
     kinds = sorted(kind for kind, its in own.items() if its != region)
     if not region or not kinds:
         return ""

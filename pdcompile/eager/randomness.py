@@ -170,17 +170,20 @@ def reseed(seed: int, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
+def preserved_rng(device: torch.device | None = None, *, from_ops: bool = False) -> Iterator[None]:
     """Restores the state of the caller's generators (CPU, and CUDA `device`; Python's and numpy's)
-    at the end."""
+    at the end.
+
+    `from_ops`: see `python_draws.preserved`.
+    """
     cuda = device if device is not None and device.type == "cuda" else None
-    state, others = torch.default_generator.get_state(), python_draws.states()
+    state = torch.default_generator.get_state()
     cuda_state = torch.cuda.get_rng_state(cuda) if cuda is not None else None
     try:
-        yield
+        with python_draws.preserved(from_ops=from_ops):
+            yield
     finally:
         torch.default_generator.set_state(state)
-        python_draws.restore(others)
         if cuda is not None and cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, cuda)
 

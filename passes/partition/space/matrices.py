@@ -244,9 +244,7 @@ class Matrices:
     def _sent(self, model: Model, into: StageLimits, out: StageLimits) -> Matrix:
         """Link seconds of a stage between two links."""
         problem = replace(model.problem, stages=(into, out))
-        return replace(
-            self.segments, model=replace(model, problem=problem), _links={}, _computed={}, _sent={}
-        ).transfer(1)
+        return replace(self.segments, model=replace(model, problem=problem)).transfer(1)
 
     @cached_property
     def _paths(self) -> Paths:

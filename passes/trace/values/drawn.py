@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from pdcompile.eager.randomness import preserved_rng
 from pdcompile.eager.snapshot import is_array
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
@@ -139,17 +140,16 @@ class DrawnInPython(Interceptor):
         self._running = True
         with no_dispatch_modes(), NoTorchFunction():
             reals = {id(t): torch.ones(t.shape, dtype=t.dtype) for t in fakes}
-            before, state = python_draws.states(), torch.default_generator.get_state()
             try:
-                drawn = function(
-                    *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
-                )
-                made = python_draws.as_tensor(drawn)
-                same = torch.equal(state, torch.default_generator.get_state())
+                with preserved_rng():
+                    state = torch.default_generator.get_state()
+                    drawn = function(
+                        *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
+                    )
+                    made = python_draws.as_tensor(drawn)
+                    same = torch.equal(state, torch.default_generator.get_state())
             finally:
                 self._running = False
-                python_draws.restore(before)
-                torch.default_generator.set_state(state)
         if not same:
             raise self._refusal(f"{function.__name__}, and from torch's generator")
         return drawn, made
