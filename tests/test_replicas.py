@@ -16,6 +16,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, ContractError, LaunchError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_options
+from pdcompile.runtime.failure.verdict import Verdict
 from pdcompile.runtime.transport import reductions
 from pdcompile.schedule import Action
 from tests.helpers.alike import CLOSE, COMMON, PLANNED, close
@@ -403,52 +404,64 @@ class Noisy(torch.optim.SGD):
             parameter.add_(torch.randn_like(parameter))
 
 torch.manual_seed(rank)
-for schedule, changes in (("1f1b", ("rate", "noise", "middle")), ("2bw", ("nothing", "write"))):
-    for change in changes:
-        model = models.mlp(layers=2)
-        x, y = models.batch_for(model, 8)
-        optimizer = partial(Noisy if change == "noise" else torch.optim.SGD, lr=0.1)
-        pipe = pdcompile.compile(
-            model, x, example_target=y, loss_fn=models.loss_for(model), optimizer=optimizer,
-            microbatches=2, stages=1, replicas=2, schedule=schedule, costs="estimated",
-            verify="off",
-        )
-        passed = "began"
-        try:
-            for t in range(6):
-                pipe.step(x, target=y)
-                if t == 1:
-                    pipe.flush()
-                if t == 1 and rank == 1 and change == "write":
-                    next(pipe.parameters()).data.mul_(0.5)
-                if t == 1 and rank == 1 and change == "middle":
-                    weight = next(pipe.parameters()).data.view(-1)
-                    weight[weight.numel() // 2] += 1.0
-                if t == 1 and rank == 1 and change == "rate":
-                    pipe.optimizer.param_groups[0]["lr"] = 0.5
-            passed = "trained"
-            pipe.full_state_dict()
-            passed = "went through"
-            pipe.close()
-            say(schedule, change, passed)
-        except (ContractError, RankError) as error:
-            assert "different values of this parameter" in str(error), error
-            say(schedule, change, passed, "and refused")
-        meet(f"{schedule}.{change}")
+schedule, change = sys.argv[1:]
+model = models.mlp(layers=2)
+x, y = models.batch_for(model, 8)
+optimizer = partial(Noisy if change == "noise" else torch.optim.SGD, lr=0.1)
+pipe = pdcompile.compile(
+    model, x, example_target=y, loss_fn=models.loss_for(model), optimizer=optimizer,
+    microbatches=2, stages=1, replicas=2, schedule=schedule, costs="estimated", verify="off",
+)
+passed = "began"
+try:
+    for t in range(6):
+        pipe.step(x, target=y)
+        if t == 1:
+            pipe.flush()
+        if t == 1 and rank == 1 and change == "write":
+            next(pipe.parameters()).data.mul_(0.5)
+        if t == 1 and rank == 1 and change == "middle":
+            weight = next(pipe.parameters()).data.view(-1)
+            weight[weight.numel() // 2] += 1.0
+        if t == 1 and rank == 1 and change == "rate":
+            pipe.optimizer.param_groups[0]["lr"] = 0.5
+    passed = "trained"
+    pipe.full_state_dict()
+    passed = "went through"
+    pipe.close()
+    say(passed)
+except (ContractError, RankError) as error:
+    assert "different values of this parameter" in str(error), error
+    say(passed, "and refused")
 """
 )
 
 
 @pytest.mark.slow
-def test_replicas_that_part_are_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "change", "end"),
+    [
+        ("1f1b", "rate", "began and refused"),
+        ("1f1b", "noise", "began and refused"),
+        # Not with each minibatch, which would read all weights each time: before a state is read.
+        ("1f1b", "middle", "trained and refused"),
+        ("2bw", "write", "began and refused"),
+        ("2bw", "nothing", "went through"),
+    ],
+)
+def test_replicas_that_part_are_noticed(
+    tmp_path: Path, schedule: str, change: str, end: str
+) -> None:
     """What one rank alone does to its weights would train two models at one time."""
-    run = processes(APART, 2, tmp_path)
+    run = processes(APART, 2, tmp_path, schedule, change)
+    if run.code == Verdict.CRASH.exit_code and "refused" in end:
+        # The connection broke inside of a message, of which gloo then never says that it failed:
+        # the watchdog has ended that rank, with the same report.
+        assert run.output.count(end) == 1, run
+        assert "different values of this parameter" in run.output, run
+        return
     assert run.code == 0, run
-    assert run.output.count("2bw nothing went through") == 2, run
-    for refused in ("1f1b rate", "1f1b noise", "2bw write"):
-        assert run.output.count(f"{refused} began and refused") == 2, run
-    # Not with each minibatch, which would read all weights each time: before anybody reads a state.
-    assert run.output.count("1f1b middle trained and refused") == 2, run
+    assert run.output.count(end) == 2, run
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
