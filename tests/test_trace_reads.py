@@ -56,6 +56,22 @@ def test_a_validation_becomes_a_check(forward: Callable[..., Any]) -> None:
     assert f"{file}:" in str(caught.value.where)
 
 
+@pytest.mark.parametrize("calls", range(6))
+def test_a_validation_that_has_been_called_before(calls: int) -> None:
+    """Python makes a call in another instruction once it has made it a few times."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        good = bool(torch.isfinite(self.lin(x)).all())
+        if not good:
+            raise ValueError(f"not finite, of shape {tuple(x.shape)}")
+        return self.lin(x)
+
+    model, x = make(forward), torch.randn(4, 8)
+    for _ in range(calls):
+        model(x)
+    assert len(_checks(faithful(model, x).train)) == 1
+
+
 def test_float_validations_work_in_stages() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         mean, scale = self.lin(x).chunk(2, -1)

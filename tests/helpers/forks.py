@@ -15,11 +15,14 @@ import sys
 import types
 from typing import Any
 
-import torch
+# Builds of torch for CUDA bring it, and it complains at the end of a fork that it was not freed.
+sys.modules["triton"] = None  # type: ignore[assignment]
+
+import torch  # noqa: E402
 
 # What most ranks need, so that no fork has to read it again.
-from pdcompile import driver, reference  # noqa: F401
-from tests.helpers import models, pipelines  # noqa: F401
+from pdcompile import driver, reference  # noqa: E402, F401
+from tests.helpers import models, pipelines  # noqa: E402, F401
 
 
 def rank_to_run() -> dict[str, Any]:

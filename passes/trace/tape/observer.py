@@ -29,6 +29,8 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 _NN_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _PLUMBING = ("module.py", "container.py")
 NO_SOURCE = "<no source>"
+_CACHE, _PRECALL = (dis.opmap.get(name, -1) for name in ("CACHE", "PRECALL"))
+_TO_CALL = 4  # bytes: the instruction and its cache entry
 
 
 def locate(boundary: CodeType | None) -> tuple[str, str]:
@@ -43,11 +45,24 @@ def locate(boundary: CodeType | None) -> tuple[str, str]:
         code = frame.f_code
         file = code.co_filename
         if is_user(file):
-            return f"{_shorten(file)}:{frame.f_lineno}", _stores(code).get(frame.f_lasti, "")
+            stores = _stores(code).get(instruction_of(frame), "")
+            return f"{_shorten(file)}:{frame.f_lineno}", stores
         if fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING):
             fallback = f"{_shorten(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback, ""
+
+
+def instruction_of(frame: FrameType) -> int:
+    """Where a frame is in its code, the same each time that it comes to an operation.
+
+    Python makes what it has made a few times in a quicker way: then it may stand in the cache
+    behind an instruction while that runs, or, in 3.11, make a call in the PRECALL before it.
+    """
+    at, code = frame.f_lasti, frame.f_code.co_code
+    while at > 0 and code[at] == _CACHE:
+        at -= 2
+    return at + _TO_CALL if code[at] == _PRECALL else at
 
 
 def source_of_traceback(error: BaseException) -> str | None:
@@ -116,11 +131,8 @@ def _stores(code: CodeType) -> dict[int, str]:
     for position, each in enumerate(instructions):
         unpacks = each.opname.startswith("UNPACK")  # of a tensor perhaps
         names = _target(_stored(instructions[position if unpacks else position + 1 :]))
-        # While a Python function runs its caller stands behind the call, in the call's cache.
-        following = instructions[position + 1 : position + 2]
-        stop = following[0].offset if following else each.offset + 1
         if names:
-            found.update(dict.fromkeys(range(each.offset, stop), names))
+            found[each.offset] = names
     return found
 
 

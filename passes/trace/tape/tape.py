@@ -31,7 +31,7 @@ from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
 from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.naming import Names
-from pdcompile.passes.trace.tape.observer import Observer, locate
+from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
 from pdcompile.passes.trace.tape.results import Results
 from pdcompile.passes.trace.tape.writes import mutated, written_tensors
 from pdcompile.passes.trace.values.example_sizes import ExampleSizes
@@ -186,7 +186,7 @@ class Tape(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(1)
         ends = (self.boundary, Tape.call_module.__code__)
         while frame is not None and frame.f_code not in ends:
-            found.append((frame.f_code, frame.f_lasti))
+            found.append((frame.f_code, instruction_of(frame)))
             frame = frame.f_back
         return tuple(found)
 
