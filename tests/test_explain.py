@@ -380,7 +380,7 @@ def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
     assert explain(plan).broken == ()
     found = whatif(plan, Scenario(memory_bytes="none"))
     assert found.after.objective_seconds <= least
-    assert "--stages 3 --warmup 1 --schedule 2bw" in command(found, plan)[0]
+    assert "--stages 3 --warmup 0 --schedule 2bw" in command(found, plan)[0]
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ import pytest
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.improve.moves import move_groups, move_more
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.moves import move_groups, shift_more
 from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
@@ -142,5 +142,5 @@ def test_a_boundary_moves_far_away() -> None:
         search = Search(problem, model, budget)
         search.offer((0,) * 5 + (1,) * 5 + (2,) * 50)
         assert search.upper == 128  # 120 s of work, two hops there and back
-        shift_more(search, Segments.build(model, []))
+        move_more(search, Segments.build(model, []))
     assert search.upper == 124

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import lattice
@@ -265,14 +268,18 @@ def _ranges(
 
 
 def single_moves(
-    arcs: Iterable[tuple[int, int]], stages: Sequence[int]
+    arcs: Sequence[tuple[int, int]], stages: Sequence[int] | NDArray[np.intp]
 ) -> Iterator[tuple[int, int]]:
     """(group, stage next to its own) for each group that no neighbour on its stage holds back."""
-    before, after = lattice.neighbours(len(stages), arcs)
-    for v, s in enumerate(stages):
-        if all(stages[u] > s for u in after[v]):
+    own = np.asarray(stages)
+    before, after = np.array(arcs, dtype=np.intp).reshape(-1, 2).T
+    first, last = np.full(len(own), own.max() + 2), np.full(len(own), -2)  # of neighbours
+    np.minimum.at(first, before, own[after])
+    np.maximum.at(last, after, own[before])
+    for v, s in enumerate(own.tolist()):
+        if first[v] > s:
             yield v, s + 1
-        if all(stages[u] < s for u in before[v]):
+        if last[v] < s:
             yield v, s - 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,6 +19,7 @@ from pdcompile.passes.partition.bounds import (
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
 from pdcompile.passes.partition.dynamic_program import chains
+from pdcompile.passes.partition.improve.moves import move_groups, move_more
 from pdcompile.passes.partition.infeasible import no_assignment, validate
 from pdcompile.passes.partition.model import (
     Model,
@@ -27,7 +28,6 @@ from pdcompile.passes.partition.model import (
     contracted,
     prefixes,
 )
-from pdcompile.passes.partition.moves import move_groups, shift_more
 from pdcompile.passes.partition.path.path_bounds import path_bound
 from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.segments import Segments
@@ -55,6 +55,7 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: set[tuple[int, ...]] = field(default_factory=set)
+    along_path: Iterator[tuple[int, ...]] | None = None  # plans that have not been evaluated
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
@@ -172,7 +173,7 @@ def solve(
     if search.best is None and thorough:
         find_any(search)
     quick = (_follow_path, move_groups, evaluate_all, _bound)
-    for step in (*quick, shift_more, prove) if thorough else quick:
+    for step in (*quick, move_more, prove) if thorough else quick:
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
     return search
@@ -181,7 +182,8 @@ def solve(
 def cut_by_program(search: Search) -> Segments:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
-    Very large problems get a plan from a coarse model first, which is all when time is short.
+    Large problems get a plan from a coarse model first, which is all when time is short, or when
+    there are plans along a path.
     """
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
@@ -192,6 +194,11 @@ def cut_by_program(search: Search) -> Segments:
             return segments
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, budget)
+    if ideals is None and model.num_groups > FIRST:
+        tried = len(search.seen)
+        _follow_path(search, segments)
+        if len(search.seen) > tried and search.best is not None:
+            return segments
     limit = FIRST + 1 if search.late and search.best is not None else MAX_IDEALS
     chosen = ideals or prefixes(small, limit, search.seed, budget)
     segments = Segments.build(small, chosen, complete=ideals is not None)
@@ -284,12 +291,14 @@ def _bound(search: Search, segments: Segments) -> None:
 
 
 def _follow_path(search: Search, segments: Segments) -> None:
-    """Evaluates plans along the heaviest path, where the groups are no chain; half of the time
-    stays for the bound."""
+    """Evaluates plans along the heaviest path, where the groups are no chain, in the first quarter
+    of the time."""
     budget = search.budget
     if search.problem.objective == "flush" and not applies(segments):
-        for groups in path_plans(search.model):
-            if budget.spent > budget.left:
+        if search.along_path is None:
+            search.along_path = path_plans(search.model)
+        for groups in search.along_path:
+            if 3 * budget.spent > budget.left:
                 return
             search.offer(groups)
 

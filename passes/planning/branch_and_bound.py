@@ -265,7 +265,7 @@ class PlanSearch:
         def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
             making, left = making_seconds(graph, even_cut(limited)), self.budget.left
             # It is made once more where other cuts are preferred.
-            free = max(making, min(2 * making, left / 2))
+            free = max(making, min(2 * making, left / 4))
             found, certificate = partition(
                 limited, time_limit=max(0.0, left - free), seed=self.seed,
                 progress=self.listener.found,

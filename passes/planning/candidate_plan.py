@@ -16,7 +16,7 @@ from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
 
-REHEARSING = 3e-3  # seconds an op, before any was rehearsed
+REHEARSING = 2.5e-3  # seconds an op, before any was rehearsed
 OTHERS = 4e-4  # seconds an op of the graph, for all else
 
 

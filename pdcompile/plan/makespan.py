@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count as counting
-from typing import Literal, NamedTuple, TypeAlias, Union
+from typing import Any, Literal, NamedTuple, TypeAlias, Union
 
 from pdcompile.schedule.instruction import TO_WEIGHTS, Action
 from pdcompile.schedule.registry import (
@@ -174,13 +174,18 @@ def _walk(
     )  # fmt: skip
     for kind in DIRECTIONS[:2]:
         table = timing.of_kind(kind)
-        hops = sorted(table, key=lambda hop: (abs(hop[0] - hop[1]), hop))
+        hops = sorted(table, key=by_distance)
         for a, b in hops:
             shared = None if full_duplex else walk.shared
             walk.join([Wire((a, b), kind, (table[a, b],), (min(a, b), max(a, b)), shared)])
         walk.send_in_order(kind, hops)
     walk.run()
     return walk
+
+
+def by_distance(hop: StagePair) -> tuple[int, StagePair]:
+    """In the order of this a stage sends over its hops."""
+    return abs(hop[0] - hop[1]), hop
 
 
 class SharedLinks:
@@ -344,6 +349,7 @@ class EventWalk:
         self.out = {f: [[] for _ in stages] for f in (True, False)}
         self.lanes: dict[tuple[Direction, StagePair], WireGroup] = {}
         self.shared = SharedLinks()
+        self.begin: Any = 0.0
 
     def join(self, wires: list[Wire]) -> None:
         """Join two stages; `wires` by turn of their ranks."""
@@ -381,6 +387,26 @@ class EventWalk:
                 self.shared.carry(self.ready)
         if running:
             raise ValueError(f"warm-up {list(self.warmup)} never ends: stages wait for each other")
+
+    # -- times, which `EventGraph` records instead
+
+    def later(self, now: float, because: Event, wire: Wire, i: int) -> tuple[float, Event]:
+        """The time when message i has arrived too, and what decided it."""
+        at = wire.arrived[i]
+        return (at, (wire, i)) if at > now else (now, because)
+
+    def computed(self, event: ComputeEvent, now: float, because: Event) -> tuple[float, Event]:
+        """The end of what a rank begins now."""
+        self.cause[event] = because
+        return now + self.seconds[event[1]][event[0]], event
+
+    def has_gradients(self, s: int, now: float) -> None:
+        self.summed[s] = max(self.summed[s], now)
+
+    def ended(self, s: int, now: float, because: Event) -> None:
+        """A rank of the stage comes to its update."""
+        if now > self.done[s] or self.because[s] is None:
+            self.done[s], self.because[s] = now, because
 
     def finished(self, timing: Timing) -> tuple[float, Event, StagePair | None]:
         """When the last stage or final hop is done, the event that decides it, and the hop."""
@@ -443,7 +469,7 @@ class EventWalk:
 
     def _rank(self, rank: int, stages: Sequence[int]) -> Iterator[Wire]:
         """Wires that a rank waits for."""
-        now, ready = 0.0, self.ready
+        now, ready = self.begin, self.ready
         because: Event = None  # what decided `now`
         held = [_Stage(self, s, rank) for s in stages]
 
@@ -461,8 +487,7 @@ class EventWalk:
             own = held[n]
             s = own.index
             if action is Action.STEP:
-                if now > self.done[s] or self.because[s] is None:
-                    self.done[s], self.because[s] = now, because
+                self.ended(s, now, because)
                 continue
             kind = action is Action.FORWARD
             moves = action is not Action.BACKWARD_WEIGHT
@@ -471,18 +496,15 @@ class EventWalk:
                 wire, last = lane.wires[k % lane.turns], (k // lane.turns + 1) * lane.messages - 1
                 while len(wire.arrived) <= last:
                     yield wire
-                if wire.arrived[last] > now:
-                    now, because = wire.arrived[last], (wire, last)
-            self.cause[s, action, k] = because
-            now, because = now + own.seconds[action], (s, action, k)
+                now, because = self.later(now, because, wire, last)
+            now, because = self.computed((s, action, k), now, because)
             for lane, place in own.out[kind] if moves else ():
                 wire = lane.wires[k % lane.turns]
                 early = k // lane.turns * lane.messages + place - lane.window
                 if early >= 0:
                     while len(wire.arrived) <= early:
                         yield wire
-                    if wire.arrived[early] > now:
-                        now, because = wire.arrived[early], (wire, early)
+                    now, because = self.later(now, because, wire, early)
                 wire.send(now, because, ready)
             # Gradients are expected for the next microbatches that went forward.
             if kind:
@@ -493,7 +515,7 @@ class EventWalk:
                 own.returning += 1
                 post(own, False)
             if action in TO_WEIGHTS:
-                self.summed[s] = max(self.summed[s], now)
+                self.has_gradients(s, now)
                 own.ended += 1
                 if own.ended + own.pool <= own.share:
                     post(own, True)
@@ -504,7 +526,7 @@ class _Stage:
 
     __slots__ = (
         "delay", "ended", "expected", "first", "gone", "index", "into", "out", "pool",
-        "replicas", "returning", "room", "seconds", "share", "turns", "warmup",
+        "replicas", "returning", "room", "share", "turns", "warmup",
     )  # fmt: skip
 
     def __init__(self, walk: EventWalk, s: int, rank: int):
@@ -517,7 +539,6 @@ class _Stage:
         self.pool = walk.schedule.slots(held, -(-walk.m // self.replicas))
         self.into = {f: lanes[s] for f, lanes in walk.into.items()}
         self.out = {f: lanes[s] for f, lanes in walk.out.items()}
-        self.seconds = {action: seconds[s] for action, seconds in walk.seconds.items()}
         self.expected = {True: self.first, False: self.first}  # the next one that gets a slot
         self.turns = walk.turns  # when each of its microbatches goes backward
         self.gone = bytearray(self.share)  # forward, by that

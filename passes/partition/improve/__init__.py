@@ -1,0 +1,1 @@
+"""Changes of a plan, many at a time, that make it better."""
