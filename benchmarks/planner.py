@@ -5,7 +5,7 @@
 Sections: placement, pipedream, papers, piper, scale, own, real, auto, large, beside, random.
 Without --only all run, which takes half an hour on one core.  What is printed is kept in
 out/planner, so that --write can put together a page from sections that ran at different times
-(--only none: run nothing more).
+(--only none: run nothing more); sections that did not run stay as the page has them.
 Published inputs are read from PDCOMPILE_REFERENCE (default: ../shared/reference).
 """
 
@@ -63,11 +63,10 @@ def main() -> None:
         else:
             save(importlib.import_module(SECTIONS[name]).run(), KEPT / f"{name}.json")
     if options.write is not None:
-        missing = [name for name in SECTIONS if not (KEPT / f"{name}.json").exists()]
-        if missing:
-            parser.error(f"--write needs sections that have not run yet: {', '.join(missing)}")
-        tables = [table for name in SECTIONS for table in load(KEPT / f"{name}.json")]
-        options.write.write_text(page.render(tables), encoding="utf-8")
+        kept = [path for name in SECTIONS if (path := KEPT / f"{name}.json").exists()]
+        before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+        written = page.render([table for path in kept for table in load(path)], before)
+        options.write.write_text(written, encoding="utf-8")
         print(f"written: {options.write}")
 
 

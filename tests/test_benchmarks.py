@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,3 +84,17 @@ def test_counts_are_read_from_what_the_runs_print() -> None:
     assert compatibility.models_of("a\n3 of 4 models pass (75%)\n") == "3 of 4"
     with pytest.raises(SystemExit, match="did not come to an end"):
         compatibility.models_of("")
+
+
+def test_sections_of_the_planner_page_that_did_not_run_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page, tables = (importlib.import_module(f"planning.{name}") for name in ("page", "tables"))
+    before = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert page.render([], before) == before
+    values = {"proved": 7, "problems": 7, "cpu": 1.0}
+    ran = tables.Table("papers", "A title", "a command", ("row", "s"), (5, 6), [["one", "2"]])
+    ran.values = values
+    with pytest.raises(KeyError):
+        page.render([ran], "# Another page\n")

@@ -13,13 +13,14 @@ TEMPLATE = Path(__file__).parent / "page.md"
 _MARK = re.compile(r"\[\[(\w+)(?:\.(\w+):([^\]]*))?\]\]")
 
 
-def render(tables: Sequence[Table]) -> str:
-    """The page.
+def render(tables: Sequence[Table], page: str = "") -> str:
+    """The page; sections of tables that are not given stay as they are in the `page` that was.
 
     Raises:
-        KeyError: the template names a table or a figure that there is none of.
+        KeyError: the page that was has no such section, or a table no such figure.
     """
     known = {table.name: table for table in tables}
+    before = {_title(section): section for section in _sections(page)}
 
     def filled(match: re.Match[str]) -> str:
         table = known[match[1]]
@@ -27,4 +28,16 @@ def render(tables: Sequence[Table]) -> str:
             return format(table.values[match[2]], match[3])
         return f"    {table.command}\n\n{table.markdown()}"
 
-    return _MARK.sub(filled, TEMPLATE.read_text(encoding="utf-8"))
+    found = []
+    for section in _sections(TEMPLATE.read_text(encoding="utf-8")):
+        missing = {match[1] for match in _MARK.finditer(section)} - set(known)
+        found.append(before[_title(section)] if missing else _MARK.sub(filled, section))
+    return "".join(found)
+
+
+def _sections(page: str) -> list[str]:
+    return re.split(r"(?m)^(?=## )", page)
+
+
+def _title(section: str) -> str:
+    return section.partition("\n")[0]

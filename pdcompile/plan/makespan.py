@@ -17,8 +17,6 @@ that is ready first goes first.
 from __future__ import annotations
 
 import heapq
-import math
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,18 +76,6 @@ class Path:
     forward: tuple[int, ...]  # per stage
     backward: tuple[float, ...]
     hops: tuple[tuple[StagePair, Direction, int], ...]
-
-    def seconds(self, timing: Timing) -> float:
-        """Its sum for other stages and hops; 0 where it says nothing of them."""
-        if any(hop not in timing.of_kind(kind) for hop, kind, _ in self.hops):
-            return 0.0
-        return math.fsum(
-            (
-                *map(operator.mul, self.forward, timing.forward),
-                *map(operator.mul, self.backward, timing.backward),
-                *(count * timing.of_kind(kind)[hop] for hop, kind, count in self.hops),
-            )
-        )
 
 
 def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) -> tuple[int, ...]:
