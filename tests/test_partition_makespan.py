@@ -209,7 +209,7 @@ def test_the_walk_is_the_least_solution_of_all_waits() -> None:
             tuple(r.random() for _ in range(n)),
             *({hop: r.random() for hop in table} for table in hops),
         )
-        assert path.seconds(other) <= makespan(other, depth, m) * (1 + 1e-9)
+        assert sum_of(path, other) <= makespan(other, depth, m) * (1 + 1e-9)
     assert compared > 150
     assert endless > 3
 
