@@ -337,8 +337,14 @@ def test_makespans_of_many_assignments_are_those_of_each() -> None:
         if problem is None or model is None:
             continue
         chance = np.random.default_rng(seed)
-        cuts = np.sort(chance.integers(0, model.num_groups + 1, (8, model.num_stages - 1)), axis=1)
-        stages = (np.arange(model.num_groups)[None, :, None] >= cuts[:, None, :]).sum(2)
+        stages = np.zeros((12, model.num_groups), dtype=np.intp)
+        for own in stages:  # some cut the order, others are anything that the arcs allow
+            cuts = np.sort(chance.integers(0, model.num_groups + 1, model.num_stages - 1))
+            own[:] = np.searchsorted(cuts, np.arange(model.num_groups), side="right")
+            if chance.random() < 0.5:
+                for v in range(model.num_groups):
+                    least_stage = max((int(own[u]) for u, w in model.arcs if w == v), default=0)
+                    own[v] = chance.integers(least_stage, model.num_stages)
         makespans = Makespans(model)
         least, is_all = makespans.at_least(stages)
         for own, bound, exact in zip(stages, least, is_all, strict=True):

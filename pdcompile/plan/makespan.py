@@ -170,7 +170,7 @@ def _walk(
 
 
 def by_distance(hop: StagePair) -> tuple[int, StagePair]:
-    """In the order of this a stage sends over its hops."""
+    """A stage sends over its hops in the order of this."""
     return abs(hop[0] - hop[1]), hop
 
 

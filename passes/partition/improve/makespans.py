@@ -17,7 +17,7 @@ from pdcompile.schedule.registry import kind_of
 Stages = NDArray[np.intp]  # [assignments, groups]
 Seconds = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-FORWARD, BACKWARD, FINAL = range(3)  # ways of a hop
+FINAL = 2  # ways of a hop: forward, backward, and once in the end
 HOP = np.finfo(np.float64).tiny  # of seconds: also one that takes no time is a hop
 OFTEN = 3  # hops that so many assignments have had are worth a graph of their own
 
@@ -56,14 +56,11 @@ class Makespans:
 
     def _sent(self, flow: Flow) -> list[tuple[float, float]]:
         """Bytes and messages of a hop in each way."""
-        forward, m = (
-            (flow.forward_bytes, flow.forward_messages),
-            self.model.problem.num_microbatches,
-        )
+        m, none = self.model.problem.num_microbatches, (0.0, 0.0)
         backward = flow.backward_bytes, flow.backward_messages
         if flow.tied:
-            return [(0.0, 0.0), backward, (m * forward[0], m * forward[1])]
-        return [forward, backward, (0.0, 0.0)]
+            return [none, backward, (m * flow.forward_bytes, m * flow.forward_messages)]
+        return [(flow.forward_bytes, flow.forward_messages), backward, none]
 
     def at_least(self, stages: Stages) -> tuple[Seconds, Flags]:
         """Seconds of each assignment, [assignments], or at least so many; and whether that is all.
@@ -86,11 +83,12 @@ class Makespans:
 
     def exact(self, stages: Stages) -> float:
         """Seconds of one assignment, [groups]."""
-        hops = self._hops(stages[None, :])
-        has = hops[0, :FINAL] > 0
-        self._seen[has.tobytes()] += 1
-        if self._fixed_order and self._seen[has.tobytes()] >= OFTEN:
-            return float(self._seconds(stages[None, :], hops, has)[0])
+        if self._fixed_order:
+            hops = self._hops(stages[None, :])
+            has = hops[0, :FINAL] > 0
+            self._seen[has.tobytes()] += 1
+            if self._seen[has.tobytes()] >= OFTEN:
+                return float(self._seconds(stages[None, :], hops, has)[0])
         return Evaluation(self.model.problem, self.model.items_of(stages.tolist())).seconds
 
     def _seconds(self, stages: Stages, hops: Seconds, counted: Flags) -> Seconds:
