@@ -66,6 +66,7 @@ def test_a_validation_that_has_been_called_before(calls: int) -> None:
             raise ValueError(f"not finite, of shape {tuple(x.shape)}")
         return self.lin(x)
 
+    forward.__code__ = forward.__code__.replace()  # which no other case has run
     model, x = make(forward), torch.randn(4, 8)
     for _ in range(calls):
         model(x)
