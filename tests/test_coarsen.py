@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import CostError
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import Attr, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.coarsen import coarsen, spans
 from pdcompile.passes.coarsen.items import Assembly
@@ -221,6 +221,32 @@ def test_constants_run_where_their_only_reader_is() -> None:
     where = item_of(problem)
     assert where["steps"] == where["row"] == where["places"] != where["tokens"]
     assert "moved ops take 1.00 us" in problem.scope
+
+
+def test_views_of_parameters_go_with_their_only_reader() -> None:
+    """The weights of experts are transposed before they are multiplied with."""
+    g = GraphBuilder()
+    x = g.input("x")
+    early = g.op("early", "torch.relu", (x,), seconds=(1, 1))
+
+    own, tied = g.parameter("experts"), g.parameter("tied")
+    turned, shared = (
+        g.op(name, "torch.transpose", (Attr(fqn), 0, 1), parameters=(fqn,), shape=(8, 8),
+             seconds=(0, 0))
+        for name, fqn in (("turned", own), ("shared", tied))
+    )  # fmt: skip
+    again = g.op("again", "view", (turned, 8, 8), kind="method", view_of=turned, shape=(8, 8),
+                 seconds=(0, 0))  # fmt: skip
+    mixed = g.op("mixed", "torch.matmul", (early, again), seconds=(1, 1))
+    both = g.op("both", "torch.matmul", (mixed, shared), seconds=(1, 1))
+    end = g.op("end", "torch.nn.functional.linear", (both, Attr(tied)), parameters=(tied,),
+               seconds=(1, 1))  # fmt: skip
+    problem = problem_of(g.build(end, loss=end))
+    where = item_of(problem)
+    assert where["turned"] == where["again"] == where["mixed"]
+    assert problem.items[where["mixed"]].parameter_bytes == 8 * 8 * 4
+    assert where["shared"] not in (where["both"], where["end"])  # a choice: another op reads it too
+    assert "views of parameters moved, with these, to the op that reads them (2)" in problem.scope
 
 
 def test_costs_are_required() -> None:

@@ -14,11 +14,16 @@ So every stage's load, traffic and memory stay equal or fall, and some optimum k
 neighbour.  Constants (aranges, masks, slices of a buffer that nobody writes: nothing of the call
 enters them) are not free of load, a few microseconds each; where one group reads them they run
 on its stage, which `moved_seconds` bounds.
+
+Views of parameters that nothing else reads (the transposed weights of experts) go to their reader
+too, with the parameter: apart from it they would be sent to it for every microbatch.  No load or
+transfer grows; what the parameter takes moves along, so that under a memory limit this is a rule
+like that of spans: no plan is looked at that keeps weights elsewhere and sends them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -29,6 +34,7 @@ from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
 
 VIEW = "views moved to the op that reads or makes their bytes"
 CONSTANT = "constants moved to the op that reads them"
+WEIGHT = "views of parameters moved, with these, to the op that reads them"
 
 
 @dataclass
@@ -45,16 +51,15 @@ class Neutral:
     outputs: set[str] = field(default_factory=set)
     weightless: set[int] = field(default_factory=set)  # groups of views only
     constant: set[int] = field(default_factory=set)
+    weights: set[int] = field(default_factory=set)  # groups of views, some of a parameter
     moved: set[int] = field(default_factory=set)  # positions of ops
 
     def run(self) -> None:
         """Join neutral groups with a neighbour until none is left that may be joined."""
         self._prepare()
-        waiting = deque(sorted(self.weightless | self.constant))
+        waiting = deque(sorted(self.weightless | self.constant | self.weights))
         while waiting:
             group = self.groups.find(waiting.popleft())
-            if group not in self.weightless and group not in self.constant:
-                continue
             neighbour = self._neighbour(group)
             if neighbour is None or self._marks(group) != self._marks(neighbour):
                 continue
@@ -77,14 +82,17 @@ class Neutral:
         parameters = {fqn for fqn, info in graph.tensors.items() if info.kind == "parameter"}
         written = parameters | written_buffers(graph.ops)
         summed = {name for pair in summation_order(graph) for name in pair[:2]}
-        views, constants = [False] * len(graph.ops), [False] * len(graph.ops)
+        holders = Counter(fqn for op in graph.ops for fqn in op.used_tensors)
+        views, weights, constants = ([False] * len(graph.ops) for _ in range(3))
         for i, op in enumerate(graph.ops):
             call = CostedOp(op, index)
             held = op.used_tensors
             free = op.cost is not None and not op.cost.forward_seconds + op.cost.backward_seconds
-            views[i] = not held and not op.mutates and (call.is_view or free)
+            view = not op.mutates and (call.is_view or free)
             if (op.cost is not None and op.cost.saved_bytes) or op.name in summed:
-                views[i] = False
+                view = False
+            views[i] = view and not held
+            weights[i] = view and parameters.issuperset(held) and all(holders[f] == 1 for f in held)
             constants[i] = not (op.mutates or call.requires_grad or op.draw is not None)
             constants[i] &= fixed.isdisjoint(op.inputs) and written.isdisjoint(held)
             if not constants[i]:
@@ -97,6 +105,8 @@ class Neutral:
             if ops[-1] < len(graph.ops):
                 if all(views[i] for i in ops):
                     self.weightless.add(group)
+                elif all(weights[i] for i in ops):
+                    self.weights.add(group)
                 if all(constants[i] for i in ops):
                     self.constant.add(group)
 
@@ -104,7 +114,7 @@ class Neutral:
         makes = [v for v in self._values(self.made[group]) if self._leaves(v, group)]
         reads = [v for v in self._values(self.read[group]) if self._source(v) not in (None, group)]
         reader = self._only_reader(makes, group)
-        if group in self.constant and not reads:
+        if not reads and (group in self.constant or group in self.weights):
             return reader
         if group not in self.weightless or not reads or not self._reads_alone(reads, group):
             return None
@@ -117,21 +127,24 @@ class Neutral:
         return sources.pop() if all(m <= r for r, m in zip(read, made, strict=True)) else None
 
     def _join(self, group: int, neighbour: int) -> int:
-        constant = group in self.constant and group not in self.weightless
         self.moved |= {self.position[name] for name in self.made[group]}
-        weightless = group in self.weightless and neighbour in self.weightless
-        constants = group in self.constant and neighbour in self.constant
-        self.groups.join((group, neighbour), CONSTANT if constant else VIEW)
+        both, views = {group, neighbour}, self.weightless | self.weights
+        weightless, constants = both <= self.weightless, both <= self.constant
+        weights = both <= views and not weightless
+        kind = VIEW if group in self.weightless else CONSTANT
+        self.groups.join((group, neighbour), WEIGHT if group in self.weights else kind)
         joined = self.groups.find(group)
         other = neighbour if joined == group else group
         for table in (self.made, self.read):
             small, large = sorted((table.pop(joined), table.pop(other)), key=len)
             large |= small
             table[joined] = large
-        for kind, still in ((self.weightless, weightless), (self.constant, constants)):
-            kind -= {joined, other}
+        for groups, still in (
+            (self.weightless, weightless), (self.constant, constants), (self.weights, weights),
+        ):  # fmt: skip
+            groups -= both
             if still:
-                kind.add(joined)
+                groups.add(joined)
         return joined
 
     def _around(self, group: int) -> Iterable[int]:
