@@ -73,15 +73,16 @@ class Beside:
         )
         return Beside(model, size, *ends, _along(model, path, number, size))
 
-    def inside(self, of_groups: Array, *, every: bool) -> Array:
-        """[j, k]: the sum over groups that surely are on a stage with groups j + 1 to k.
+    def inside(self, of_groups: Array, *, every: bool, of: np.ufunc = np.add) -> Array:
+        """[j, k]: the sum (the ufunc `of`) over groups that surely are on a stage with groups j + 1
+        to k.
 
         Where `every` stage holds some of the path, the first one also has what nothing of the
         path is before, and the last one what nothing is behind.
         """
         table = np.zeros((self.length + 2, self.length + 2))
-        np.add.at(table, (self.low, self.high), of_groups)
-        found = table[::-1].cumsum(0)[::-1].cumsum(1)  # low from a on, high up to b
+        of.at(table, (self.low, self.high), of_groups)
+        found = of.accumulate(of.accumulate(table[::-1])[::-1], 1)  # low from a on, high up to b
         rows, columns = np.arange(1, self.length + 2), np.arange(self.length + 1)
         if every:
             rows[0], columns[-1] = 0, self.length + 1

@@ -167,7 +167,7 @@ class Case:
     before: Array  # work of one microbatch on earlier stages
     rest: Array  # on this one and later ones
     backward_share: tuple[float, float]  # of work besides, but for so many seconds
-    most: Array  # that an interval's stage can have
+    most: list[Array]  # that an interval's stage can have, per stage
     loose: Array  # that a stage without the path can have, by the boundary where it lies
     whole: float  # on all, but for what may be on stages before the path
     total: float  # and all there is
@@ -265,7 +265,7 @@ class Case:
                 more = left / times if times else np.where(left < 0, -1, np.inf)
                 besides = np.minimum(besides, more)
             found = np.maximum(found, besides)
-        return np.where(found < 0, -1.0, np.minimum((own + found) * self.speeds[s], self.most))
+        return np.where(found < 0, -1.0, np.minimum((own + found) * self.speeds[s], self.most[s]))
 
     def _ways(self, ahead: Ways, behind: Ways) -> Iterator[tuple[Array, Array, Array]]:
         """The least way down to a stage, on from it, and both, with and without stages left out:
@@ -286,7 +286,7 @@ class Case:
         """Drop intervals whose round trips to the next stage with some of the path, and from the
         one before, take too long with every interval of every such stage."""
         count = len(states)
-        onward, since = ([np.zeros(self.most.shape, dtype=bool) for _ in states] for _ in range(2))
+        onward, since = ([np.zeros_like(mask) for mask in states] for _ in range(2))
         for s in range(count):
             onward[s][:, -1] = count - 1 - s <= self.last
             since[s][0] = self.first[0] <= s <= self.first[1]
@@ -327,7 +327,7 @@ class Case:
         handed: list[_Handed] = []
         old = None if self.parallel is None else self.parallel.onward.old
         for t, mask in enumerate(states):
-            start = np.full(self.most.shape, np.inf)
+            start = np.full(self.allowed[0].shape, np.inf)
             start[0] = 0.0 if self.first[0] <= t <= self.first[1] else np.inf
             ways = Ways(start)
             for s in range(t):
@@ -355,7 +355,7 @@ class Case:
         handed: dict[int, _Handed] = {}
         old = None if self.parallel is None else self.parallel.back.old.T
         for s in reversed(range(count)):
-            none, end = (np.full(self.most.shape, np.inf) for _ in range(2))
+            none, end = (np.full(self.allowed[0].shape, np.inf) for _ in range(2))
             end[:, -1] = 0.0 if count - 1 - s <= self.last else np.inf
             early = s < count - 1  # the stages after it are without the path
             ways = Ways(none, end if self.parallel else None) if early else Ways(end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from pdcompile.passes.partition.path.crossings import (
     hop_around,
     hop_over,
 )
+from pdcompile.passes.partition.path.interval_bytes import IntervalBytes
 from pdcompile.passes.partition.path.path_case import Case, Mask
 from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem import StageLimits
@@ -36,11 +38,12 @@ def cases_of(beside: Beside, parts: Iterable[float]) -> Iterator[list[Case]]:
     model = beside.model
     alone, hop = model.num_stages == 1, _hops(beside)
     if alone or in_order(model):
-        yield [_case(beside, hop, None, (0, 0))]
+        yield [_case(beside, hop, _Limits.of(beside, every=True), None, (0, 0))]
     if not alone:
         choices = parallels(beside, *_seconds(model), parts, filled=in_order(model))
+        limits = _Limits.of(beside, every=False)
         for first in _firsts(beside):
-            yield [_case(beside, hop, parallel, first) for parallel in choices]
+            yield [_case(beside, hop, limits, parallel, first) for parallel in choices]
 
 
 def _firsts(beside: Beside) -> Iterator[tuple[int, int]]:
@@ -75,9 +78,34 @@ def _seconds(model: Model) -> tuple[Array, Array]:
     return np.array(model.forward) / fastest, part * np.array(model.backward) / fastest
 
 
+class _Limits(NamedTuple):
+    """By stage and interval of the path: whether the stage may hold it, by its memory and by where
+    groups may be, and the most work of a microbatch that it can have then."""
+
+    allowed: list[Mask]
+    most: list[Array]
+
+    @staticmethod
+    def of(beside: Beside, *, every: bool) -> _Limits:
+        model, needed = beside.model, IntervalBytes(beside, every)
+        ends, work = np.arange(beside.length + 1), np.add(*_seconds(model))
+        there = float(work.sum()) - beside.before(work)[:, None] - beside.behind(work)[None, :]
+        allowed, most = [], []
+        for s, stage in enumerate(model.problem.stages):
+            barred = [not a <= s <= b for a, b in zip(model.lowest, model.highest, strict=True)]
+            mask = beside.inside(np.array(barred, dtype=np.float64), every=every) < 0.5
+            mask &= ends[:, None] < ends[None, :]
+            if stage.memory_bytes is not None:
+                mask &= needed.least(s) <= stage.memory_bytes * (1 + 1e-12) + 0.5
+            allowed.append(mask)
+            most.append(np.minimum(np.maximum(there, 0.0), needed.most(s, work)))
+        return _Limits(allowed, most)
+
+
 def _case(
     beside: Beside,
     hop: Callable[[int, int], Hop],
+    limits: _Limits,
     parallel: Parallel | None,
     first: tuple[int, int],
 ) -> Case:
@@ -91,7 +119,6 @@ def _case(
         for one in (np.array(model.forward), part * np.array(model.backward))
     )
     before, rest, total = beside.before(work), beside.behind(work), float(work.sum())
-    most = np.maximum(total - before[:, None] - rest[None, :], 0.0)
     outside = np.where((beside.low == 0) & (first[1] > 0) & (not every), work, 0.0)
     own = [(f / stage.speed, w / stage.speed) for stage in stages]
     whole, missing = total - float(outside.sum()), 0.0
@@ -103,12 +130,12 @@ def _case(
         own=own,
         speeds=[stage.speed / fastest for stage in stages],
         warmup=warmup_of(model.problem.memory.in_flight, len(stages), m),
-        allowed=[_allowed(beside, s, every=every) for s in range(len(stages))],
+        allowed=limits.allowed,
         hop=hop,
         before=before - beside.before(outside),
         rest=rest - beside.behind(outside),
         backward_share=_backward_share(beside),
-        most=most,
+        most=limits.most,
         loose=beside.across(work),
         whole=whole,
         total=total,
@@ -166,24 +193,6 @@ def _hops(beside: Beside) -> Callable[[int, int], Hop]:
         return replace(by_stage[s][0], least=least, around=around, branches=False)
 
     return hop
-
-
-def _allowed(beside: Beside, s: int, *, every: bool) -> Mask:
-    """[j, k]: whether the stage may hold the interval, by its memory and by where groups may be."""
-    model, size = beside.model, beside.length
-    ends = np.arange(size + 1)
-    limit = model.problem.stages[s].memory_bytes
-    found: Mask = ends[:, None] < ends[None, :]
-    if limit is not None:
-        held = [
-            model.fixed_bytes(v, s) + model.saved(s) * model.saved_bytes[v]
-            for v in range(model.num_groups)
-        ]
-        least = beside.inside(np.array(held, dtype=np.float64), every=every)
-        found &= least <= limit * (1 + 1e-12) + 0.5
-    barred = [not a <= s <= b for a, b in zip(model.lowest, model.highest, strict=True)]
-    found &= beside.inside(np.array(barred, dtype=np.float64), every=every) < 0.5
-    return found
 
 
 def _shared(
