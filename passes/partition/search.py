@@ -110,7 +110,6 @@ final_violations = violations  # every answer goes through it before it is retur
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
-ROOM = 0.7  # of a memory limit
 MAX_CHAINS = 150  # evaluated one by one
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
@@ -184,7 +183,7 @@ def cut_by_program(search: Search) -> Segments:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
     Large problems get a plan from a coarse model first, which is all when time is short, or when
-    there are plans along a path and memory has room for them.
+    there are plans along a path.
     """
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
@@ -198,7 +197,7 @@ def cut_by_program(search: Search) -> Segments:
     if ideals is None and model.num_groups > FIRST:
         tried = len(search.seen)
         _follow_path(search, segments)
-        if len(search.seen) > tried and _has_room(search):
+        if len(search.seen) > tried and search.best is not None:
             return segments
     limit = FIRST + 1 if search.late and search.best is not None else MAX_IDEALS
     chosen = ideals or prefixes(small, limit, search.seed, budget)
@@ -208,15 +207,6 @@ def cut_by_program(search: Search) -> Segments:
     except OutOfTimeError:
         return segments
     return segments
-
-
-def _has_room(search: Search) -> bool:
-    """Whether the best plan is so far from the memory limits that they decide nothing: along a
-    path they are only kept, the dynamic program goes by them."""
-    if search.best is None:
-        return False
-    held = zip(search.best.memory_bytes, search.problem.stages, strict=True)
-    return all(s.memory_bytes is None or own <= ROOM * s.memory_bytes for own, s in held)
 
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:

@@ -48,11 +48,11 @@ class EventGraph:
         """When each stage comes to its update, [stages, partitions].
 
         Args:
-            table: seconds, [what, partitions].
+            table: seconds, [what, partitions]; -inf for a hop that a partition does not have.
         """
         at = np.zeros((self.size, table.shape[1]))
         for own, sources, what in self.levels:
-            np.add(at[sources].max(0), table[what], out=at[own])
+            np.add(at[sources].max(0, initial=0.0), table[what], out=at[own])
         found: Seconds = at[self.ends].max(0)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,37 @@ Seconds = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 FINAL = 2  # ways of a hop: forward, backward, and once in the end
 HOP = np.finfo(np.float64).tiny  # of seconds: also one that takes no time is a hop
-OFTEN = 3  # hops that so many assignments have had are worth a graph of their own
+MANY = 3  # times as many hops as needed are forgotten, when there are others
+
+
+class Transfers:
+    """What the flows of a model send from stage to stage, in many assignments."""
+
+    def __init__(self, model: Model):
+        ends = [sorted({*flow.sources, *flow.sinks}) for flow in model.flows]
+        self._flows = [
+            [i for i, own in enumerate(ends) if len(own) == count]
+            for count in sorted({len(own) for own in ends} - {1})
+        ]
+        self._ends = [np.array([ends[i] for i in flows]) for flows in self._flows]
+
+    def of(self, stages: Stages) -> tuple[Stages, ...]:
+        """Vectors: assignment, flow, the first of its stages, and two of them in a row."""
+        found = [np.zeros((5, 0), dtype=np.intp)]
+        for flows, ends in zip(self._flows, self._ends, strict=True):
+            chain = np.sort(stages[:, ends], axis=2)
+            n, i, k = np.nonzero(chain[:, :, 1:] != chain[:, :, :-1])
+            rows = n, np.array(flows)[i], chain[n, i, 0], chain[n, i, k], chain[n, i, k + 1]
+            found.append(np.array(rows))
+        return tuple(np.concatenate(found, axis=1))
 
 
 class Makespans:
     """Seconds of assignments of a model's groups, as `Evaluation` has them one by one, but for
     rounding.
 
-    Who waits for less takes no longer: with only the hops that many assignments have, they are on
-    one graph of events, which says what each takes at least.
+    They are all on one graph of events, with the hops that any of them has.  Who waits for less
+    takes no longer: with few hops the graph is quick, and says what each takes at least.
     """
 
     def __init__(self, model: Model):
@@ -44,15 +66,9 @@ class Makespans:
         self._rates = np.array([[one.bytes_per_second for one in row] for row in links])
         self._latencies = np.array([[one.latency_seconds for one in row] for row in links])
         self._warmup = tuple(warmup_of(problem.memory.in_flight, count, problem.num_microbatches))
-        pairs = [flow for flow in model.flows if len({*flow.sources, *flow.sinks}) == 2]
-        self._ends = np.array([sorted({*f.sources, *f.sinks}) for f in pairs], dtype=np.intp)
-        self._amounts = np.array([self._sent(flow) for flow in pairs]).reshape(-1, 3, 2)
-        self._others = [
-            (sorted({*flow.sources, *flow.sinks}), np.array(self._sent(flow)))
-            for flow in model.flows
-            if len({*flow.sources, *flow.sinks}) > 2
-        ]
-        self._seen: Counter[bytes] = Counter()
+        self._transfers = Transfers(model)
+        self._amounts = np.array([self._sent(flow) for flow in model.flows]).reshape(-1, 3, 2)
+        self._known: Flags = np.zeros((FINAL, count, count), dtype=np.bool_)  # hops of the graph
 
     def _sent(self, flow: Flow) -> list[tuple[float, float]]:
         """Bytes and messages of a hop in each way."""
@@ -62,41 +78,34 @@ class Makespans:
             return [none, backward, (m * flow.forward_bytes, m * flow.forward_messages)]
         return [(flow.forward_bytes, flow.forward_messages), backward, none]
 
-    def at_least(self, stages: Stages) -> tuple[Seconds, Flags]:
-        """Seconds of each assignment, [assignments], or at least so many; and whether that is all.
-
-        Counted are the hops that the first one has, where an assignment has them too, and of these
-        the hops to the next stage and back.
-        """
-        found, is_all = np.zeros(len(stages)), np.zeros(len(stages), dtype=np.bool_)
+    def at_least(self, stages: Stages) -> Seconds:
+        """Seconds of each assignment, [assignments], or at least so many: counted are hops to the
+        next stage and back."""
         if not self._fixed_order:
-            return found, is_all
-        hops = self._hops(stages)
-        has = hops[:, :FINAL] > 0
+            return np.zeros(len(stages))
         near = np.eye(self.count, k=1, dtype=np.bool_)
-        for counted in (has[0] & np.array([near, near.T]), has[0]):
-            waits = (has | ~counted).all((1, 2, 3))
-            seconds = self._seconds(stages[waits], hops[waits], counted)
-            found[waits] = np.maximum(found[waits], seconds)
-            is_all |= waits & (has == counted).all((1, 2, 3))
-        return found, is_all
+        return self._seconds(stages, self._hops(stages), np.array([near, near.T]))
 
-    def exact(self, stages: Stages) -> float:
-        """Seconds of one assignment, [groups]."""
-        if self._fixed_order:
-            hops = self._hops(stages[None, :])
-            has = hops[0, :FINAL] > 0
-            self._seen[has.tobytes()] += 1
-            if self._seen[has.tobytes()] >= OFTEN:
-                return float(self._seconds(stages[None, :], hops, has)[0])
-        return Evaluation(self.model.problem, self.model.items_of(stages.tolist())).seconds
+    def exact(self, stages: Stages) -> Seconds:
+        """Seconds of each assignment, [assignments]."""
+        if not self._fixed_order:
+            problem, items_of = self.model.problem, self.model.items_of
+            return np.array([Evaluation(problem, items_of(one.tolist())).seconds for one in stages])
+        hops = self._hops(stages)
+        has: Flags = np.any(hops[:, :FINAL] > 0, axis=0)
+        if (has & ~self._known).any():
+            too_many = self._known.sum() > MANY * has.sum()
+            self._known = has if too_many else has | self._known
+        return self._seconds(stages, hops, self._known)
 
     def _seconds(self, stages: Stages, hops: Seconds, counted: Flags) -> Seconds:
-        """Of each assignment, if these hops and the final ones are all."""
+        """Of each assignment, if of these hops and the final ones those that it has are all."""
         problem = self.model.problem
         ways = [tuple(map(tuple, np.argwhere(one).tolist())) for one in counted]
         graph = event_graph(self._warmup, problem.num_microbatches, problem.memory.schedule, *ways)
-        done = graph.done(np.concatenate([self._computed(stages), hops[:, :FINAL][:, counted].T]))
+        moved = hops[:, :FINAL][:, counted].T
+        moved = np.where(moved > 0, moved, -np.inf)
+        done = graph.done(np.concatenate([self._computed(stages), moved]))
         found: Seconds = done.max(0)
         for a, b in np.argwhere(hops[:, FINAL].any(0)).tolist():
             seconds = hops[:, FINAL, a, b]
@@ -123,25 +132,12 @@ class Makespans:
         A value goes to each stage that reads it; gradients go from the last one to the one before,
         and so on.
         """
-        found = np.zeros((len(stages), 3, self.count, self.count))
-        if len(self._ends):
-            near, far = np.moveaxis(np.sort(stages[:, self._ends], axis=2), 2, 0)
-            n, flow = np.nonzero(near != far)
-            ends = near[n, flow], far[n, flow]
-            self._add(found, n, ends[0], *ends, self._amounts[flow].transpose(1, 2, 0))
-        for groups, amounts in self._others:
-            chain = np.sort(stages[:, groups], axis=1)
-            n, i = np.nonzero(chain[:, 1:] > chain[:, :-1])
-            if len(n):
-                self._add(found, n, chain[n, 0], chain[n, i], chain[n, i + 1], amounts[:, :, None])
-        return found
-
-    def _add(
-        self, found: Seconds, n: Stages, first: Stages, near: Stages, far: Stages, amounts: Seconds
-    ) -> None:
-        """`amounts`: bytes and messages in each way."""
+        n, flow, first, near, far = self._transfers.of(stages)
+        shape = len(stages), 3, self.count, self.count
+        found = np.zeros(math.prod(shape))
         for way, (a, b) in enumerate(((first, far), (far, near), (first, far))):
-            num_bytes, messages = amounts[way]
+            num_bytes, messages = self._amounts[flow, way].T
             seconds = num_bytes / self._rates[a, b] + messages * self._latencies[a, b] + HOP
             hop = ((n * 3 + way) * self.count + a) * self.count + b
-            np.add.at(found.reshape(-1), hop, np.where(messages > 0, seconds, 0.0))
+            found += np.bincount(hop, np.where(messages > 0, seconds, 0.0), found.size)
+        return found.reshape(shape)

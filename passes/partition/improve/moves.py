@@ -1,4 +1,8 @@
-"""Moves of groups from a stage to the next one or the one before, which make a plan better."""
+"""Moves of groups from a stage to the next one or the one before, which make a plan better.
+
+Constraints are kept all the time, but limits of memory may be exceeded on the way to a plan that
+keeps them: what is lacking is priced.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdcompile.passes.partition.improve.makespans import Makespans, Stages
-from pdcompile.passes.partition.model import single_moves
-from pdcompile.plan.evaluate import violations
+from pdcompile.passes.partition import lattice
+from pdcompile.passes.partition.improve.makespans import Makespans, Seconds, Stages
+from pdcompile.passes.partition.improve.needs import Needs
 
 if TYPE_CHECKING:
     from pdcompile.passes.partition.model import Model
@@ -23,8 +27,11 @@ MORE = 320, 640, 1280  # and once the bound is known
 WIDTH = 32  # assignments that are tried together
 TRIES = 4  # of each group on each stage in a cooling, at most
 HEAT = 0.004  # of the makespan: how much worse a plan may become at first
+FEW = 8  # of these, whose makespans are found exactly together
 MOST = 32  # groups at once
-RELOCATING, SINGLE = 0.1, 0.4  # of the tries: a boundary far away, groups one by one
+LACKING = 10.0  # makespans, for as much memory as a whole stage has
+SEVERAL = 0.2  # of the tries: over more boundaries than one
+RELOCATING, TAKING = 0.1, 0.6  # of the tries: a boundary far away, a group with what it needs
 
 
 def move_groups(search: Search, _: Segments) -> None:
@@ -47,7 +54,7 @@ def _anneal(search: Search, coolings: tuple[int, ...], late: Callable[[], bool])
     model, chance = search.model, random.Random(search.seed)
     if search.problem.objective != "flush" or model.num_stages == 1:
         return
-    makespans, allowed = Makespans(model), _Allowed(model)
+    allowed, priced, changes = _Allowed(model), _Priced(model), _Changes(model, chance)
     for n, rounds in enumerate(coolings):
         hottest = HEAT * (n % 2)  # every other one starts cold: only what is better is made
         rounds = min(rounds, 1 + TRIES * model.num_groups * model.num_stages // WIDTH)
@@ -55,84 +62,116 @@ def _anneal(search: Search, coolings: tuple[int, ...], late: Callable[[], bool])
         for done in range(rounds):
             if late():
                 return
-            changed = allowed.of(_changes(model, present, chance))
+            changed = allowed.of(changes.of(present))
             heat = hottest * search.upper * (1 - done / rounds) ** 2
-            least, is_all = makespans.at_least(np.array([present, *changed]))
-            for stages, its, known in zip(changed, least[1:], is_all[1:], strict=True):
-                limit = seconds - heat * math.log(1 - chance.random())
-                if its <= limit and not known:
-                    its = makespans.exact(stages)
-                if its > limit:
-                    continue
-                groups = tuple(stages.tolist())
-                better = its < search.upper * (1 - 1e-9)
-                if search.offer(groups) if better else allowed.violates_nothing(groups):
-                    present, seconds = stages, its
-                    break
+            limits = [seconds - heat * math.log(1 - chance.random()) for _ in changed]
+            found = priced.first(changed, np.array(limits))
+            if found is not None:
+                present, seconds, lacking = found
+                if not lacking and seconds < search.upper * (1 - 1e-9):
+                    search.offer(tuple(present.tolist()))
+
+
+class _Priced:
+    """Makespans of assignments, raised where memory lacks."""
+
+    def __init__(self, model: Model):
+        self._makespans, self._needs = Makespans(model), Needs(model)
+
+    def first(self, stages: Stages, limits: Seconds) -> tuple[Stages, float, bool] | None:
+        """The first assignment that is within its limit, its seconds, and whether memory lacks."""
+        good = np.flatnonzero(self._makespans.at_least(stages) <= limits)
+        for few in np.split(good, range(FEW, len(good), FEW)):
+            lacking = self._needs.excess(stages[few])
+            seconds = self._makespans.exact(stages[few]) * (1 + LACKING * lacking)
+            within = np.flatnonzero(seconds <= limits[few])
+            if within.size:
+                i = within[0]
+                return stages[few[i]], float(seconds[i]), bool(lacking[i])
+        return None
 
 
 class _Allowed:
-    """Which assignments keep the order, the ranges and the other limits of a model."""
+    """Which assignments keep the constraints of a model."""
 
     def __init__(self, model: Model):
         self._model = model
         self._before, self._after = np.array(model.arcs, dtype=np.intp).reshape(-1, 2).T
         self._lowest, self._highest = np.array(model.lowest), np.array(model.highest)
-        self._filled = not model.problem.allow_empty
-        limits = model.limited, model.apart, model.forbidden, model.problem.max_stages
-        self._others = any(limits)
+        self._empty = model.problem.allow_empty
+        self._forbidden = np.array(model.forbidden, dtype=np.intp).reshape(-1, 2).T
+        self._apart = np.array(model.apart, dtype=np.intp).reshape(-1, 2).T
 
     def of(self, stages: Stages) -> Stages:
-        """Those that keep order and ranges."""
+        """Those that keep everything but limits of memory."""
         stages = stages[((self._lowest <= stages) & (stages <= self._highest)).all(1)]
         kept = (stages[:, self._before] <= stages[:, self._after]).all(1)
-        if self._filled:
-            used = np.zeros((len(stages), self._model.num_stages), dtype=np.bool_)
-            np.put_along_axis(used, stages, True, axis=1)
-            kept &= used.all(1)
-        return stages[kept]
-
-    def violates_nothing(self, groups: tuple[int, ...]) -> bool:
-        model = self._model
-        return not (self._others and violations(model.problem, model.items_of(groups)))
+        kept &= (stages[:, self._forbidden[0]] != self._forbidden[1]).all(1)
+        kept &= (stages[:, self._apart[0]] != stages[:, self._apart[1]]).all(1)
+        used = np.zeros((len(stages), self._model.num_stages), dtype=np.bool_)
+        np.put_along_axis(used, stages, True, axis=1)
+        kept &= used.sum(1) <= self._model.most_used if self._empty else used.all(1)
+        found: Stages = stages[kept]
+        return found
 
 
-def _changes(model: Model, present: Stages, chance: random.Random) -> Stages:
+class _Changes:
     """Changed assignments, not all of which are possible."""
-    moves = [*single_moves(model.arcs, present)]
-    count, found = model.num_stages, []
-    for _ in range(WIDTH):
-        stages = present.copy()
-        some = chance.choice((1, 1, 2))
-        if chance.random() < SINGLE and moves:
-            for v, s in (chance.choice(moves) for _ in range(some)):
-                stages[v] = s
-        else:
-            if chance.random() < RELOCATING:
-                stages, some = _relocated(stages, count, chance), some - 1
-            for _ in range(some):
-                _move_some(stages, chance.randrange(count - 1), chance)
-        found.append(stages)
-    return np.array(found)
 
+    def __init__(self, model: Model, chance: random.Random):
+        self._chance, self._last = chance, model.num_stages - 1
+        self._neighbours = lattice.neighbours(model.num_groups, model.arcs)
 
-def _relocated(stages: Stages, count: int, chance: random.Random) -> Stages:
-    """Two stages in a row made one, and the groups of another parted in two, if there are two."""
-    merged, parted = chance.randrange(count - 1), chance.randrange(count - 1)
-    fewer = stages - (stages > merged)
-    own = np.flatnonzero(fewer == parted)
-    if len(own) < 2:
+    def of(self, present: Stages) -> Stages:
+        return np.array([self._changed(present.copy()) for _ in range(WIDTH)])
+
+    def _changed(self, stages: Stages) -> Stages:
+        some = self._chance.choice((1, 1, 2))
+        if (kind := self._chance.random()) < RELOCATING:
+            stages, some = self._relocated(stages), some - 1
+        elif kind < RELOCATING + TAKING:
+            some -= 1
+            self._take_along(stages)
+        for _ in range(some):
+            self._move_some(stages)
         return stages
-    found: Stages = fewer + (fewer > parted)
-    found[own[chance.randrange(1, len(own)) :]] += 1
-    return found
 
+    def _take_along(self, stages: Stages) -> None:
+        """A group goes to the next stage, or back, with those that it holds back there."""
+        chance = self._chance
+        v, way = chance.randrange(len(stages)), chance.choice((-1, 1))
+        to = int(stages[v]) + way
+        found, waiting = {v}, [v] if 0 <= to <= self._last else []
+        while waiting and len(found) <= MOST:
+            for u in self._neighbours[way > 0][waiting.pop()]:
+                if u not in found and way * (to - stages[u]) > 0:
+                    found.add(u)
+                    waiting.append(u)
+        if 0 <= to <= self._last and len(found) <= MOST:
+            stages[list(found)] = to
 
-def _move_some(stages: Stages, boundary: int, chance: random.Random) -> None:
-    """The last groups of a stage, which are in topological order, go to the next one, or the first
-    ones of that back."""
-    most = int(2 ** chance.uniform(0, MOST.bit_length() - 1))
-    if chance.random() < 0.5:
-        stages[np.flatnonzero(stages == boundary)[-most:]] = boundary + 1
-    else:
-        stages[np.flatnonzero(stages == boundary + 1)[:most]] = boundary
+    def _move_some(self, stages: Stages) -> None:
+        """The last groups of a stage, which are in topological order, go to the next one, or the
+        first ones of that back; sometimes as many over each of several boundaries in a row."""
+        chance, first = self._chance, self._chance.randrange(self._last)
+        last = chance.randrange(first, self._last) if chance.random() < SEVERAL else first
+        most = int(2 ** chance.uniform(0, MOST.bit_length() - 1))
+        if chance.random() < 0.5:
+            for s in range(last, first - 1, -1):
+                stages[np.flatnonzero(stages == s)[-most:]] = s + 1
+        else:
+            for s in range(first, last + 1):
+                stages[np.flatnonzero(stages == s + 1)[:most]] = s
+
+    def _relocated(self, stages: Stages) -> Stages:
+        """Two stages in a row made one, and the groups of another parted in two, if there are
+        two."""
+        chance = self._chance
+        merged, parted = chance.randrange(self._last), chance.randrange(self._last)
+        fewer = stages - (stages > merged)
+        own = np.flatnonzero(fewer == parted)
+        if len(own) < 2:
+            return stages
+        found: Stages = fewer + (fewer > parted)
+        found[own[chance.randrange(1, len(own)) :]] += 1
+        return found

@@ -46,7 +46,7 @@ COUNTINGS = Counting(True, True, False), Counting(False, False, False), Counting
 MOST_TIMES = 30  # all work in a row: no plan takes longer, links apart
 CLOSE = 0.01  # relative: to the least makespan for which there is a plan, links apart
 #: so many times that one: roughly, then in between; less where work beside the path is hidden
-TIMES = 1.02, 1.1, 1.0, 1.3, 0.98, 1.05, 1.2, 0.96, 1.01, 1.03, 1.15, 1.5, 0.94, 2.0
+TIMES = 1.0, 1.02, 1.01, 1.1, 1.05, 1.3, 0.98, 1.03, 1.2, 0.96, 1.15, 1.5, 0.94, 2.0
 
 
 def path_plans(model: Model) -> Iterator[tuple[int, ...]]:
@@ -60,7 +60,7 @@ def path_plans(model: Model) -> Iterator[tuple[int, ...]]:
     least = {one: program.least(*one) for one in kinds}
     times = TIMES if several else (2.0,)
     for so_many, (first, kind), beside_it in product(times, kinds, program.beside_it):
-        for counting in COUNTINGS:
+        for counting in COUNTINGS if beside_it.any() else COUNTINGS[:2]:
             makespan = so_many * least[first, kind]
             found = program.solve(makespan, first, beside_it, kind, counting)
             if found is not None:
@@ -87,6 +87,7 @@ class _Program:
     beside_it: list[NDArray[np.bool_]] = field(init=False)  # groups that may have a stage
     slow: list[bool] = field(init=False)  # links, by sending stage
     allowed: list[NDArray[np.bool_]] = field(init=False)
+    neighbours: tuple[list[list[int]], list[list[int]]] = field(init=False)  # before, behind
     free: list[int] = field(init=False)  # groups for stages before the path
     tables: dict[bytes, Tables] = field(init=False, default_factory=dict)
 
@@ -101,6 +102,7 @@ class _Program:
         most = max(stage.bytes_per_second for stage in stages)
         self.slow = [stage.bytes_per_second < most for stage in stages]
         self.allowed = [self._allowed(s) for s in range(model.num_stages)]
+        self.neighbours = lattice.neighbours(model.num_groups, model.arcs)
         self.free = self._free()
 
     def first_stages(self) -> list[int]:
@@ -218,13 +220,13 @@ class _Program:
     ) -> tuple[int, ...]:
         """Stages of groups: what is beside the path is as late as may be, where it has no stage
         of its own, or as early as may be, where such a stage needs it."""
-        beside, model = self.beside, self.beside.model
+        beside = self.beside
         stage_of = np.zeros(beside.length + 2, dtype=np.intp)
         for cut in cuts:
             stage_of[cut.start + 1 : cut.end + 1] = cut.stage
         stage_of[0], stage_of[-1] = first, cuts[-1].stage
         stages = stage_of[beside.high]
-        _, after = lattice.neighbours(model.num_groups, model.arcs)
+        _, after = self.neighbours
         for cut in cuts:
             if cut.parallel:
                 spans = beside_it & (beside.low <= cut.start) & (beside.high > cut.end)
@@ -258,7 +260,7 @@ class _Program:
     def _free(self) -> list[int]:
         """Groups that nothing of the path is before, what sends little first."""
         model = self.beside.model
-        before, _ = lattice.neighbours(model.num_groups, model.arcs)
+        before, _ = self.neighbours
         sent = np.zeros(model.num_groups)
         for flow in model.flows:
             sent[list(flow.sources)] += flow.forward_bytes + flow.backward_bytes
