@@ -23,6 +23,7 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
+from pdcompile.passes.planning.memory_limits import fitting
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
 from pdcompile.passes.planning.preferred_plan import preferred_plan
@@ -163,20 +164,25 @@ class Planner:
     ) -> Plan:
         limit, tolerance = self.options.time_limit, self.options.cut_tolerance
         whole = DEFAULT_SECONDS if limit is None else limit
-        began = time.monotonic()
         least, most = (share * whole for share in PREFERRING)
         kept = min(most, max(least, searching(problem_at(self.space.microbatches[0]))))
-        plan = best_plan(
-            graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=None if limit is None else limit - kept,
-            seed=self.options.seed, listener=self.listener,
-        )  # fmt: skip
-        graph = graphs[plan.training.num_microbatches]
-        plan = preferred_plan(
-            plan, graph, self.cluster, TOLERANCE if tolerance is None else tolerance,
-            seconds=max(kept, whole - (time.monotonic() - began)),
-        )  # fmt: skip
-        check_plan(plan, graph, self.cluster)
+        tolerance = TOLERANCE if tolerance is None else tolerance
+        began = time.monotonic()
+
+        def searched(certain: bool) -> Plan:
+            return best_plan(
+                graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
+                time_limit=None if limit is None else limit - kept,
+                seed=self.options.seed, listener=self.listener, certain=certain,
+            )  # fmt: skip
+
+        def preferred(plan: Plan) -> Plan:
+            left = max(kept, whole - (time.monotonic() - began))
+            graph = graphs[plan.training.num_microbatches]
+            return preferred_plan(plan, graph, self.cluster, tolerance, seconds=left)
+
+        plan = fitting(searched, preferred, graphs.__getitem__, self.cluster)
+        check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
         return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))
 
     def _problem(self, graphs: Mapping[int, OpGraph], m: int) -> PartitionProblem:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import pdcompile
-from pdcompile.passes.trace.tape import known_results
-from pdcompile.passes.trace.tape.known_results import KnownResults
 from pdcompile.passes.trace.tape.observer import Observer
+from pdcompile.releases import known_results
+from pdcompile.releases.known_results import KnownResults
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mm": lambda x, y: x @ y,

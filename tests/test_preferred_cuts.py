@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PdcompileError, PlanError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs.forecast import residents
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.planning import preferred_cuts
+from pdcompile.passes.partition.space.pipelines import exceeds
+from pdcompile.passes.planning import memory_limits, preferred_cuts
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.explain import explain
+from pdcompile.passes.planning.memory_limits import completed, fitting
 from pdcompile.passes.planning.module_borders import (
     Unit,
     balanced,
@@ -136,6 +139,56 @@ def test_without_time_the_plan_stays_as_it_was_found() -> None:
     graph, cluster = uneven(), links(2)
     fastest = planned(graph, cluster)
     assert preferred_plan(fastest, graph, cluster, 0.03, seconds=0.0) is fastest
+
+
+def fitted(graph: OpGraph, cluster: Cluster, tolerance: float) -> Plan:
+    return fitting(
+        lambda certain: planned(graph, cluster, certain=certain),
+        lambda plan: preferred_plan(plan, graph, cluster, tolerance),
+        lambda _: graph,
+        cluster,
+    )
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("memory", [None, 1 << 20])
+def test_with_room_only_the_chosen_plan_is_rehearsed(
+    tolerance: float, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, cluster = uneven(), links(2, memory=memory)
+    due = preferred_plan(planned(graph, cluster), graph, cluster, tolerance)
+    rehearsed: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        rehearsed.append(len(given[3]))
+        return residents(*given)
+
+    monkeypatch.setattr("pdcompile.passes.stages.assemble.residents", counted)
+    assert planned(graph, cluster, certain=False).forecast is None
+    plan = fitted(graph, cluster, tolerance)
+    assert rehearsed == [2]
+    assert replace(plan, certificate=due.certificate) == due
+    assert plan.certificate.scope == due.certificate.scope
+    assert ("by the ledger" in plan.certificate.scope) == (memory is not None)
+
+
+def test_a_plan_whose_ledgers_exceed_what_seemed_to_be_room_is_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, loose = uneven(), links(2)
+    plan = planned(graph, loose)
+    assert plan.forecast is not None
+    need = max(ledger.total_bytes for ledger in plan.forecast.ledgers)
+    tight = links(2, memory=need - 1)  # enough by the formula, which knows of no slots for sends
+    monkeypatch.setattr(memory_limits, "FAR", 1.0)
+    likely = completed(planned(graph, tight, certain=False), lambda _: graph, tight)
+    assert likely.forecast is not None
+    assert exceeds(likely.forecast.ledgers, tight)
+    for tolerance in (0.0, 0.03):
+        found = fitted(graph, tight, tolerance)
+        assert found.forecast is not None
+        assert not exceeds(found.forecast.ledgers, tight)
+        check(found, graph, tight)
 
 
 def test_ctrl_c_ends_the_choice_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

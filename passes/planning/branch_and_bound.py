@@ -41,11 +41,12 @@ from pdcompile.passes.partition.space.search_branches import (
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan, too_large
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.passes.planning.memory_limits import within_ledgers
+from pdcompile.passes.planning.memory_limits import has_room, within_ledgers
 from pdcompile.passes.planning.search.line_search import LineSearch
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -99,6 +100,7 @@ class PlanSearch:
     seed: int
     listener: Listening
     budget: Budget
+    certain: bool = True
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -241,7 +243,7 @@ class PlanSearch:
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
         """Whether the search of one rank a stage leaves nothing of the branch; bounds it too."""
         if self.space.cut_alone:
-            self.proved = self._within_ledgers(branch, problem)
+            self.proved = _best_cut(self, branch, problem)
             return True
         budget = Budget(self.budget.left * QUICK, within=self.budget)
         try:
@@ -256,25 +258,6 @@ class PlanSearch:
         if search.proved and fits:
             self.floor = min(self.floor, bound)
         return search.proved and fits
-
-    def _within_ledgers(self, branch: Branch, problem: PartitionProblem) -> Plan:
-        """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
-
-        graph = self.graph_at(branch.setting.num_microbatches)
-
-        def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
-            making, left = making_seconds(graph, even_cut(limited)), self.budget.left
-            # It is made once more where other cuts are preferred.
-            free = max(making, min(2 * making, left / 4))
-            found, certificate = partition(
-                limited, time_limit=max(0.0, left - free), seed=self.seed,
-                progress=self.listener.found,
-            )  # fmt: skip
-            candidate = branch.straight(found.stage_of)
-            plan = candidate_plan(graph, problem, candidate, self.training, self.cluster)
-            return replace(plan, certificate=certificate), found
-
-        return replace(within_ledgers(problem, planned), problem=problem)
 
     def _probe(self, branch: Branch, likely: Found) -> None:
         for _ in range(PROBES):
@@ -336,6 +319,31 @@ class PlanSearch:
             return RELAXATION
         complete = self.prepared[setting.num_microbatches].complete
         return PROVER if complete else ALONG
+
+
+def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> Plan:
+    """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
+
+    graph = search.graph_at(branch.setting.num_microbatches)
+
+    def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
+        even = even_cut(limited)
+        free, left = making_seconds(graph, even), search.budget.left
+        if search.certain or not has_room(Evaluation(limited, even)):
+            # It is made once more where other cuts are preferred.
+            free = max(free, min(2 * free, left / 4))
+        found, certificate = partition(
+            limited, time_limit=max(0.0, left - free), seed=search.seed,
+            progress=search.listener.found,
+        )  # fmt: skip
+        candidate = branch.straight(found.stage_of)
+        rehearsed = search.certain or not has_room(Evaluation(limited, found.stage_of))
+        plan = candidate_plan(
+            graph, problem, candidate, search.training, search.cluster, rehearsed=rehearsed
+        )
+        return replace(plan, certificate=certificate), found
+
+    return replace(within_ledgers(problem, planned), problem=problem)
 
 
 def even_cut(problem: PartitionProblem) -> list[int]:
@@ -412,6 +420,7 @@ def best_plan(
     time_limit: float | None = None,
     seed: int = 0,
     listener: Listening | None = None,
+    certain: bool = True,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -423,6 +432,8 @@ def best_plan(
             are chosen.
         time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
         seed: equal seeds give equal plans as long as the time limit is not reached.
+        certain: False: where only the cut is open, a plan with room (`has_room`) comes without a
+            forecast, so that it is for the caller to see whether its ledgers keep the limits.
 
     Raises:
         InfeasibleError: no plan fits; names what lacks.
@@ -436,7 +447,7 @@ def best_plan(
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
-            listener or Silent(), budget,
+            listener or Silent(), budget, certain,
         )  # fmt: skip
         search.run()
         search.improve()

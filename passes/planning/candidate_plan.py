@@ -16,8 +16,8 @@ from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
 
-REHEARSING = 2.5e-3  # seconds an op, before any was rehearsed
-OTHERS = 4e-4  # seconds an op of the graph, for all else
+REHEARSING = 2e-3  # seconds an op, before any was rehearsed
+OTHERS = 2e-4  # seconds an op of the graph, for all else
 
 
 def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0) -> float:
@@ -39,25 +39,17 @@ def candidate_plan(
     candidate: Candidate,
     training: Training,
     cluster: Cluster,
+    *,
+    rehearsed: bool = True,
 ) -> Plan:
     """The plan with its forecast; nothing is certified yet.
 
     Args:
         graph: with the costs of the candidate's microbatches; `problem` is its coarse form.
         training: what the candidate's setting leaves open.
+        rehearsed: False for a plan without a forecast and all that rehearsing its stages tells,
+            which takes most of the time.
     """
-    plan = assembled_plan(graph, problem, candidate, training, cluster)
-    return replace(plan, forecast=simulate(plan, timeline=False).forecast)
-
-
-def assembled_plan(
-    graph: OpGraph,
-    problem: PartitionProblem,
-    candidate: Candidate,
-    training: Training,
-    cluster: Cluster,
-) -> Plan:
-    """`candidate_plan` without a forecast."""
     speeds = [min(cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks]
     cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
     setting = candidate.setting
@@ -68,10 +60,11 @@ def assembled_plan(
         warmup=candidate.warmup,
     )
     partition = Partition(candidate.stage_of, 0.0, (), ())
-    plan = assemble(graph, cut, partition, NOT_CERTIFIED, training, cluster)
+    plan = assemble(graph, cut, partition, NOT_CERTIFIED, training, cluster, rehearsed=rehearsed)
     rows = zip(plan.stages, candidate.options, candidate.ranks, strict=True)
     stages = tuple(
         replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
         for stage, option, ranks in rows
     )
-    return replace(plan, stages=stages)
+    plan = replace(plan, stages=stages)
+    return replace(plan, forecast=simulate(plan, timeline=False).forecast) if rehearsed else plan

@@ -11,11 +11,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
-from pdcompile.passes.planning.candidate_plan import (
-    assembled_plan,
-    candidate_plan,
-    making_seconds,
-)
+from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
+from pdcompile.passes.planning.memory_limits import has_room
 from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preference
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
@@ -41,6 +38,7 @@ def preferred_plan(
     the fastest found says so in its certificate, and what it saves in a note.
 
     Args:
+        plan: without a forecast where it has room.
         graph: with the costs of the plan's microbatches.
         tolerance: of the fastest plan's objective; 0: the plan as it is.
         seconds: of wall time that it may take, about.
@@ -61,7 +59,7 @@ def preferred_plan(
         return candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
 
     def fits(stage_of: tuple[int, ...]) -> bool:
-        if not limited(cluster):
+        if not limited(cluster) or has_room(found.of(stage_of)):
             return True
         forecast = made(stage_of).forecast
         return forecast is None or not exceeds(forecast.ledgers, cluster)
@@ -74,10 +72,13 @@ def preferred_plan(
     )  # fmt: skip
     chosen, left = best.chosen, seconds - (time.monotonic() - begin)
     gain = max(best.shorter, 1 - chosen.seconds / claimed)
-    if gain < WORTH and making_seconds(graph, chosen.stage_of) > max(left, LITTLE):
+    takes = 0.0 if plan.forecast is None else making_seconds(graph, chosen.stage_of)
+    if gain < WORTH and takes > max(left, LITTLE):
         return plan  # which is made already
+    if chosen.stage_of == tuple(found.stage_of):
+        return plan
     new = made(chosen.stage_of)
-    if new is plan:
+    if new.forecast is not None and exceeds(new.forecast.ledgers, cluster):
         return plan
     notes = [*new.notes, *_of_search(plan, new, graph, cluster)]
     certificate = replace(plan.certificate, objective_seconds=chosen.seconds)
@@ -98,8 +99,10 @@ def _of_search(plan: Plan, new: Plan, graph: OpGraph, cluster: Cluster) -> list[
     if not others:
         return []
     assert plan.problem is not None
-    own = assembled_plan(graph, plan.problem, candidate_of(plan), plan.training, cluster).notes
-    return [note for note in others if note not in own]
+    own = candidate_plan(
+        graph, plan.problem, candidate_of(plan), plan.training, cluster, rehearsed=False
+    )
+    return [note for note in others if note not in own.notes]
 
 
 def _judged(certificate: Certificate, *, optimal: bool) -> Certificate:

@@ -37,11 +37,14 @@ def assemble(
     certificate: Certificate,
     training: Training,
     cluster: Cluster,
+    *,
+    rehearsed: bool = True,
 ) -> Plan:
     """The plan of a partition, without a forecast (the simulator adds it).
 
     Stage s runs on rank s.  Seconds are those of the stage's own device.  `parameter_bytes` of a
-    stage includes buffers and constants, which never train.
+    stage includes buffers and constants, which never train.  `rehearsed`: False leaves out what
+    only rehearsals tell, bytes of a microbatch on a stage, of which there are none then.
 
     Raises:
         PlanError: the problem is of another graph, or the partition breaks its order.
@@ -52,8 +55,8 @@ def assemble(
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
     splits = kind_of(training.schedule).splits_backward
     given = given_by(training, graph, by_name, num_stages)
-    held = _stages(given, by_name, num_stages, b, training)
-    resident = residents(given, stage_of, b, held)
+    held = _stages(given, by_name, num_stages, b, training) if rehearsed else []
+    resident = residents(given, stage_of, b, held) if rehearsed else (Resident(0, 0),) * num_stages
     tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
@@ -86,7 +89,7 @@ def assemble(
             *(_notes_on_whole_backwards(ops) if splits else ()),
         ),
         model=graph.classes.get("", ("", ""))[0].rpartition(".")[2],
-        rehearsed=_digest(held, stages),
+        rehearsed=_digest(held, stages) if rehearsed else "",
     )
 
 

@@ -14,8 +14,8 @@ from pdcompile.hardware import devices
 from pdcompile.passes.trace.calls.caches import caches
 from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.calls.outside import Outside
-from pdcompile.passes.trace.tape.known_results import KnownResults
 from pdcompile.passes.trace.tape.module_table import ModuleTable
+from pdcompile.releases.known_results import KnownResults
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ def planned(
     batch_size: int = 16,
     constraints: Sequence[Constraint] = (),
     training: Training | None = None,
+    certain: bool = True,
 ) -> Plan:
-    """One stage a device, the problem inside; `training`: the rest of it."""
+    """One stage a device, the problem inside; `training`: the rest of it; `certain`: as for
+    `best_plan`."""
     stages = len(cluster.devices)
     problem = coarsen(
         graph,
@@ -38,7 +40,7 @@ def planned(
         schedules=(schedule,), microbatches=(microbatches,), stages=stages, in_order=True
     )
     training = replace(training or Training(), batch_size=batch_size)
-    return best_plan(lambda _: graph, lambda _: problem, cluster, space, training)
+    return best_plan(lambda _: graph, lambda _: problem, cluster, space, training, certain=certain)
 
 
 def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:

@@ -17,7 +17,7 @@ import torch
 import pdcompile
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace.tape.known_results import KnownResults
+from pdcompile.releases.known_results import KnownResults
 from pdcompile.releases.torch_internals import FakeTensor, TorchDispatchMode
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
