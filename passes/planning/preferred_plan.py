@@ -41,7 +41,7 @@ def preferred_plan(
         plan: without a forecast where it has room.
         graph: with the costs of the plan's microbatches.
         tolerance: of the fastest plan's objective; 0: the plan as it is.
-        seconds: of wall time that it may take, about.
+        seconds: of wall time that it may take, about, rehearsals among it.
     """
     begin = time.monotonic()
     if tolerance <= 0 or len(plan.stages) < 2 or plan.problem is None:
@@ -64,17 +64,17 @@ def preferred_plan(
         forecast = made(stage_of).forecast
         return forecast is None or not exceeds(forecast.ledgers, cluster)
 
-    training = plan.training
+    training, made_yet = plan.training, plan.forecast is not None
     best = preference(
         found, graph, tolerance,
         update=partial(training.update_seconds, versions=kind_of(training.schedule).stream),
-        fits=fits, seconds=seconds,
+        fits=fits,
+        seconds=seconds if made_yet else seconds - making_seconds(graph, found.stage_of),
     )  # fmt: skip
     chosen, left = best.chosen, seconds - (time.monotonic() - begin)
     gain = max(best.shorter, 1 - chosen.seconds / claimed)
-    takes = 0.0 if plan.forecast is None else making_seconds(graph, chosen.stage_of)
-    if gain < WORTH and takes > max(left, LITTLE):
-        return plan  # which is made already
+    if made_yet and gain < WORTH and making_seconds(graph, chosen.stage_of) > max(left, LITTLE):
+        return plan
     if chosen.stage_of == tuple(found.stage_of):
         return plan
     new = made(chosen.stage_of)

@@ -16,6 +16,7 @@ import numpy as np
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.improve.makespans import Makespans, Seconds, Stages
 from pdcompile.passes.partition.improve.needs import Needs
+from pdcompile.passes.partition.model import single_moves
 
 if TYPE_CHECKING:
     from pdcompile.passes.partition.model import Model
@@ -31,7 +32,8 @@ FEW = 8  # of these, whose makespans are found exactly together
 MOST = 32  # groups at once
 LACKING = 10.0  # makespans, for as much memory as a whole stage has
 SEVERAL = 0.2  # of the tries: over more boundaries than one
-RELOCATING, TAKING = 0.1, 0.6  # of the tries: a boundary far away, a group with what it needs
+SINGLE = 0.4  # of the tries: groups one by one
+RELOCATING, TAKING = 0.1, 0.3  # of the others: a boundary far away, a group with what it needs
 
 
 def move_groups(search: Search, _: Segments) -> None:
@@ -66,10 +68,11 @@ def _anneal(search: Search, coolings: tuple[int, ...], late: Callable[[], bool])
             heat = hottest * search.upper * (1 - done / rounds) ** 2
             limits = [seconds - heat * math.log(1 - chance.random()) for _ in changed]
             found = priced.first(changed, np.array(limits))
-            if found is not None:
-                present, seconds, lacking = found
-                if not lacking and seconds < search.upper * (1 - 1e-9):
-                    search.offer(tuple(present.tolist()))
+            if found is None:
+                continue
+            stages, its, lacking = found
+            if lacking or its >= search.upper * (1 - 1e-9) or search.offer(tuple(stages.tolist())):
+                present, seconds = stages, its
 
 
 class _Priced:
@@ -119,15 +122,20 @@ class _Changes:
     """Changed assignments, not all of which are possible."""
 
     def __init__(self, model: Model, chance: random.Random):
-        self._chance, self._last = chance, model.num_stages - 1
+        self._arcs, self._chance, self._last = model.arcs, chance, model.num_stages - 1
         self._neighbours = lattice.neighbours(model.num_groups, model.arcs)
 
     def of(self, present: Stages) -> Stages:
-        return np.array([self._changed(present.copy()) for _ in range(WIDTH)])
+        moves = [*single_moves(self._arcs, present)]
+        return np.array([self._changed(present.copy(), moves) for _ in range(WIDTH)])
 
-    def _changed(self, stages: Stages) -> Stages:
-        some = self._chance.choice((1, 1, 2))
-        if (kind := self._chance.random()) < RELOCATING:
+    def _changed(self, stages: Stages, moves: list[tuple[int, int]]) -> Stages:
+        chance, some = self._chance, self._chance.choice((1, 1, 2))
+        if moves and chance.random() < SINGLE:
+            for v, s in (chance.choice(moves) for _ in range(some)):
+                stages[v] = s
+            return stages
+        if (kind := chance.random()) < RELOCATING:
             stages, some = self._relocated(stages), some - 1
         elif kind < RELOCATING + TAKING:
             some -= 1
