@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 Cell = str | int | float | None
+ROUNDING = 1e-12  # of a share
 
 
 @dataclass(slots=True)
@@ -70,5 +71,5 @@ def _text(cell: Cell) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``0`` for exactly none, which a proof of optimality is."""
-    return "–" if share is None else "0" if share == 0 else f"{100 * share:.2g} %"
+    """``0`` for none but for rounding, which a proof of optimality is."""
+    return "–" if share is None else "0" if abs(share) < ROUNDING else f"{100 * share:.2g} %"
