@@ -23,10 +23,9 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
-from pdcompile.passes.planning.memory_limits import fitting
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
-from pdcompile.passes.planning.preferred_plan import preferred_plan
+from pdcompile.passes.planning.preferred_plan import fitting, preferred_plan
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile import machine_for
 from pdcompile.passes.profile.fitted_sizes import Sizes

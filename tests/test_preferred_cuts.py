@@ -25,7 +25,6 @@ from pdcompile.passes.planning import memory_limits, preferred_cuts
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.explain import explain
-from pdcompile.passes.planning.memory_limits import completed, fitting
 from pdcompile.passes.planning.module_borders import (
     Unit,
     balanced,
@@ -44,7 +43,7 @@ from pdcompile.passes.planning.preferred_cuts import (
     sent_bytes,
     worth,
 )
-from pdcompile.passes.planning.preferred_plan import preferred_plan
+from pdcompile.passes.planning.preferred_plan import completed, fitting, preferred_plan
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.evaluate import Evaluation, violations

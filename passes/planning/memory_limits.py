@@ -15,15 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.conflict import Oracle
 from pdcompile.passes.partition.infeasible import least_memory
-from pdcompile.passes.partition.space.pipelines import exceeds
-from pdcompile.passes.planning.candidate_plan import candidate_plan
-from pdcompile.passes.planning.solved_problem import candidate_of
 from pdcompile.plan import Certificate, Plan
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
@@ -200,32 +195,8 @@ def has_room(plan: Evaluation) -> bool:
     return all(limit is None or plan.needed(s) <= FAR * limit for s, limit in limits)
 
 
-def fitting(
-    searched: Callable[[bool], Plan],
-    preferred: Callable[[Plan], Plan],
-    graph_at: Callable[[int], OpGraph],
-    cluster: Cluster,
-) -> Plan:
-    """The preferred one of a search's plans, with a forecast whose ledgers keep all limits.
-
-    A plan with room is rehearsed when it has been chosen, so that one plan is, not two.
-
-    Args:
-        searched: the search's plan, by whether its ledgers have to be certain to keep the limits.
-        graph_at: with costs, by the number of microbatches.
-    """
-    plan = completed(preferred(searched(False)), graph_at, cluster)
-    if plan.forecast is None or not exceeds(plan.forecast.ledgers, cluster):
-        return plan
-    return completed(preferred(searched(True)), graph_at, cluster)
-
-
-def completed(plan: Plan, graph_at: Callable[[int], OpGraph], cluster: Cluster) -> Plan:
-    """The plan with a forecast, which its certificate mentions."""
-    if plan.forecast is None and plan.problem is not None:
-        graph, candidate = graph_at(plan.training.num_microbatches), candidate_of(plan)
-        made = candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
-        plan = replace(plan, stages=made.stages, forecast=made.forecast, rehearsed=made.rehearsed)
+def told(plan: Plan) -> Plan:
+    """A plan whose certificate says that its ledgers were looked at, where it has any."""
     scope, limits = plan.certificate.scope, plan.problem.stages if plan.problem else ()
     known = plan.forecast is None or SCOPE in scope or LOOSER in scope
     if known or all(stage.memory_bytes is None for stage in limits):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -12,7 +13,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.passes.planning.memory_limits import has_room
+from pdcompile.passes.planning.memory_limits import has_room, told
 from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preference
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
@@ -22,6 +23,35 @@ from pdcompile.units import format_bytes, format_seconds
 
 LITTLE = 1.0  # seconds, in which a plan may always be made
 WORTH = 0.03  # of a step: then one is made even if time is over
+
+
+def fitting(
+    searched: Callable[[bool], Plan],
+    preferred: Callable[[Plan], Plan],
+    graph_at: Callable[[int], OpGraph],
+    cluster: Cluster,
+) -> Plan:
+    """The preferred one of a search's plans, with a forecast whose ledgers keep all limits.
+
+    A plan with room is rehearsed when it has been chosen, so that one plan is, not two.
+
+    Args:
+        searched: the search's plan, by whether its ledgers have to be certain to keep the limits.
+        graph_at: with costs, by the number of microbatches.
+    """
+    plan = completed(preferred(searched(False)), graph_at, cluster)
+    if plan.forecast is None or not exceeds(plan.forecast.ledgers, cluster):
+        return plan
+    return completed(preferred(searched(True)), graph_at, cluster)
+
+
+def completed(plan: Plan, graph_at: Callable[[int], OpGraph], cluster: Cluster) -> Plan:
+    """The plan with a forecast, which its certificate mentions."""
+    if plan.forecast is None and plan.problem is not None:
+        graph, candidate = graph_at(plan.training.num_microbatches), candidate_of(plan)
+        made = candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
+        plan = replace(plan, stages=made.stages, forecast=made.forecast, rehearsed=made.rehearsed)
+    return told(plan)
 
 
 def preferred_plan(
