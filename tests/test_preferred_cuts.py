@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.errors import PdcompileError, PlanError
+from pdcompile.errors import InfeasibleError, PdcompileError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import residents
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -188,6 +188,17 @@ def test_a_plan_whose_ledgers_exceed_what_seemed_to_be_room_is_searched_for_agai
         assert found.forecast is not None
         assert not exceeds(found.forecast.ledgers, tight)
         check(found, graph, tight)
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_refusal_names_a_limit_under_which_a_plan_was_found(certain: bool) -> None:
+    graph = uneven()
+    plan = planned(graph, links(2))
+    assert plan.forecast is not None
+    need = max(ledger.total_bytes for ledger in plan.forecast.ledgers)
+    with pytest.raises(InfeasibleError) as caught:
+        planned(graph, links(2, memory=need // 4), certain=certain)
+    assert "a plan was found for that" in str(caught.value)
 
 
 def test_ctrl_c_ends_the_choice_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

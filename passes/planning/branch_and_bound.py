@@ -328,8 +328,9 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
         even = even_cut(limited)
+        certain = search.certain or limited is not problem  # other limits are tried for ledgers
         free, left = making_seconds(graph, even), search.budget.left
-        if search.certain or not has_room(Evaluation(limited, even)):
+        if certain or not has_room(Evaluation(limited, even)):
             # It is made once more where other cuts are preferred.
             free = max(free, min(2 * free, left / 4))
         found, certificate = partition(
@@ -337,7 +338,7 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
             progress=search.listener.found,
         )  # fmt: skip
         candidate = branch.straight(found.stage_of)
-        rehearsed = search.certain or not has_room(Evaluation(limited, found.stage_of))
+        rehearsed = certain or not has_room(Evaluation(limited, found.stage_of))
         plan = candidate_plan(
             graph, problem, candidate, search.training, search.cluster, rehearsed=rehearsed
         )

@@ -151,11 +151,13 @@ def saving(found: Preference) -> str:
     if found.shorter > 0:
         parts.append(f"a step is {100 * found.shorter:.2g} % shorter once updates count")
     if chosen.divided < fastest.divided:
-        where = f"cuts divide {chosen.divided} modules instead of {fastest.divided}"
+        modules = "module" if chosen.divided == 1 else "modules"
+        where = f"cuts divide {chosen.divided} {modules} instead of {fastest.divided}"
         parts.append(where if chosen.divided else "cuts lie at borders of modules")
     if chosen.sent_bytes < fastest.sent_bytes:
         sent, more = format_bytes(chosen.sent_bytes), format_bytes(fastest.sent_bytes)
-        parts.append(f"sends {sent} instead of {more} a step")
+        same = "a little less than" if sent == more else f"{sent} instead of"
+        parts.append(f"sends {same} {more} a step")
     return (
         f"{slower:.2g} % slower than the fastest plan found "
         f"({format_seconds(fastest.seconds)}): {'; '.join(parts)}; "
