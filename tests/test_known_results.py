@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import pdcompile
+from pdcompile.passes.costs import forecast
 from pdcompile.passes.trace.tape.observer import Observer
 from pdcompile.releases import known_results
 from pdcompile.releases.known_results import KnownResults
@@ -146,3 +148,29 @@ def test_a_capture_is_the_same_without_known_results(
     with_known = pdcompile.trace(model, x)
     monkeypatch.setattr(known_results, "_by_form", lambda func: False)
     assert repr(pdcompile.trace(model, x)) == repr(with_known)
+
+
+def test_rehearsals_are_the_same_without_known_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = pdcompile.trace(nn.Sequential(*(Block() for _ in range(4))), torch.zeros(4, 8))
+    half = len(graph.ops) // 2
+    stage_of = [int(i >= half) for i in range(len(graph.ops))]
+
+    def held() -> Any:
+        monkeypatch.setattr(sys.modules[forecast.__module__], "_cache", {})
+        monkeypatch.setattr("pdcompile.passes.costs.rehearse._KNOWN", KnownResults())
+        return forecast(graph, stage_of, 2, 4)
+
+    with_known = held()
+    assert all(one.rehearsed for one in with_known)
+    monkeypatch.setattr(known_results, "_by_form", lambda func: False)
+    assert held() == with_known
+
+
+def test_a_result_that_is_a_part_of_its_storage_is_not_known() -> None:
+    """One made of its form would hold fewer bytes."""
+    add = torch.ops.aten.add.Tensor
+    with FakeTensorMode():
+        x = torch.empty(3)
+        whole, part = torch.empty(3), torch.empty(8)[:3]
+        assert known_results._form_of(add, (x, 1), whole) is not None
+        assert known_results._form_of(add, (x, 1), part) is None

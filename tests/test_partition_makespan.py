@@ -20,6 +20,7 @@ from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.plan.evaluate import Evaluation, measure, path_of
+from pdcompile.plan.event_graph import ACTIONS, event_graph
 from pdcompile.plan.makespan import (
     Path,
     Timing,
@@ -369,3 +370,16 @@ def test_hops_that_are_no_longer_there_are_forgotten() -> None:
     for stages in (spread, near, spread, near):
         due = measure(far, model.items_of(stages[0].tolist())).objective
         assert makespans.exact(stages) == pytest.approx([due], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("further", [0, 2])
+def test_stages_with_every_hop_do_not_wait_for_ever(schedule: str, further: int) -> None:
+    """So no stages do with fewer hops, whichever the assignments have that are judged together."""
+    for count, m in itertools.product(range(2, 7), (1, 2, 5, 8)):
+        in_flight = tuple(min(m, count - s + further) for s in range(count))
+        warmup = warmup_of((m,) * count if schedule == "gpipe" else in_flight, count, m)
+        hops = tuple((a, b) for a in range(count) for b in range(a + 1, count))
+        graph = event_graph(tuple(warmup), m, schedule, hops, tuple((b, a) for a, b in hops))
+        rows = len(ACTIONS) * count + 2 * len(hops)
+        assert (graph.done(np.ones((rows, 1))) > 0).all()

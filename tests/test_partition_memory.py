@@ -18,7 +18,7 @@ from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, memory, violations
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, StageLimits, Traffic
 from tests.helpers.problems import brute_force, chain_problem
-from tests.test_partition_path_bounds import blocks, branched, close
+from tests.test_partition_path_bounds import blocks, branched, ratios
 
 
 def tight(seed: int) -> PartitionProblem:
@@ -127,15 +127,9 @@ def test_a_stage_needs_no_less_than_its_interval_and_has_no_more_work(block: int
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 12))]
 )
 def test_bounds_stay_below_the_optimum_under_memory_limits(block: int) -> None:
-    compared, ratios = 0, []
-    for seed in range(60 * block, 60 * block + 60):
-        problem = tight(seed)
-        best = brute_force(problem)
-        if best is not None:
-            ratios.append(close(problem, best))
-            compared += 1
-    assert compared > 20
-    assert sum(ratio > 0.9 for ratio in ratios) > 5
+    found = ratios(tight(seed) for seed in range(60 * block, 60 * block + 60))
+    assert len(found) > 20
+    assert sum(ratio > 0.9 for ratio in found) > 5
 
 
 def test_work_that_memory_has_no_room_for_is_elsewhere() -> None:

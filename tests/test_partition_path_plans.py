@@ -1,18 +1,23 @@
 """Plans along the heaviest path, and moves of several groups: what a search begins with."""
 
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
 import pytest
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.improve.moves import move_groups, move_more
+from pdcompile.passes.partition.improve.moves import _Allowed, move_groups, move_more
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
-from tests.helpers.problems import brute_force, chain_problem
+from tests.helpers.problems import brute_force, chain_problem, random_problem
 from tests.test_partition_path_bounds import branched, residual_blocks, two_branches
 
 
@@ -144,3 +149,26 @@ def test_a_boundary_moves_far_away() -> None:
         assert search.upper == 128  # 120 s of work, two hops there and back
         move_more(search, Segments.build(model, []))
     assert search.upper == 124
+
+
+def test_changed_plans_keep_every_constraint_but_memory() -> None:
+    compared = kept = 0
+    for seed in range(200):
+        problem = random_problem(seed, max_items=6)
+        r = random.Random(seed)
+        n, count = len(problem.items), len(problem.stages)
+        forbidden = tuple((r.randrange(n), r.randrange(count)) for _ in range(r.choice((0, 0, 1))))
+        most = r.randint(1, count) if problem.allow_empty else None
+        problem = replace(
+            problem.without_memory_limits(), forbidden=forbidden, max_stages=most, pins=()
+        )
+        try:
+            model = build(problem)
+        except InfeasibleError:
+            continue
+        every = np.array([*product(range(count), repeat=model.num_groups)])
+        found = {tuple(one) for one in _Allowed(model).of(every).tolist()}
+        for one in map(tuple, every.tolist()):
+            assert (one in found) == (not violations(problem, model.items_of(one))), f"seed {seed}"
+        compared, kept = compared + len(every), kept + len(found)
+    assert 0 < kept < compared

@@ -44,7 +44,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = self.ran(func, args, kwargs or {})
+        result = self.result(func, args, kwargs or {})
         for tensor in tensors_in(result):
             if tensor.layout == torch.strided:
                 self._see(tensor.untyped_storage(), func, args)
@@ -54,7 +54,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now_bytes -= inside
         return result
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op."""
         return func(*args, **kwargs)
 

@@ -156,7 +156,7 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
         self._counted: set[int] = set()
         self._results: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _KNOWN.result(func, args, kwargs)
 
     def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:

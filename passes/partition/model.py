@@ -96,10 +96,6 @@ class Model:
         """How many stages may hold something."""
         return min(self.problem.max_stages or self.num_stages, self.num_stages)
 
-    @property
-    def limited(self) -> bool:
-        return any(stage.memory_bytes is not None for stage in self.problem.stages)
-
     def in_flight(self, stage: int) -> int:
         given = self.problem.memory.in_flight
         return given[stage] if given else 1
@@ -112,6 +108,12 @@ class Model:
         """What a group's own parameters take on a stage, with gradients and optimizer state."""
         times = self.problem.memory.versions_of(stage) + self._updated(stage)
         return self.trainable_bytes[group] * times + self.frozen_bytes[group]
+
+    def least_bytes(self, stage: int) -> NDArray[np.float64]:
+        """What each group takes on a stage, besides workspace and what is received."""
+        fixed = np.array([self.fixed_bytes(v, stage) for v in range(self.num_groups)])
+        found: NDArray[np.float64] = fixed + self.saved(stage) * np.array(self.saved_bytes)
+        return found
 
     def held_bytes(self, copy: Copy, stage: int) -> int:
         """What a shared parameter takes on a stage that holds it."""

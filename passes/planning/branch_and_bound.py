@@ -100,7 +100,7 @@ class PlanSearch:
     seed: int
     listener: Listening
     budget: Budget
-    certain: bool = True
+    certain: bool = True  # see `best_plan`
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -323,7 +323,6 @@ class PlanSearch:
 
 def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> Plan:
     """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
-
     graph = search.graph_at(branch.setting.num_microbatches)
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:

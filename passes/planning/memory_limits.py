@@ -195,7 +195,7 @@ def has_room(plan: Evaluation) -> bool:
     return all(limit is None or plan.needed(s) <= FAR * limit for s, limit in limits)
 
 
-def told(plan: Plan) -> Plan:
+def with_scope(plan: Plan) -> Plan:
     """A plan whose certificate says that its ledgers were looked at, where it has any."""
     scope, limits = plan.certificate.scope, plan.problem.stages if plan.problem else ()
     known = plan.forecast is None or SCOPE in scope or LOOSER in scope

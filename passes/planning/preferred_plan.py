@@ -13,7 +13,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.passes.planning.memory_limits import has_room, told
+from pdcompile.passes.planning.memory_limits import has_room, with_scope
 from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preference
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
@@ -51,7 +51,7 @@ def completed(plan: Plan, graph_at: Callable[[int], OpGraph], cluster: Cluster) 
         graph, candidate = graph_at(plan.training.num_microbatches), candidate_of(plan)
         made = candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
         plan = replace(plan, stages=made.stages, forecast=made.forecast, rehearsed=made.rehearsed)
-    return told(plan)
+    return with_scope(plan)
 
 
 def preferred_plan(

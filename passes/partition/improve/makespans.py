@@ -28,7 +28,7 @@ class Transfers:
     def __init__(self, model: Model):
         ends = [sorted({*flow.sources, *flow.sinks}) for flow in model.flows]
         self._flows = [
-            [i for i, own in enumerate(ends) if len(own) == count]
+            np.array([i for i, own in enumerate(ends) if len(own) == count])
             for count in sorted({len(own) for own in ends} - {1})
         ]
         self._ends = [np.array([ends[i] for i in flows]) for flows in self._flows]
@@ -39,7 +39,7 @@ class Transfers:
         for flows, ends in zip(self._flows, self._ends, strict=True):
             chain = np.sort(stages[:, ends], axis=2)
             n, i, k = np.nonzero(chain[:, :, 1:] != chain[:, :, :-1])
-            rows = n, np.array(flows)[i], chain[n, i, 0], chain[n, i, k], chain[n, i, k + 1]
+            rows = n, flows[i], chain[n, i, 0], chain[n, i, k], chain[n, i, k + 1]
             found.append(np.array(rows))
         return tuple(np.concatenate(found, axis=1))
 

@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +27,7 @@ class IntervalBytes:
         """What stage s needs for what surely is there, and for what it surely receives."""
         model = self.beside.model
         _, received, returned = model.problem.memory.counts(s)
-        found: Array = self._inside(self._held(s)) + self._workspace
+        found: Array = self._inside(model.least_bytes(s)) + self._workspace
         found += received * self._values + returned * self._gradients
         for copy, there in self._copies:
             once = model.held_bytes(copy, s) + (model.updated_bytes(copy, s) if s == 0 else 0.0)
@@ -36,9 +37,9 @@ class IntervalBytes:
     def most(self, s: int, work: Array) -> Array:
         """The most of the groups' `work` that stage s has room for: what surely is there, and by
         prices of memory (a linear program with one row) of what may be there."""
-        limit = self.beside.model.problem.stages[s].memory_bytes
-        beside, surely = self.beside, self._inside(work)
-        found, held = np.full(surely.shape, np.inf), self._held(s)
+        beside, model, surely = self.beside, self.beside.model, self._inside(work)
+        limit, held = model.problem.stages[s].memory_bytes, model.least_bytes(s)
+        found = np.full(surely.shape, np.inf)
         loose = (beside.low < beside.high) & (held > 0)
         if limit is None or held.sum() <= limit or not loose.any():
             return found
@@ -50,25 +51,19 @@ class IntervalBytes:
         found += surely
         return found
 
-    def _held(self, s: int) -> Array:
-        """Of each group, what it takes on stage s besides what is received."""
-        model = self.beside.model
-        fixed = np.array([model.fixed_bytes(v, s) for v in range(model.num_groups)])
-        found: Array = fixed + model.saved(s) * np.array(model.saved_bytes, dtype=np.float64)
-        return found
-
     def _inside(self, of_groups: Array) -> Array:
         return self.beside.inside(of_groups, every=self.every)
 
     @cached_property
     def _copies(self) -> list[tuple[Copy, Array]]:
         """Shared parameters, and where an interval's stage surely holds one."""
-        found = []
-        for copy in self.beside.model.copies:
-            held = np.zeros(self.beside.model.num_groups)
-            held[list(copy.ends)] = 1.0
-            found.append((copy, np.minimum(self._inside(held), 1.0)))
-        return found
+        return [(copy, self._has(copy.ends)) for copy in self.beside.model.copies]
+
+    def _has(self, groups: Sequence[int]) -> Array:
+        """1 where one of these groups surely is on an interval's stage, else 0."""
+        has = np.zeros(self.beside.model.num_groups)
+        has[list(groups)] = 1.0
+        return np.minimum(self._inside(has), 1.0)
 
     @cached_property
     def _workspace(self) -> Array:
@@ -100,11 +95,12 @@ class IntervalBytes:
         found = np.zeros((size + 1, size + 1))
         for flow in beside.model.flows:
             last = int(beside.low[list(flow.sinks)].max())
-            there = np.zeros(found.shape, dtype=bool)
-            for source in flow.sources:
-                begins = int(beside.low[source]) or int(self.every)  # boundaries before it
-                there[:begins, self._ends[source] : last] = True
-            found += flow.backward_bytes * there
+            if flow.tied:
+                found[:, :last] += flow.backward_bytes * self._has(flow.sources)[:, :last]
+                continue
+            source = flow.sources[0]
+            begins = int(beside.low[source]) or int(self.every)  # so many boundaries before it
+            found[:begins, self._ends[source] : last] += flow.backward_bytes
         return found
 
     @cached_property

@@ -45,7 +45,7 @@ class Counting(NamedTuple):
 COUNTINGS = Counting(True, True, False), Counting(False, False, False), Counting(True, False, True)
 MOST_TIMES = 30  # all work in a row: no plan takes longer, links apart
 CLOSE = 0.01  # relative: to the least makespan for which there is a plan, links apart
-#: so many times that one: roughly, then in between; less where work beside the path is hidden
+#: so many times that one, what is best most often first; less where work beside the path is hidden
 TIMES = 1.0, 1.02, 1.01, 1.1, 1.05, 1.3, 0.98, 1.03, 1.2, 0.96, 1.15, 1.5, 0.94, 2.0
 
 
@@ -246,12 +246,9 @@ class _Program:
     def _allowed(self, s: int) -> NDArray[np.bool_]:
         model = self.beside.model
         limit = model.problem.stages[s].memory_bytes
-        held = [
-            model.fixed_bytes(v, s) + model.saved(s) * model.saved_bytes[v]
-            for v in range(model.num_groups)
-        ]
-        until = self.beside.before(np.array(held, dtype=np.float64))
-        until[-1] = sum(held)
+        held = model.least_bytes(s)
+        until = self.beside.before(held)
+        until[-1] = held.sum()
         fits: NDArray[np.bool_] = np.subtract.outer(-until, -until) <= (
             np.inf if limit is None else limit
         )
