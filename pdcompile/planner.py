@@ -13,8 +13,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from pdcompile.eager.meta import refuse_mostly_estimated
 from pdcompile.errors import ConfigError
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, search_space
@@ -140,6 +143,7 @@ class Planner:
         m = plan.training.num_microbatches
         graph, leaves = self._graphs[m], microbatch(self._size(m)).leaves
         size = next(op.cost.microbatch_size for op in graph.ops if op.cost is not None)
+        device = devices.of_kind(self.cluster.devices[0].kind)
 
         def measure(plan: Plan) -> tuple[StageTimes, ...]:
             captured = as_planned(self.captured, plan)
@@ -153,7 +157,13 @@ class Planner:
             graphs = {m: mended}
             return self._best(graphs, cache(partial(self._problem, graphs)))
 
-        found = refine(plan, graph, measure, solve)
+        try:
+            found = refine(plan, graph, measure, solve)
+        except torch.OutOfMemoryError as error:  # the whole model is more than one rank may have
+            note = f"stages not timed: {str(error).partition('. ')[0]}"
+            return replace(plan, notes=(*plan.notes, note))
+        finally:
+            devices.hand_back(device)
         return replace(found.plan, notes=(*found.plan.notes, str(found)))
 
     def _best(

@@ -15,6 +15,7 @@ from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.files import VARIABLE, cache_folder
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.profile import cache, profile
@@ -142,6 +143,6 @@ def test_what_a_user_wrote_is_measured_every_time() -> None:
 
 
 def test_this_machine_has_a_name() -> None:
-    here = cache.Environment.here("cpu", 4)
+    here = cache.Environment.here(devices.HOST, 4)
     assert here.device_kind
     assert here.torch_version == torch.__version__

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
 from pdcompile.passes.costs.stage_ports import Ports, Resident, ports_of
+from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 
 _LOG = logging.getLogger(__name__)
@@ -47,11 +49,14 @@ class Rehearsal:
     ports: Ports
     splits: bool
     mixes: bool
+    kernels: Kernels = HOST
 
     @cached_property
     def key(self) -> str:
         """A digest of all that decides what the stage holds."""
-        return f"{_key(self.calls, self.steps, self.ports)} {self.splits}"
+        return f"{_key(self.calls, self.steps, self.ports)} {self.splits}" + (
+            f" {self.kernels}" if self.kernels != HOST else ""
+        )
 
     def resident(self) -> Resident | None:
         """What it holds; None where it cannot be run."""
@@ -76,25 +81,27 @@ def rehearsals_of(
     keeps_outputs: bool = True,
     splits: bool = False,
     mixes: bool = False,
+    kernels: Kernels = HOST,
 ) -> list[Rehearsal]:
     """The stages, given the stage of each op, at microbatch size b.
 
     `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
-    backward runs in two parts; `mixes`: that of some microbatches does, and of others as a whole.
+    backward runs in two parts; `mixes`: that of some microbatches does, and of others as a whole;
+    `kernels`: those of the devices.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     lifetimes = Lifetimes.of(graph)
     return [
         Rehearsal(
             calls, lifetimes.steps([call.op for call in calls], set(own.results)), own,
-            splits, mixes,
+            splits, mixes, kernels,
         )
         for calls, own in zip(_members(graph, stage_of, num_stages, b), ports, strict=True)
     ]  # fmt: skip
 
 
 def forecast(
-    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, **how: bool
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, **how: Any
 ) -> tuple[Resident, ...]:
     """Forecasts what each stage holds; arguments are those of `rehearsals_of`."""
     return residents(graph, stage_of, b, rehearsals_of(graph, stage_of, num_stages, b, **how))
@@ -187,7 +194,11 @@ def _rehearsed(stage: Rehearsal) -> Resident | None:
     if key not in _cache:
         began = time.monotonic()
         try:
-            found = rehearse(index, stage.steps, stage.ports, splits=stage.splits)
+            held = rehearse(
+                index, stage.steps, stage.ports,
+                splits=stage.splits, copies=stage.kernels.copies,
+            )  # fmt: skip
+            found = stage.kernels.beside(held, stage.calls)
         except Exception as error:  # of a user's op: the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None

@@ -18,13 +18,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `now_bytes` is what is alive, also after the mode has been left; `peak_bytes` the most that
     was alive when an op had just returned.  What a kernel allocates and frees inside is not seen,
-    except that of convolutions, which is known (`_copies`).  Storages of the tensors in `given`
-    are never counted.  Works on real tensors of any device and on fake ones, which have sizes but
-    no memory.
+    except that of a CPU's convolutions, which is known (`_copies`).  Storages of the tensors in
+    `given` are never counted.  Works on real tensors of any device and on fake ones, which have
+    sizes but no memory.
     """
 
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+    def __init__(self, given: Iterable[Tensor] = (), *, copies: bool = True) -> None:
+        """`copies`: convolutions make copies of their operands."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._copies = copies
         self.now_bytes = 0
         self.peak_bytes = 0
         self._given: dict[int, torch.UntypedStorage] = {}  # kept, or an address might come again
@@ -48,7 +50,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(result):
             if tensor.layout == torch.strided:
                 self._see(tensor.untyped_storage(), func, args)
-        inside = _copies(func, args, result)
+        inside = _copies(func, args, result) if self._copies else 0
         self.now_bytes += inside
         self.sample()
         self.now_bytes -= inside

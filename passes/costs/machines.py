@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import HOST_KIND, Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import rule_of
@@ -53,11 +53,11 @@ REFERENCE = Machine(flops_per_second=50e9, bytes_per_second=10e9, call_seconds=5
 
 
 # Rows of the matrices that are multiplied, and numbers that are copied: enough to keep it busy.
-SIZES = {"cpu": (256, 1 << 20), "cuda": (4096, 1 << 26)}
+HOST_SIZES, GPU_SIZES = (256, 1 << 20), (4096, 1 << 26)
 
 
 @cache
-def calibrate(budget_seconds: float = 0.05, device: str = "cpu") -> Machine:
+def calibrate(budget_seconds: float = 0.05, device: str = HOST_KIND) -> Machine:
     """Measures a matrix product, a copy and a tiny addition in float32 on a device of this machine.
 
     Takes about `budget_seconds` and draws no random numbers.  The result is kept for the life
@@ -65,13 +65,18 @@ def calibrate(budget_seconds: float = 0.05, device: str = "cpu") -> Machine:
     """
     import torch
 
-    from pdcompile.passes.costs.timing import timed, typical
+    from pdcompile.hardware import devices
+    from pdcompile.passes.costs.timing import Took, took
 
     there = torch.device(device)
-    n, count = SIZES[there.type]
+    n, count = HOST_SIZES if devices.is_host(there) else GPU_SIZES
 
-    def seconds(run: Callable[[], object]) -> float:
-        return typical(lambda: timed(run, there), budget_seconds / 3)
+    def seconds(run: Callable[[], object]) -> Took:
+        return took(lambda: run, there, budget_seconds / 3)
+
+    def beside_call(one: Took) -> float:
+        """Without the price of a call, which a GPU that was kept occupied did not wait for."""
+        return one.seconds if one.dispatch_seconds else max(one.seconds - call, one.seconds / 2)
 
     with torch.no_grad():
         square, out = torch.ones(n, n, device=there), torch.empty(n, n, device=there)
@@ -79,10 +84,11 @@ def calibrate(budget_seconds: float = 0.05, device: str = "cpu") -> Machine:
         source, target = torch.ones(count, device=there), torch.empty(count, device=there)
         copy = seconds(lambda: target.copy_(source))
         tiny = torch.ones(8, device=there)
-        call = seconds(lambda: torch.add(tiny, tiny))
+        shortest = seconds(lambda: torch.add(tiny, tiny))
+    call = max(shortest.seconds, shortest.dispatch_seconds)
     return Machine(
-        flops_per_second=2 * n**3 / max(product - call, product / 2),
-        bytes_per_second=2 * source.nbytes / max(copy - call, copy / 2),
+        flops_per_second=2 * n**3 / beside_call(product),
+        bytes_per_second=2 * source.nbytes / beside_call(copy),
         call_seconds=call,
     )
 

@@ -89,19 +89,28 @@ class Fakes:
 
 
 def rehearse(
-    index: GraphIndex, steps: Sequence[Step], ports: Ports, *, splits: bool = False
+    index: GraphIndex,
+    steps: Sequence[Step],
+    ports: Ports,
+    *,
+    splits: bool = False,
+    copies: bool = True,
 ) -> Resident:
     """Runs the steps of a stage, forward and backward, at the index's microbatch size.
+
+    `copies`: convolutions make copies of their operands, as on a CPU.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor can be imitated.
     """
-    with quiet_shape_errors(), staged(index, steps, ports) as stage:
+    with quiet_shape_errors(), staged(index, steps, ports, copies=copies) as stage:
         return stage.run(splits=splits)
 
 
 @contextmanager
-def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[Stage]:
+def staged(
+    index: GraphIndex, steps: Sequence[Step], ports: Ports, *, copies: bool = True
+) -> Iterator[Stage]:
     """The stage on fake tensors, in the fake mode in which it runs."""
     ops = [step.op for step in steps]
     fakes = Fakes(index)
@@ -128,7 +137,7 @@ def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[S
             fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        yield Stage(index, steps, ports, fakes, _Meter(given), footprints)
+        yield Stage(index, steps, ports, fakes, _Meter(given, copies=copies), footprints)
 
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
@@ -148,8 +157,8 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
     """Measures also the peak that there is when gradients of parameters are new."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__(given)
+    def __init__(self, given: Sequence[Tensor], *, copies: bool) -> None:
+        super().__init__(given, copies=copies)
         self.gradient_bytes = 0
         self.first_peak_bytes = 0
         self.out_peaks = [0, 0]  # the later and the first, if results are held by autograd alone

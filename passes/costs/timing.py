@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
@@ -12,6 +14,12 @@ import torch
 from pdcompile.hardware import devices
 
 MIN_RUNS, MAX_RUNS = 3, 50
+# On a GPU: first runs, in which libraries choose algorithms and caches fill; seconds of runs that
+# are queued between two events, at least and at most so many; and repetitions of all that.
+WARMUPS = 2
+QUEUED_SECONDS, LEAST_QUEUED, MOST_QUEUED = 2e-3, 5, 100
+MIN_ROUNDS, MAX_ROUNDS = 2, 5
+MARGIN = 1.2  # for which the device is kept occupied, of what queueing took before
 
 
 def clock() -> Callable[[], float]:
@@ -52,3 +60,61 @@ def typical(run: Callable[[], float], budget_seconds: float) -> float:
     while len(times) < MIN_RUNS or (perf_counter() < end and len(times) < MAX_RUNS):
         times.append(run())
     return median(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of one run: on the device, and of the host to queue it there.
+
+    A program takes the larger sum of the two, as the host goes on while the device works.  The CPU
+    queues nothing: 0.
+    """
+
+    seconds: float
+    dispatch_seconds: float = 0.0
+
+
+def took(
+    prepare: Callable[[], Callable[[], object]], device: torch.device, budget_seconds: float
+) -> Took:
+    """Typical seconds of what `prepare` makes ready to run, in about as long as the budget."""
+    if devices.is_host(device):
+        return Took(typical(lambda: timed(prepare(), device), budget_seconds))
+    for _ in range(WARMUPS):
+        prepare()()
+    devices.synchronize(device)
+    once = timed(prepare(), device)
+    if once > budget_seconds:
+        return Took(once)
+    runs = min(MOST_QUEUED, max(LEAST_QUEUED, ceil(QUEUED_SECONDS / max(once, 1e-9))))
+    rounds: list[Took] = []
+    end = perf_counter() + budget_seconds
+    while len(rounds) < MIN_ROUNDS or (perf_counter() < end and len(rounds) < MAX_ROUNDS):
+        rounds.append(_queued(prepare, device, runs))
+    return Took(
+        median(one.seconds for one in rounds), median(one.dispatch_seconds for one in rounds)
+    )
+
+
+def _queued(prepare: Callable[[], Callable[[], object]], device: torch.device, runs: int) -> Took:
+    """Of several runs in a row.  While they are queued for their time on the device it is kept
+    occupied, so that it never waits for the host."""
+
+    def row() -> Callable[[], None]:
+        ready = [prepare() for _ in range(runs)]
+
+        def run() -> None:
+            for one in ready:
+                one()
+
+        return run
+
+    queue = row()
+    devices.synchronize(device)
+    began = perf_counter()
+    queue()
+    dispatch = perf_counter() - began
+    queue = row()
+    devices.synchronize(device)
+    devices.occupy(MARGIN * dispatch)
+    return Took(timed(queue, device) / runs, dispatch / runs)

@@ -1,6 +1,11 @@
-"""The workspace that oneDNN's LSTM keeps for backward: parts, each rounded up to whole pages.
+"""What kernels of a device hold beside their operands and results, as far as that is known.
 
-What other kernels keep is a polynomial in the sizes.  The parts of this one (gates, three layers
+On CPUs, oneDNN's convolutions work on copies in a layout of their own.  On GPUs, cuBLAS has a
+workspace for each thread and stream that multiplies matrices; what cuDNN's convolutions take while
+they run depends on the algorithm that it chooses, and is not known.
+
+The workspace that oneDNN's LSTM keeps for backward: parts, each rounded up to whole pages.  What
+other kernels keep is a polynomial in the sizes.  The parts of this one (gates, three layers
 of states and gradients with padded rows, two with plain rows, and the result of the cells) were
 read off measured sizes, which is how they are checked, too: what remains when they are taken
 away has to be a polynomial.
@@ -8,10 +13,16 @@ away has to be a polynomial.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pdcompile.cluster import HOST_KIND
 from pdcompile.passes.costs.costed_op import CostedOp
+from pdcompile.passes.costs.flops import rule_of
+from pdcompile.passes.costs.stage_ports import Resident
 
 PAGE = 4096  # bytes
 FLOAT = 4  # bytes
@@ -75,3 +86,72 @@ def _pages(floats: Any) -> Number:
     import sympy  # type: ignore[import-untyped]
 
     return PAGE * sympy.ceiling(floats * FLOAT / sympy.Integer(PAGE))
+
+
+KIB = 1 << 10
+THREADS = 2  # that multiply matrices on a stage's stream: its own, and autograd's of the device
+HOPPER = 9  # the generation from which on cuBLAS takes more
+OLDER, NEWER = (2 * 4096 + 8 * 16) * KIB, 8 * 4096 * KIB  # torch's choice of a workspace
+OF_NEWER = frozenset(("h100", "h200"))
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # by which users choose it: ":KiB:count", several times
+_UNLIKE_CUBLAS = ("conv", "lstm", "gru", "rnn", "scaleddot")  # products of other libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What kernels of a kind of device take: whether convolutions copy, bytes of cuBLAS."""
+
+    copies: bool = True
+    product_bytes: int = 0
+
+    @staticmethod
+    def of(kind: str) -> Kernels:
+        """Those of a device of a cluster; where the kind does not tell, of the GPU that is here."""
+        if kind == HOST_KIND:
+            return HOST
+        chosen = re.findall(r":(\d+):(\d+)", os.environ.get(VARIABLE, ""))
+        if chosen:
+            own = sum(int(size) * int(count) * KIB for size, count in chosen)
+        else:
+            own = NEWER if _is_newer(kind) else OLDER
+        return Kernels(copies=False, product_bytes=THREADS * own)
+
+    def beside(self, held: Resident, calls: Iterable[CostedOp]) -> Resident:
+        """What a stage holds, with the workspace of its products while it runs."""
+        if not self.product_bytes or not any(map(_multiplies, calls)):
+            return held
+        first, more = held.first_peak_bytes, self.product_bytes
+        return replace(
+            held,
+            workspace_bytes=held.workspace_bytes + more,
+            first_peak_bytes=None if first is None else first + more,
+            split_workspace_bytes=held.split_workspace_bytes + (more if held.split_bytes else 0),
+            forward_workspace_bytes=held.forward_workspace_bytes + more,
+        )
+
+    def note(self) -> str:
+        """What a plan says of it; "" on a CPU."""
+        if self.copies:
+            return ""
+        return (
+            f"workspace on GPUs: {self.product_bytes / (KIB * KIB):.0f} MiB of cuBLAS for each "
+            "rank that multiplies matrices are in the forecast (ranks of one process share them); "
+            "what cuDNN's convolutions take while they run is not known, and not in it"
+        )
+
+
+HOST = Kernels()
+
+
+def _is_newer(kind: str) -> bool:
+    from pdcompile.hardware import devices
+
+    here = devices.of_kind(kind)
+    named = kind.strip().lower()
+    if named in OF_NEWER or devices.is_host(here) or named != devices.GPU:
+        return named in OF_NEWER
+    return devices.capability(here)[0] >= HOPPER
+
+
+def _multiplies(call: CostedOp) -> bool:
+    return bool(rule_of(call).product) and not call.name.startswith(_UNLIKE_CUBLAS)

@@ -1,14 +1,16 @@
 """Fills in the cost of every op, estimated from shapes, measured, or from a file.
 
-Measured means: every distinct op runs on this machine's CPU with synthetic operands, forward
-and backward, for a few seconds in all.  Sums of such times are about as far from a stage's
-measured time as the machine is noisy; they rank ops well, which is what the planner needs.
+Measured means: every distinct op runs on this machine with synthetic operands, forward and
+backward, for a few seconds in all: on its GPU for a plan for GPUs, else on its CPU.  Sums of such
+times are about as far from a stage's measured time as the machine is noisy; they rank ops well,
+which is what the planner needs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, Profile
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 __all__ = ["Entry", "Profile", "measure", "profile", "structural_key"]
@@ -44,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 2.0
 MAX_OPERAND_BYTES = 2 << 30
-DEVICE = HOST_KIND
+GPU_SHARE = 8  # of a GPU's memory, that operands of an op may take: its backward has copies of them
 
 
 def profile(
@@ -64,6 +67,7 @@ def profile(
         costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; a
             `Profile` or the path of a saved one.
         device_kind: what estimates are for, of `costs.machines.KINDS`; others count as a CPU.
+            Measured is on this host's GPU for any kind but the CPU, if torch finds one.
         say: told where measured costs come from, when that is not this process.
 
     Raises:
@@ -74,20 +78,61 @@ def profile(
         machine = machine_for(costs, device_kind)
         return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size, machine=machine))
     if costs == "measured":
-        found = measure(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)
-        return apply(graph, found)
+        found = measure(
+            graph, model, microbatch_size=microbatch_size, device_kind=device_kind,
+            progress=progress, say=say,
+        )  # fmt: skip
+        return apply(graph, found, device_kind=device_kind)
     check_costs(costs)
     if not isinstance(costs, Profile):
         costs = Profile.load(costs)
     import torch
 
-    costs.check(torch_version=torch.__version__, device=DEVICE, microbatch_size=microbatch_size)
-    return apply(graph, costs, complete=True)
+    from pdcompile.hardware import devices
+
+    costs.check(
+        torch_version=torch.__version__,
+        device=devices.label(devices.of_kind(device_kind)),
+        microbatch_size=microbatch_size,
+    )
+    return apply(graph, costs, complete=True, device_kind=device_kind)
 
 
 def machine_for(costs: Any, device_kind: str) -> Machine:
     """The machine of what is not measured op by op: this one where ops are measured on it."""
-    return calibrate() if costs == "measured" else machine_of(device_kind) or REFERENCE
+    if costs != "measured":
+        return machine_of(device_kind) or REFERENCE
+    return machine_here(device_kind)
+
+
+def machine_here(device_kind: str) -> Machine:
+    """What this host has of a kind of device, as it was measured."""
+    from pdcompile.hardware import devices
+
+    return calibrate(device=str(devices.of_kind(device_kind)))
+
+
+def other_device(costs: Any, device_kind: str) -> str:
+    """A sentence where costs were not measured on the kind of device that a plan is for; or ""."""
+    from pdcompile.hardware import devices
+    from pdcompile.passes.probe.device_kind import kind_of_name
+
+    if costs == "estimated" or device_kind == HOST_KIND:
+        return ""
+    device = devices.of_kind(device_kind)
+    remedy = f'costs="estimated" (--costs estimated) goes by the data sheet of {device_kind}'
+    if machine_of(device_kind) is None:
+        remedy = 'plan where there is one, or name its kind and take costs="estimated"'
+    if devices.is_host(device):
+        return (
+            f"costs were measured on a CPU, as torch finds no GPU here, and the plan is for "
+            f"{device_kind}: stages balance as they would on that CPU, and no time is a GPU's; "
+            + remedy
+        )
+    name = devices.gpu_name(device)
+    if machine_of(device_kind) is None or kind_of_name(name) == device_kind.strip().lower():
+        return ""
+    return f"costs were measured on {name}, and the plan is for {device_kind}; {remedy}"
 
 
 def check_costs(costs: Any) -> None:
@@ -106,22 +151,25 @@ def measure(
     model: nn.Module | None,
     *,
     microbatch_size: int,
+    device_kind: str = HOST_KIND,
     progress: Progress | None = None,
     say: Say | None = None,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> Profile:
     """Measures every distinct op that the cache does not know; takes about `budget_seconds`.
 
-    An op that cannot run alone (too large for this machine, unknown to this process) is left
-    out, and `apply` estimates it.
+    An op that cannot run alone (too large for the device, unknown to this process) is left out,
+    and `apply` estimates it.
     """
     import torch
 
     from pdcompile.eager.randomness import preserved_rng
+    from pdcompile.hardware import devices
     from pdcompile.passes.profile.op_bench import measure as measure_one
 
+    device = devices.of_kind(device_kind)
     distinct = distinct_calls(graph, microbatch_size)
-    environment = cache.Environment.here(DEVICE, microbatch_size)
+    environment = cache.Environment.here(device, microbatch_size)
     lasting = {key for key, call in distinct.items() if cache.lasting(call.op)}
     known = cache.load(environment, lasting)
     entries = {entry.key: entry for entry in known.entries} if known else {}
@@ -131,28 +179,40 @@ def measure(
             f"{microbatch_size} come from the cache, measured {known.measured} "
             f"({VARIABLE}=off measures again)"
         )
-    machine = calibrate()
+    machine, limit = machine_here(device_kind), _most_bytes(device)
     share = budget_seconds / max(len(distinct), 1)
-    with preserved_rng():
+    with preserved_rng(device):
         for done, (key, call) in enumerate(distinct.items()):
             if progress:
                 progress(done, len(distinct), call.op.target)
             too_long = sum(seconds(call, machine)) > budget_seconds
             size = sum(operand.bytes for operand in (*call.inputs, *call.outputs))
-            if key in entries or too_long or size > MAX_OPERAND_BYTES:
+            if key in entries or too_long or size > limit:
                 continue
             try:
-                entries[key] = measure_one(call, key, model, microbatch_size, share)
+                entries[key] = measure_one(call, key, model, microbatch_size, share, device)
             except Exception as error:  # the op is a user's: whatever it raises, it is estimated
                 _LOG.info(
                     "%s (%s, %s) cannot run alone and is estimated: %s",
                     call.op.name, call.op.target, call.op.source, error,
                 )  # fmt: skip
+    devices.hand_back(device)
     if progress:
         progress(len(distinct), len(distinct), "")
     if known is None:
         cache.save(environment, lasting, (e for key, e in entries.items() if key in lasting))
-    return Profile(torch.__version__, DEVICE, microbatch_size, tuple(entries.values()))
+    return Profile(
+        torch.__version__, devices.label(device), microbatch_size, tuple(entries.values())
+    )
+
+
+def _most_bytes(device: torch.device) -> int:
+    """Of the operands and results of an op that is measured."""
+    from pdcompile.hardware import devices
+
+    if devices.is_host(device):
+        return MAX_OPERAND_BYTES
+    return devices.gpu_memory_bytes(device) // GPU_SHARE
 
 
 def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, CostedOp]:
@@ -164,8 +224,13 @@ def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, CostedOp]:
     return distinct
 
 
-def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:
+def apply(
+    graph: OpGraph, found: Profile, *, complete: bool = False, device_kind: str = HOST_KIND
+) -> OpGraph:
     """Costs of a profile; ops that it does not list are estimated with this machine's figures.
+
+    On a GPU the host queues ops while earlier ones run.  What it takes longer than they do, over
+    the whole graph, is added to each op in proportion to what it takes to be queued.
 
     Raises CostError when `complete` and more than views are missing: the profile is of another
     model.
@@ -179,17 +244,28 @@ def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:
             "the profile lists none of this model's ops",
             remedy="measure this model, at this microbatch size",
         )
-    estimated = estimate(graph, microbatch_size=b, machine=calibrate())
-    return _with_costs(graph, tuple(_measured(c, e) for c, e in zip(estimated, known, strict=True)))
+    estimated = estimate(graph, microbatch_size=b, machine=machine_here(device_kind))
+    waits = _share_not_hidden([entry for entry in known if entry is not None])
+    costs = zip(estimated, known, strict=True)
+    return _with_costs(graph, tuple(_measured(cost, entry, waits) for cost, entry in costs))
 
 
-def _measured(cost: OpCost, entry: Entry | None) -> OpCost:
+def _share_not_hidden(entries: Sequence[Entry]) -> float:
+    """The part of the host's queueing for which the device has nothing to do."""
+    work = math.fsum(one.forward_seconds + one.backward_seconds for one in entries)
+    queueing = math.fsum(
+        one.forward_dispatch_seconds + one.backward_dispatch_seconds for one in entries
+    )
+    return max(0.0, 1 - work / queueing) if queueing else 0.0
+
+
+def _measured(cost: OpCost, entry: Entry | None, waits: float) -> OpCost:
     if entry is None:
         return cost
     return replace(
         cost,
-        forward_seconds=entry.forward_seconds,
-        backward_seconds=entry.backward_seconds,
+        forward_seconds=entry.forward_seconds + waits * entry.forward_dispatch_seconds,
+        backward_seconds=entry.backward_seconds + waits * entry.backward_dispatch_seconds,
         origin="measured",
     )
 

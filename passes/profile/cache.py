@@ -15,13 +15,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdcompile import jsonio
-from pdcompile.cluster import HOST_KIND
 from pdcompile.errors import CostError
 from pdcompile.files import cache_folder, read_limited, write_whole
 from pdcompile.ir.graph import Op
 from pdcompile.passes.profile.entries import Entry, validate
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = "pdcompile.cached-profile/2"
 # Where the same name means the same work, as long as torch is the same; a user's own function
@@ -37,20 +40,20 @@ class Environment:
 
     torch_version: str
     device: str
-    device_kind: str  # the processor's own name
+    device_kind: str  # the processor's own name, or a GPU's and how it multiplies
     num_threads: int
     microbatch_size: int
 
     @staticmethod
-    def here(device: str, microbatch_size: int) -> Environment:
+    def here(device: torch.device, microbatch_size: int) -> Environment:
         """The environment of this process."""
         import torch
 
-        from pdcompile.hardware.devices import gpu_name
+        from pdcompile.hardware import devices
 
-        kind = processor() if device == HOST_KIND else gpu_name(device)
+        kind = processor() if devices.is_host(device) else devices.name_and_modes(device)
         threads = torch.get_num_threads()
-        return Environment(torch.__version__, device, kind, threads, microbatch_size)
+        return Environment(torch.__version__, device.type, kind, threads, microbatch_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,27 @@ from pdcompile.errors import CostError
 from pdcompile.files import read_limited, write_whole
 
 SCHEMA = "pdcompile.profile/2"
+# Of an entry.
+SECONDS = ("forward_seconds", "backward_seconds", "forward_dispatch_seconds",
+           "backward_dispatch_seconds")  # fmt: skip
 _AGAIN = 'measure again (costs="measured"), or use costs="estimated"'
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Measured seconds of one kind of op."""
+    """Measured seconds of one kind of op; of a GPU also those of the host to queue it there."""
 
     key: str
     target: str  # for the reader
     forward_seconds: float
     backward_seconds: float = 0.0
+    forward_dispatch_seconds: float = 0.0
+    backward_dispatch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measurements of one machine at one microbatch size."""
+    """Measurements of one machine at one microbatch size; a GPU's has its name as `device`."""
 
     torch_version: str
     device: str
@@ -108,7 +113,7 @@ def validate(entries: Sequence[Entry], where: str) -> None:
         if entry.key in seen:
             raise CostError(f"key {entry.key!r} appears twice", where=place, remedy="remove one")
         seen.add(entry.key)
-        for name in ("forward_seconds", "backward_seconds"):
+        for name in SECONDS:
             if getattr(entry, name) < 0:
                 raise CostError(
                     f"{name} is negative", where=place, remedy="costs are 0 seconds or more"

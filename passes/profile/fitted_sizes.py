@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.cluster import HOST_KIND
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import CostedOp, Machine, calibrate, costed_ops, seconds, structural_key
-from pdcompile.passes.profile import Progress, Say, apply, measure, profile
-from pdcompile.passes.profile.entries import Entry, Profile
+from pdcompile.passes.costs import CostedOp, Machine, costed_ops, seconds, structural_key
+from pdcompile.passes.profile import (
+    Progress,
+    Say,
+    apply,
+    machine_here,
+    measure,
+    other_device,
+    profile,
+)
+from pdcompile.passes.profile.entries import SECONDS, Entry, Profile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,16 +71,21 @@ def fit_line(points: Sequence[tuple[float, float]]) -> FittedLine:
     return constant if beta < 0 else FittedLine(alpha, beta)
 
 
-def interpolated(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) -> Profile:
+def interpolated(
+    graph: OpGraph,
+    profiles: Sequence[Profile],
+    microbatch_size: int,
+    device_kind: str = HOST_KIND,
+) -> Profile:
     """A profile of a size that was not measured, from profiles of the same graph at others.
 
     Ops that no profile lists are left out, as in a measured one.
     """
-    machine = calibrate()
+    machine = machine_here(device_kind)
     sizes = [profile.microbatch_size for profile in profiles]
     known = [{entry.key: entry for entry in profile.entries} for profile in profiles]
     measured = list(zip(*(costed_ops(graph, size) for size in sizes), strict=True))
-    lines: dict[tuple[str, ...], tuple[FittedLine, FittedLine]] = {}
+    lines: dict[tuple[str, ...], tuple[FittedLine, ...]] = {}
     found: dict[str, Entry] = {}
     for call, calls in zip(costed_ops(graph, microbatch_size), measured, strict=True):
         key = structural_key(call)
@@ -84,20 +97,21 @@ def interpolated(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: i
             continue
         if keys not in lines:
             lines[keys] = _lines(calls, entries, machine)
-        forward, backward = lines[keys]
-        work = seconds(call, machine)
-        found[key] = Entry(key, call.op.target, forward.at(work[0]), backward.at(work[1]))
+        work = 2 * seconds(call, machine)  # of forward and backward, and again to queue them
+        at = [line.at(own) for line, own in zip(lines[keys], work, strict=True)]
+        found[key] = Entry(key, call.op.target, *at)
     first = profiles[0]
     return Profile(first.torch_version, first.device, microbatch_size, tuple(found.values()))
 
 
 def _lines(
     calls: Sequence[CostedOp], entries: Mapping[int, Entry], machine: Machine
-) -> tuple[FittedLine, FittedLine]:
-    work = {i: seconds(calls[i], machine) for i in entries}
-    return (
-        fit_line([(work[i][0], entry.forward_seconds) for i, entry in entries.items()]),
-        fit_line([(work[i][1], entry.backward_seconds) for i, entry in entries.items()]),
+) -> tuple[FittedLine, ...]:
+    """One for each of `SECONDS`."""
+    work = {i: 2 * seconds(calls[i], machine) for i in entries}
+    return tuple(
+        fit_line([(work[i][n], getattr(entry, name)) for i, entry in entries.items()])
+        for n, name in enumerate(SECONDS)
     )
 
 
@@ -143,6 +157,8 @@ class Sizes:
         self._profiles: list[Profile] = []
         self._wanted = measured_sizes(sizes)
         others = sorted(set(sizes) - set(self._wanted))
+        if elsewhere := other_device(costs, device_kind):
+            self._say(elsewhere)
         if costs == "measured" and others:
             self._say(
                 f"costs at microbatch size{'s' if len(others) > 1 else ''} "
@@ -162,11 +178,12 @@ class Sizes:
             self._profiles = [
                 measure(
                     self._graph, self._model, microbatch_size=one,
-                    progress=self._progress, say=self._say,
+                    device_kind=self._device_kind, progress=self._progress, say=self._say,
                 )
                 for one in self._wanted
             ]  # fmt: skip
         for known in self._profiles:
             if known.microbatch_size == size:
-                return apply(self._graph, known)
-        return apply(self._graph, interpolated(self._graph, self._profiles, size))
+                return apply(self._graph, known, device_kind=self._device_kind)
+        found = interpolated(self._graph, self._profiles, size, self._device_kind)
+        return apply(self._graph, found, device_kind=self._device_kind)

@@ -1,9 +1,9 @@
 """Measures one op: forward and backward seconds on synthetic operands.
 
 Everything runs on copies: the model's parameters, buffers, hooks and random state stay as they
-are.  Seconds are those of events on a CUDA device, CPU time of one thread, else wall time: with
-one thread an op's CPU time is what it would take on an idle machine, whatever else runs here;
-with several threads only the wall tells.
+are.  Seconds are those of events on a GPU, CPU time of one thread, else wall time: with one
+thread an op's CPU time is what it would take on an idle machine, whatever else runs here; with
+several threads only the wall tells.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.ir.execution import CPU, Lookup, bound
+from pdcompile.hardware import devices
+from pdcompile.ir.execution import Lookup, bound
 from pdcompile.passes.costs import CostedOp, Operand
 from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.costs.live_storages import tensors_in
-from pdcompile.passes.costs.timing import timed, typical
+from pdcompile.passes.costs.timing import Took, timed, took
 from pdcompile.passes.form.index_ranges import index_range
 from pdcompile.passes.profile.entries import Entry
+
+START_SECONDS = 0.05  # on a GPU, to find out what it takes to start autograd
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,26 @@ class Bench:
     prepare: Callable[[], Callable[[], Any]]
     leaves: list[Tensor]  # what gradients are asked for, activations first
     weights: list[Tensor]  # the last of them, whose gradients accumulate
+    device: torch.device
 
 
-def measure(call: CostedOp, key: str, model: nn.Module | None, b: int, seconds: float) -> Entry:
-    """Times one op for about `seconds` in all."""
-    bench = _bench(call, model, b)
-    with grad_mode(call):
-        forward = typical(lambda: timed(bench.prepare(), CPU), seconds / 2)
-        backward = _backward_seconds(bench, seconds / 2) if call.differentiated else 0.0
-    return Entry(key, call.op.target, forward, backward)
+def measure(
+    call: CostedOp,
+    key: str,
+    model: nn.Module | None,
+    b: int,
+    seconds: float,
+    device: torch.device = devices.HOST,
+) -> Entry:
+    """Times one op on a device for about `seconds` in all."""
+    bench = _bench(call, model, b, device)
+    with grad_mode(call), devices.making(device):
+        forward = took(bench.prepare, device, seconds / 2)
+        backward = _backward(bench, seconds / 2) if call.differentiated else Took(0.0)
+    return Entry(
+        key, call.op.target, forward.seconds, backward.seconds,
+        forward.dispatch_seconds, backward.dispatch_seconds,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -68,9 +82,9 @@ def grad_mode(call: CostedOp) -> Iterator[None]:
         yield
 
 
-def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
+def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device) -> Bench:
     op, index = call.op, call.index
-    synthesis = Synthesis(call, CPU, torch.Generator(CPU).manual_seed(0))
+    synthesis = Synthesis(call, device, torch.Generator(device).manual_seed(0))
     made: dict[str, Any] = {name: synthesis.value(name) for name in op.inputs}
     attributes: dict[str, Tensor] = {}
     for fqn in op.attributes:
@@ -79,8 +93,8 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
         attributes[fqn] = synthesis.tensor(operand)
     module = None
     if op.kind in ("module", "opaque"):
-        module = _copy_of(op.module_path, model, index.graph.training)
-    lookup = _Alone(nn.Module(), b, CPU, attributes, module)
+        module = _copy_of(op.module_path, model, index.graph.training, device)
+    lookup = _Alone(nn.Module(), b, device, attributes, module)
 
     def prepare() -> Callable[[], Any]:
         # A leaf that requires grad cannot be written: in-place ops get a copy of it each time.
@@ -89,11 +103,11 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
     own = [*(module.parameters() if module is not None else ()), *attributes.values()]
     weights = [tensor for tensor in own if tensor.requires_grad]
     values = [t for name in op.inputs for t in tensors_in(made[name])]
-    return Bench(prepare, [t for t in (*values, *weights) if t.requires_grad], weights)
+    return Bench(prepare, [t for t in (*values, *weights) if t.requires_grad], weights, device)
 
 
-def _copy_of(path: str, model: nn.Module | None, training: bool) -> nn.Module:
-    """A copy of one module without its hooks, with memory even if the model has none (meta)."""
+def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.device) -> nn.Module:
+    """A copy of one module on a device, without its hooks, even if the model has no memory."""
     if model is None:
         raise LookupError(f"no model to take module {path!r} from")
     original = model.get_submodule(path)
@@ -102,21 +116,21 @@ def _copy_of(path: str, model: nn.Module | None, training: bool) -> nn.Module:
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             getattr(submodule, hooks).clear()
     if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-        module = module.to_empty(device=CPU)
+        module = module.to_empty(device=device)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.fill_(0.5 if tensor.is_floating_point() else 0)
-    return module.train(training)
+    return module.to(device).train(training)
 
 
-def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
-    """Seconds of one forward's backward, without the price of starting autograd.
+def _backward(bench: Bench, budget_seconds: float) -> Took:
+    """Of one forward's backward, without the price of starting autograd.
 
     `autograd.grad` hands gradients of activations on as a stage's backward does, where
     `backward` would copy them into `.grad`; weights do accumulate, so that is added here.
     """
     results = [t for t in tensors_in(bench.prepare()()) if t.requires_grad]
     if not results or not bench.leaves:
-        return 0.0
+        return Took(0.0)
     gradients = [torch.ones_like(result) for result in results]
     sums = [torch.zeros_like(weight) for weight in bench.weights]
 
@@ -128,21 +142,24 @@ def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
             if gradient is not None:
                 total.add_(gradient)
 
-    took = typical(lambda: timed(run, CPU), budget_seconds)
-    return max(took - start_seconds(), 0.0)
+    whole, start = took(lambda: run, bench.device, budget_seconds), starting(bench.device)
+    return Took(
+        max(whole.seconds - start.seconds, 0.0),
+        max(whole.dispatch_seconds - start.dispatch_seconds, 0.0),
+    )
 
 
 @cache
-def start_seconds() -> float:
-    """Seconds of one call of autograd before it reaches the first op: paid once a stage."""
-    leaf = torch.ones(1, requires_grad=True)
-    result, gradient = leaf.view(1), torch.ones(1)
-    times = []
+def starting(device: torch.device) -> Took:
+    """One call of autograd before it reaches the first op: paid once a stage.  On a GPU that is
+    time of the host, which hands the call to the thread of that device."""
+    leaf = torch.ones(1, requires_grad=True, device=device)
     with torch.enable_grad():
-        for _ in range(50):
-            run = partial(torch.autograd.grad, [result], [leaf], [gradient], retain_graph=True)
-            times.append(timed(run, leaf.device))
-    return median(times)
+        result, gradient = leaf.view(1), torch.ones(1, device=device)
+        run = partial(torch.autograd.grad, [result], [leaf], [gradient], retain_graph=True)
+        if not devices.is_host(device):
+            return took(lambda: run, device, START_SECONDS)
+        return Took(median([timed(run, device) for _ in range(50)]))
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Measures planned stages: their generated source, forward and backward, each stage alone.
 
 Sums of op times miss what ops do to each other: what stays in the caches, what one call of
-autograd costs.  A stage runs here as a rank runs it, on the model's own tensors and on values
-that the stages before it make of the example.  Afterwards the model is as it was.
+autograd costs.  A stage runs here as a rank runs it, on the model's own tensors, or on copies of
+them on another device, and on values that the stages before it make of the example.  Afterwards
+the model is as it was.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.hardware import devices
@@ -31,10 +33,12 @@ from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
 from pdcompile.passes.untouched import untouched
 from pdcompile.plan import Plan
+from pdcompile.releases.torch_internals import pytree
 
 MIN_RUNS, MAX_RUNS = 3, 30
 BUDGET_SECONDS = 1.0
 WARMUPS = 1
+GPU_WARMUPS = 2  # libraries choose algorithms, and the allocator gets its memory
 
 Progress = Callable[[int, int, str], None]
 
@@ -80,7 +84,8 @@ def measure_stages(
     found: dict[str, StageTimes] = {}
     tensors = tensors_by_name(model, sources)
     edges = {edge.value: edge for edge in plan.edges}
-    device = next((one.device for one in tensors.values()), devices.HOST)
+    device = _device(plan, tensors)
+    leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
     with preserved_rng(device), untouched(model, training=True):
         model.zero_grad(set_to_none=True)
         values: dict[str, torch.Tensor] = {}
@@ -88,10 +93,11 @@ def measure_stages(
             if progress:
                 progress(k, len(keys), f"stage {k}")
             interface, key = sources.interfaces[k], keys[k]
-            stage = LocalStage(build(cls, interface, tensors, model).train(), interface, edges, 0)
+            own = _Copies(tensors, device)
+            stage = LocalStage(build(cls, interface, own, model).train(), interface, edges, 0)
 
             def forward(stage: LocalStage = stage) -> None:
-                with autocast_region(plan.training.autocast):
+                with devices.making(device), autocast_region(plan.training.autocast):
                     stage.forward(values, leaves)
 
             if key not in found:
@@ -109,6 +115,38 @@ def measure_stages(
     return tuple(found[key] for key in keys)
 
 
+class _Copies(dict[str, Tensor]):
+    """Tensors by name on a device, copied there one by one unless they are there."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._tensors, self._device = tensors, device
+
+    def __missing__(self, name: str) -> Tensor:
+        found: Tensor = _on(self._device, self._tensors[name])
+        self[name] = found
+        return found
+
+
+def _device(plan: Plan, tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where the stages run: the GPU of a plan for GPUs, else wherever the model is."""
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster") if plan.cluster else None
+    here = devices.of_kind(cluster.devices[0].kind) if cluster else devices.HOST
+    if not devices.is_host(here):
+        return here
+    return next((one.device for one in tensors.values()), here)
+
+
+def _on(device: torch.device, one: Any) -> Any:
+    """A tensor on the device, itself where it is there; anything else as it is."""
+    if not isinstance(one, Tensor) or one.device == device:
+        return one
+    copy = one.detach().to(device)
+    if isinstance(one, nn.Parameter):
+        return nn.Parameter(copy, requires_grad=one.requires_grad)
+    return copy.requires_grad_(one.requires_grad)
+
+
 def _measure(
     stage: LocalStage, forward: Callable[[], None], seconds: float, device: torch.device
 ) -> StageTimes:
@@ -116,8 +154,9 @@ def _measure(
     forwards: list[float] = []
     backwards: list[float] = []
     spent = 0.0
-    while len(forwards) < WARMUPS + MIN_RUNS or (
-        spent < seconds and len(forwards) < WARMUPS + MAX_RUNS
+    warmups = WARMUPS if devices.is_host(device) else GPU_WARMUPS
+    while len(forwards) < warmups + MIN_RUNS or (
+        spent < seconds and len(forwards) < warmups + MAX_RUNS
     ):
         stage.begin(0)
         forwards.append(timed(forward, device))
@@ -131,7 +170,7 @@ def _measure(
         backwards.append(timed(partial(stage.backward, gradients, {}), device))
         spent += forwards[-1] + backwards[-1]
         del gradients, own
-    kept = slice(WARMUPS, None)
+    kept = slice(warmups, None)
     return StageTimes(median(forwards[kept]), median(backwards[kept]), len(forwards[kept]))
 
 
@@ -149,7 +188,7 @@ def _environment(
     """The cache's environment of a stage; None for a stage that is not cached."""
     mine = set(plan.stages[stage].ops)
     lasting = all(cache.lasting(op) for op in graph.ops if op.name in mine)
-    return cache.Environment.here(str(device), microbatch_size) if lasting else None
+    return cache.Environment.here(device, microbatch_size) if lasting else None
 
 
 def _cached(environment: cache.Environment | None, key: str) -> StageTimes | None:

@@ -19,6 +19,7 @@ from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident
 from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, residents
+from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
@@ -55,7 +56,8 @@ def assemble(
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
     splits = kind_of(training.schedule).splits_backward
     given = given_by(training, graph, by_name, num_stages)
-    held = _stages(given, by_name, num_stages, b, training) if rehearsed else []
+    kernels = Kernels.of(cluster.devices[0].kind)
+    held = _stages(given, by_name, num_stages, b, training, kernels) if rehearsed else []
     resident = residents(given, stage_of, b, held) if rehearsed else (Resident(0, 0),) * num_stages
     tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
@@ -87,6 +89,7 @@ def assemble(
             *_notes_on_written_inputs(graph),
             *note_on_left_out(training, graph, given, by_name, num_stages - 1),
             *(_notes_on_whole_backwards(ops) if splits else ()),
+            *filter(None, (kernels.note(),)),
         ),
         model=graph.classes.get("", ("", ""))[0].rpartition(".")[2],
         rehearsed=_digest(held, stages) if rehearsed else "",
@@ -94,7 +97,12 @@ def assemble(
 
 
 def _stages(
-    graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int, training: Training
+    graph: OpGraph,
+    stage_of: Mapping[str, int],
+    num_stages: int,
+    b: int,
+    training: Training,
+    kernels: Kernels,
 ) -> list[Rehearsal]:
     """The stages, to be rehearsed; ops that were not planned are on the last one."""
     kind = kind_of(training.schedule)
@@ -106,6 +114,7 @@ def _stages(
         keeps_outputs=training.keeps_outputs,
         splits=kind.splits_backward,
         mixes=kind.splits_backward and Action.BACKWARD in kind.backwards,
+        kernels=kernels,
     )
 
 
@@ -277,6 +286,13 @@ def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int)
     )
 
 
+def _kernels(plan: Plan) -> Kernels:
+    """Those of the devices of a plan; a plan without a cluster is for CPUs."""
+    if not plan.cluster.strip():
+        return HOST
+    return Kernels.of(Cluster.from_toml(plan.cluster, where="plan: cluster").devices[0].kind)
+
+
 _OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes",
               "split_workspace_bytes", "split_freed_bytes", "largest_gradient_bytes")  # fmt: skip
 
@@ -290,7 +306,7 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
     given = given_by(plan.training, graph, stage_of, last + 1)
-    held = _stages(given, stage_of, last + 1, b, plan.training)
+    held = _stages(given, stage_of, last + 1, b, plan.training, _kernels(plan))
     known = plan.rehearsed == _digest(held, plan.stages)
     placed = [stage_of.get(op.name, last) for op in given.ops]
     resident = [None] * len(held) if known else residents(given, placed, b, held, progress)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdcompile.cluster import GPU_KIND, HOST_KIND
+from pdcompile.releases.torch_internals import queue_sleep
 
 HOST = torch.device(HOST_KIND)
 GPU = GPU_KIND
@@ -71,3 +73,50 @@ def gpu_memory_bytes(device: torch.device) -> int:
 def timed_event() -> Any:
     """A place in what the present GPU has queued, which says when it came to that."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def of_kind(kind: str) -> torch.device:
+    """What this host has of a kind of a cluster: its present GPU, or else the CPU."""
+    if kind == HOST_KIND or not gpus():
+        return HOST
+    known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return gpu(torch.cuda.current_device() if known else 0)
+
+
+def label(device: torch.device) -> str:
+    """How measurements name it: a GPU as its maker does."""
+    return HOST.type if is_host(device) else gpu_name(device)
+
+
+def making(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, what is made of nothing is made on a GPU; for the CPU nothing has to be said."""
+    return nullcontext() if is_host(device) else device
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The generation of a GPU: (9, 0) is Hopper."""
+    return torch.cuda.get_device_capability(device)
+
+
+CYCLES_PER_SECOND = 2e9  # of the fastest GPUs; a slower one is occupied for longer
+
+
+def occupy(seconds: float) -> None:
+    """Keep the present GPU from what is queued next, for so long at least."""
+    queue_sleep(int(seconds * CYCLES_PER_SECOND))
+
+
+def hand_back(device: torch.device) -> None:
+    """Give the memory of a GPU that nobody uses back to all of its processes."""
+    if not is_host(device):
+        torch.cuda.empty_cache()
+
+
+def name_and_modes(device: torch.device) -> str:
+    """A GPU's name, and the modes of torch that decide how long products take on it."""
+    modes = [
+        f"matmul {torch.backends.cuda.matmul.fp32_precision}",
+        f"conv {torch.backends.cudnn.conv.fp32_precision}",  # type: ignore[attr-defined]
+        *(["benchmark"] if torch.backends.cudnn.benchmark else ()),
+    ]
+    return f"{gpu_name(device)} ({', '.join(modes)})"

@@ -55,6 +55,9 @@ NN_FUNCTIONS: Any = torch._C._nn
 VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
 ASSERT: Callable[..., Any] = torch._assert
 
+# A kernel of a GPU that waits for so many cycles.
+queue_sleep: Callable[[int], None] = torch.cuda._sleep
+
 # Modes and dispatch.
 
 
