@@ -70,7 +70,8 @@ class Planner:
             cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
             chosen = replace(chosen, cluster=cluster)
         machine = machine_for(options.costs, chosen.cluster.devices[0].kind)
-        takes, assumed = optimizer_costs(options.optimizer)
+        on_gpu = not chosen.cluster.devices[0].on_host
+        takes, assumed = optimizer_costs(options.optimizer, on_gpu=on_gpu)
         self.model, self.captured, self.options = model, captured, options
         self.cluster, self.listener = chosen.cluster, listener
         self.training = replace(

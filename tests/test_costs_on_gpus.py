@@ -43,6 +43,7 @@ from pdcompile.passes.profile.op_bench import starting
 from tests.helpers import models
 
 GPU = torch.device("cpu", 0)  # as an argument it is another device than "cpu"; tensors are alike
+LENGTH = 50
 NAME = "NVIDIA H100 80GB HBM3"
 
 
@@ -290,6 +291,31 @@ def test_kernels_of_gpus_make_no_copies_and_multiply_in_a_workspace() -> None:
     assert last.saved_bytes == bare[1].saved_bytes == on_cpu[1].saved_bytes
     assert last.workspace_bytes == bare[1].workspace_bytes + (1 << 20)
     assert last.first_workspace_bytes == bare[1].first_workspace_bytes + (1 << 20)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_on_a_gpu_keeps_no_scores(dropout: float) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x).view(x.shape[0], 1, LENGTH, 8)
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+            return nn.functional.scaled_dot_product_attention(
+                x, x, x, attn_mask=mask, dropout_p=dropout
+            )
+
+    graph = trace.trace(Attention(), torch.rand(2, LENGTH, 8))
+    gpu, cpu = (
+        forecast(graph, [0] * len(graph.ops), 1, 2, kernels=kernels)[0]
+        for kernels in (Kernels(copies=False), HOST)
+    )
+    values, scores, mask = 2 * LENGTH * 8 * 4, 2 * LENGTH * LENGTH * 4, LENGTH * LENGTH
+    # What it reads, what it gives, a number for each of 64 rows, and the mask in numbers.
+    assert gpu.saved_bytes == 2 * values + 2 * 64 * 4 + 4 * mask
+    assert (cpu.saved_bytes > gpu.saved_bytes + scores) is (dropout > 0)
 
 
 def test_the_workspace_of_products_is_that_of_the_generation(

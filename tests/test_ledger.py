@@ -218,6 +218,22 @@ def test_an_optimizer_is_asked_what_it_takes(build: Any, expected: OptimizerCost
     assert optimizer_costs(build) == (expected, None)
 
 
+@pytest.mark.parametrize(
+    ("build", "at_once"),
+    [
+        (torch.optim.AdamW, True),
+        (partial(torch.optim.AdamW, foreach=True), True),
+        (partial(torch.optim.AdamW, foreach=False), False),
+        (partial(torch.optim.AdamW, fused=True), False),
+    ],
+)
+def test_on_a_gpu_optimizers_take_all_parameters_at_once(build: Any, at_once: bool) -> None:
+    (found, _), (on_cpu, _) = optimizer_costs(build, on_gpu=True), optimizer_costs(build)
+    assert (found.step == (0.0, 0.0, 1.0)) is at_once
+    assert found.factor == on_cpu.factor
+    assert at_once or found == on_cpu
+
+
 def test_an_optimizer_that_cannot_be_asked_is_taken_for_adam() -> None:
     def by_name(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([dict(named.named)["head.weight"]], lr=0.1)

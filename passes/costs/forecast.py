@@ -195,9 +195,8 @@ def _rehearsed(stage: Rehearsal) -> Resident | None:
         began = time.monotonic()
         try:
             held = rehearse(
-                index, stage.steps, stage.ports,
-                splits=stage.splits, copies=stage.kernels.copies,
-            )  # fmt: skip
+                index, stage.steps, stage.ports, splits=stage.splits, kernels=stage.kernels
+            )
             found = stage.kernels.beside(held, stage.calls)
         except Exception as error:  # of a user's op: the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)

@@ -1,11 +1,13 @@
 """Autograd functions that take as much memory as an op, and compute nothing.
 
-They imitate what cannot run on fake tensors: ops without a shape rule, opaque modules, and
-recurrent layers, whose kernels choose another way on fake tensors than on real ones.
+They imitate what cannot run on fake tensors: ops without a shape rule, opaque modules, recurrent
+layers, whose kernels choose another way on fake tensors than on real ones, and attention on a GPU,
+where torch chooses other kernels than on the CPU, whose tensors fake ones are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 
 from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
 from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
-from pdcompile.passes.costs.workspaces import workspace
+from pdcompile.passes.costs.workspaces import FLOAT, workspace
 
 RECURRENT = frozenset(("lstm", "gru", "rnn"))
+ATTENTION = "scaleddotproductattention"
+ROWS = 32  # to multiples of which their number is rounded up
 REAL_BYTES = 1 << 28  # of one run on real tensors; larger ones are extrapolated from one sample
 
 
@@ -48,6 +52,23 @@ def guessed(call: CostedOp) -> Footprint:
         return Footprint(tuple(inputs), tuple(range(len(call.outputs))), twice)
     floating = ("float", "bfloat", "complex")
     return Footprint(tuple(i for i in inputs if call.inputs[i].dtype.startswith(floating)), (), 0)
+
+
+def fused_attention(call: CostedOp) -> Footprint | None:
+    """Attention as GPUs compute it: no matrix of scores is kept, with dropout or without.
+
+    Kept are the operands, the result, and a sum in float32 for each row of the scores; a mask of
+    bools becomes one of numbers.  None for float64, for which torch has no such kernel.
+    """
+    dtypes = {one.dtype for one in call.outputs}
+    if call.name != ATTENTION or not call.requires_grad or "float64" in dtypes:
+        return None
+    numbers = [i for i, one in enumerate(call.inputs) if one.dtype != "bool"]
+    masks = sum(int(one.elements) for one in call.inputs if one.dtype == "bool")
+    out = call.outputs[0]
+    rows = math.prod(out.shape[:-2]) * (-(-out.shape[-2] // ROWS) * ROWS)
+    size = int(out.bytes) // max(int(out.elements), 1)
+    return Footprint(tuple(numbers), (0,), FLOAT * rows + size * masks)
 
 
 def by_running(

@@ -27,9 +27,17 @@ from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
-from pdcompile.passes.costs.imitated_ops import RECURRENT, Footprint, by_running, guessed, imitate
+from pdcompile.passes.costs.imitated_ops import (
+    RECURRENT,
+    Footprint,
+    by_running,
+    fused_attention,
+    guessed,
+    imitate,
+)
 from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
 from pdcompile.passes.costs.stage_ports import Ports, Resident
+from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
 from pdcompile.releases.known_results import KnownResults
 from pdcompile.releases.torch_internals import FakeTensorMode, quiet_shape_errors
@@ -94,22 +102,22 @@ def rehearse(
     ports: Ports,
     *,
     splits: bool = False,
-    copies: bool = True,
+    kernels: Kernels = HOST,
 ) -> Resident:
     """Runs the steps of a stage, forward and backward, at the index's microbatch size.
 
-    `copies`: convolutions make copies of their operands, as on a CPU.
+    `kernels`: those of the device.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor can be imitated.
     """
-    with quiet_shape_errors(), staged(index, steps, ports, copies=copies) as stage:
+    with quiet_shape_errors(), staged(index, steps, ports, kernels) as stage:
         return stage.run(splits=splits)
 
 
 @contextmanager
 def staged(
-    index: GraphIndex, steps: Sequence[Step], ports: Ports, *, copies: bool = True
+    index: GraphIndex, steps: Sequence[Step], ports: Ports, kernels: Kernels = HOST
 ) -> Iterator[Stage]:
     """The stage on fake tensors, in the fake mode in which it runs."""
     ops = [step.op for step in steps]
@@ -128,6 +136,8 @@ def staged(
                     footprints[op.name] = _recurrent(call, fakes)
             except Exception:  # of a user's constructor
                 footprints[op.name] = guessed(call)
+        elif kernels != HOST and (attention := fused_attention(call)) is not None:
+            footprints[op.name] = attention
     with FakeTensorMode(), torch.enable_grad():
         for op in ops:
             for fqn in op.used_tensors:
@@ -137,7 +147,7 @@ def staged(
             fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        yield Stage(index, steps, ports, fakes, _Meter(given, copies=copies), footprints)
+        yield Stage(index, steps, ports, fakes, _Meter(given, copies=kernels.copies), footprints)
 
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:

@@ -40,8 +40,12 @@ class OptimizerCosts:
 ADAM = OptimizerCosts(2.0, (2.0, 1.0, 0.0), 21.0)  # one parameter after the other
 
 
-def optimizer_costs(build: Callable[..., Any] | None) -> tuple[OptimizerCosts, str | None]:
+def optimizer_costs(
+    build: Callable[..., Any] | None, *, on_gpu: bool = False
+) -> tuple[OptimizerCosts, str | None]:
     """What the optimizer takes, and a note when it had to be assumed.
+
+    `on_gpu`: where torch's optimizers take all parameters at once unless they are told otherwise.
 
     A callable that picks parameters by name may have no use for the probe's; then Adam's
     numbers are assumed and the note says so.
@@ -49,9 +53,9 @@ def optimizer_costs(build: Callable[..., Any] | None) -> tuple[OptimizerCosts, s
     if build is None:
         return OptimizerCosts(), None
     try:
-        factor, one, moved = _probe(build, 1)
-        _, two, _ = _probe(build, 2)
-        _, three, _ = _probe(build, 3)
+        factor, one, moved = _probe(build, 1, on_gpu)
+        _, two, _ = _probe(build, 2, on_gpu)
+        _, three, _ = _probe(build, 3, on_gpu)
     except Exception as error:  # a user's callable: whatever it raises, only the estimate suffers
         return ADAM, (
             f"optimizer state assumed {ADAM.factor:g} bytes per parameter byte, and temporaries of "
@@ -63,10 +67,13 @@ def optimizer_costs(build: Callable[..., Any] | None) -> tuple[OptimizerCosts, s
     return OptimizerCosts(factor, temporaries, moved), None
 
 
-def _probe(build: Callable[..., Any], count: int) -> tuple[float, float, float]:
+def _probe(build: Callable[..., Any], count: int, on_gpu: bool) -> tuple[float, float, float]:
     """State of a parameter, temporaries of a step and what it moves, per byte of one parameter."""
     parameters = [torch.nn.Parameter(torch.zeros(PROBE_SHAPE)) for _ in range(count)]
     optimizer = build(NamedParameters([(f"probe{n}.weight", p) for n, p in enumerate(parameters)]))
+    for group in optimizer.param_groups if on_gpu else ():
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
     _set_gradients(parameters)
     optimizer.step()  # makes the state
     state = [_tensors(optimizer.state.get(p, {})) for p in parameters]
