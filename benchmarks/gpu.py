@@ -8,9 +8,9 @@ Every model is planned with costs measured on the device, op by op and then stag
 forecast is printed before anything is trained.  Then it trains through pdcompile, and in a loop of
 plain PyTorch over the same microbatches.  All stages are in one process and share one device, one
 after the other: what is compared with the measured step is the sum of what all ranks compute, and
-with the measured peak what all ranks hold, with the largest workspace of one of them and without
-messages, which are not copied.  As ranks do not hold the most at one time, several stages may hold
-less.  The peak is what torch gives out to tensors, of which those were there before do not count.
+with the measured peak the most that all ranks hold together, with the largest workspace of one of
+them, and without messages, which are not copied.  The peak is what torch gives out to tensors, of
+which those that were there before do not count.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ sys.path.insert(0, str(ROOT))  # also as `python benchmarks/gpu.py`
 
 import pdcompile  # noqa: E402
 from pdcompile.hardware import devices  # noqa: E402
-from pdcompile.passes.costs.workspaces import Kernels  # noqa: E402
-from pdcompile.plan import Plan  # noqa: E402
+from pdcompile.passes.simulate import simulate  # noqa: E402
+from pdcompile.passes.simulate.ledger import held_over_time  # noqa: E402
+from pdcompile.plan import MemoryLedger, Plan  # noqa: E402
 from pdcompile.units import format_bytes, format_seconds  # noqa: E402
 
 MICROBATCHES = 4
@@ -243,8 +244,13 @@ def ours(
     plan = pipe.plan
     console.print(
         f"{stages} stages: compiled in {took:.1f} s; forecast {format_seconds(seconds_of(plan))} a "
-        f"step, {format_bytes(bytes_of(plan, machine.kind))} at most", highlight=False,
+        f"step, {format_bytes(bytes_of(plan))} at most", highlight=False,
     )  # fmt: skip
+    for rank, ledger in enumerate(plan.forecast.ledgers if plan.forecast else ()):
+        lines = {part: count for part, count in asdict(ledger).items() if count}
+        console.print(f"  rank {rank}: " + ", ".join(
+            f"{part.removesuffix('_bytes')} {format_bytes(count)}" for part, count in lines.items()
+        ), highlight=False, soft_wrap=True)  # fmt: skip
     for note in plan.notes:
         console.print(f"  note: {note}", highlight=False, soft_wrap=True)
     machine.forget()
@@ -264,19 +270,34 @@ def seconds_of(plan: Plan) -> float:
     return (1 - forecast.bubble) * len(forecast.ledgers) * forecast.step_seconds
 
 
-def bytes_of(plan: Plan, kind: str) -> int:
-    """What all ranks hold that share a device: of workspaces the largest, and no messages."""
+def bytes_of(plan: Plan) -> int:
+    """The most that all ranks hold together, which share a device and run one after the other."""
     assert plan.forecast is not None
-    ledgers, shared = plan.forecast.ledgers, Kernels.of(kind).product_bytes
-    beside = [max(one.workspace_bytes, one.temporaries_bytes, shared) for one in ledgers]
-    if len(ledgers) == 1:
-        return ledgers[0].total_bytes
-    kept = sum(
-        one.weights_bytes + one.gradients_bytes + one.optimizer_bytes + one.activations_bytes
-        + one.inputs_bytes + one.outputs_bytes
-        for one in ledgers
-    )  # fmt: skip
-    return kept + max(beside)
+    if len(plan.forecast.ledgers) == 1:
+        return plan.forecast.ledgers[0].total_bytes
+    simulation = simulate(plan)
+    held = held_over_time(plan, simulation.programs, simulation.passed_seconds)
+    workspace = max(max(map(_passing, (one.ledger for one in rank))) for rank in held)
+    changes = sorted(
+        (one.seconds, number, one.ledger.total_bytes - _passing(one.ledger) - _messages(one.ledger))
+        for number, rank in enumerate(held)
+        for one in rank
+    )
+    now, most = [0] * len(held), 0
+    for _, number, kept in changes:
+        now[number] = kept
+        most = max(most, sum(now))
+    return most + workspace
+
+
+def _passing(one: MemoryLedger) -> int:
+    """Held while something runs."""
+    return max(one.workspace_bytes, one.temporaries_bytes)
+
+
+def _messages(one: MemoryLedger) -> int:
+    """Within a process they are the values themselves."""
+    return one.receive_bytes + one.send_bytes
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -290,7 +311,11 @@ def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def compare(
-    name: str, machine: Machine, options: argparse.Namespace, console: Console
+    name: str,
+    machine: Machine,
+    options: argparse.Namespace,
+    console: Console,
+    failures: list[str],
 ) -> Iterator[Row]:
     """One model in plain PyTorch, and then in each number of stages."""
     torch.manual_seed(0)
@@ -302,10 +327,16 @@ def compare(
                   f"{_bytes(eager.peak_bytes)}", highlight=False)  # fmt: skip
     for stages in options.stages:
         machine.forget()
-        found, plan, took = ours(one, machine, stages, options, console)
+        try:
+            found, plan, took = ours(one, machine, stages, options, console)
+        except Exception as error:  # the other numbers of stages are measured all the same
+            traceback.print_exc()
+            failed = f"{name}, {stages} stages: {type(error).__name__}: {error}"
+            failures.append(failed.splitlines()[0])
+            continue
         row = Row(
             name, stages, seconds_of(plan), found.step_seconds, eager.step_seconds,
-            bytes_of(plan, machine.kind), found.peak_bytes, eager.peak_bytes,
+            bytes_of(plan), found.peak_bytes, eager.peak_bytes,
             difference(found.weights, eager.weights), took, plan.notes,
         )  # fmt: skip
         lines = (f"{head}: {cell}" for head, cell in zip(HEADS[2:], row.cells()[2:], strict=True))
@@ -350,12 +381,12 @@ def main(arguments: list[str] | None = None) -> None:
     failures: list[str] = []
     for name in options.models:
         try:
-            for row in compare(name, machine, options, console):
+            for row in compare(name, machine, options, console, failures):
                 rows.append(row)
                 _write(options, rows, machine, failures)
         except Exception as error:  # of one model: the others are measured all the same
             traceback.print_exc()
-            failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            failures.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
             _write(options, rows, machine, failures)
         machine.forget()
     console.print(table(rows))

@@ -39,6 +39,7 @@ from pdcompile.passes.profile import (
     stage_times,
 )
 from pdcompile.passes.profile.entries import Entry
+from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.op_bench import starting
 from tests.helpers import models
 
@@ -151,6 +152,11 @@ def test_a_long_run_is_not_repeated_beyond_the_budget(queue: Queue) -> None:
     assert len(runs) == WARMUPS + 1
 
 
+def test_a_first_run_that_is_held_up_is_not_what_an_op_takes() -> None:
+    times = [0.7, 1e-3, 2e-3]
+    assert timing.typical(lambda: times.pop(0), 0.01) == 1e-3
+
+
 def test_a_plan_for_gpus_is_measured_on_the_one_that_is_here(
     slow_queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +172,9 @@ def test_a_plan_for_gpus_is_measured_on_the_one_that_is_here(
     assert environment["device_kind"] != cache.Environment.here(devices.HOST, 4).device_kind
     again = measure(graph, model, microbatch_size=4, device_kind="h100", budget_seconds=0.1)
     assert again.entries == found.entries
+    told: list[str] = []
+    Sizes(graph, model, (4,), device_kind="cuda", say=told.append).at(4)
+    assert f"costs were measured on {NAME}: a microbatch of 4 takes it" in told[-1]
     on_host = measure(graph, model, microbatch_size=4, budget_seconds=0.1)
     assert on_host.device == "cpu"
     assert not any(entry.forward_dispatch_seconds for entry in on_host.entries)

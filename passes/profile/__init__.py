@@ -32,6 +32,7 @@ from pdcompile.passes.costs import (
 from pdcompile.passes.costs.machines import machine_of
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, Profile
+from pdcompile.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -245,18 +246,30 @@ def apply(
             remedy="measure this model, at this microbatch size",
         )
     estimated = estimate(graph, microbatch_size=b, machine=machine_here(device_kind))
-    waits = _share_not_hidden([entry for entry in known if entry is not None])
+    work, queueing = _work_and_queueing(known)
+    waits = max(0.0, 1 - work / queueing) if queueing else 0.0
     costs = zip(estimated, known, strict=True)
     return _with_costs(graph, tuple(_measured(cost, entry, waits) for cost, entry in costs))
 
 
-def _share_not_hidden(entries: Sequence[Entry]) -> float:
-    """The part of the host's queueing for which the device has nothing to do."""
-    work = math.fsum(one.forward_seconds + one.backward_seconds for one in entries)
-    queueing = math.fsum(
-        one.forward_dispatch_seconds + one.backward_dispatch_seconds for one in entries
+def said_of(graph: OpGraph, found: Profile) -> str:
+    """What a plan says of costs that were measured on a GPU."""
+    entries = {entry.key: entry for entry in found.entries}
+    keys = [structural_key(call) for call in costed_ops(graph, found.microbatch_size)]
+    work, queueing = _work_and_queueing([entries.get(key) for key in keys])
+    return (
+        f"costs were measured on {found.device}: a microbatch of {found.microbatch_size} takes it "
+        f"{format_seconds(work)}, and its host {format_seconds(queueing)} to queue"
     )
-    return max(0.0, 1 - work / queueing) if queueing else 0.0
+
+
+def _work_and_queueing(entries: Sequence[Entry | None]) -> tuple[float, float]:
+    """Seconds of the device and of the host for these ops, forward and backward."""
+    known = [one for one in entries if one is not None]
+    return (
+        math.fsum(one.forward_seconds + one.backward_seconds for one in known),
+        math.fsum(one.forward_dispatch_seconds + one.backward_dispatch_seconds for one in known),
+    )
 
 
 def _measured(cost: OpCost, entry: Entry | None, waits: float) -> OpCost:

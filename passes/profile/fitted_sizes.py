@@ -23,6 +23,7 @@ from pdcompile.passes.profile import (
     measure,
     other_device,
     profile,
+    said_of,
 )
 from pdcompile.passes.profile.entries import SECONDS, Entry, Profile
 
@@ -182,6 +183,8 @@ class Sizes:
                 )
                 for one in self._wanted
             ]  # fmt: skip
+            for found in self._profiles if self._profiles[0].device != HOST_KIND else ():
+                self._say(said_of(self._graph, found))
         for known in self._profiles:
             if known.microbatch_size == size:
                 return apply(self._graph, known, device_kind=self._device_kind)
