@@ -178,8 +178,8 @@ The total of a rank's ledger beside the most that the rank held: training on
 {whole_ranks.RANKS} processes, {whole_ranks.MICROBATCHES} microbatches, counted is every byte that
 torch's CPU allocator has given out since before the model was built, without the caller's inputs.
 Unlike above, that includes all that kernels allocate for themselves, of which the forecast knows
-the copies that convolutions make in oneDNN's layout.  For GPUs it has cuBLAS's workspace instead;
-what cuDNN takes while it runs is not known, and not in it.
+the copies that convolutions make in oneDNN's layout.  For GPUs it has cuBLAS's workspace instead,
+and what convolutions take on the GPU that is there when it is made.
 `clip`: the gradient's norm is clipped.  `outputs`: which ranks get the outputs of training; the
 loop assigns each step's result, so that two are alive."""
 RANK_COLUMNS = (

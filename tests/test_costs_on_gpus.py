@@ -24,7 +24,14 @@ from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import trace
-from pdcompile.passes.costs import costed_ops, forecast, machines, structural_key, timing
+from pdcompile.passes.costs import (
+    costed_ops,
+    forecast,
+    gpu_kernels,
+    machines,
+    structural_key,
+    timing,
+)
 from pdcompile.passes.costs.machines import calibrate
 from pdcompile.passes.costs.timing import LEAST_QUEUED, WARMUPS, took
 from pdcompile.passes.costs.workspaces import HOST, NEWER, OLDER, THREADS, VARIABLE, Kernels
@@ -89,6 +96,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
     monkeypatch.setattr(devices, "gpu", lambda _: GPU)
     monkeypatch.setattr(devices, "is_host", lambda device: device.index is None)
     monkeypatch.setattr(devices, "gpu_name", lambda _: NAME)
+    monkeypatch.setattr(devices, "passing_bytes", lambda device, run: 0)
     monkeypatch.setattr(devices, "gpu_memory_bytes", lambda _: 80 * 10**9)
     monkeypatch.setattr(devices, "capability", lambda _: (9, 0))
     monkeypatch.setattr(devices, "hand_back", lambda _: None)
@@ -300,6 +308,39 @@ def test_kernels_of_gpus_make_no_copies_and_multiply_in_a_workspace() -> None:
     assert last.saved_bytes == bare[1].saved_bytes == on_cpu[1].saved_bytes
     assert last.workspace_bytes == bare[1].workspace_bytes + (1 << 20)
     assert last.first_workspace_bytes == bare[1].first_workspace_bytes + (1 << 20)
+
+
+def test_convolutions_are_tried_on_the_gpu_that_is_here(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, graph = captured("convnet")
+    tried: list[Any] = []
+
+    def passing(device: torch.device, run: Callable[[], Any]) -> int:
+        tried.append(run())
+        return 1 << 20
+
+    monkeypatch.setattr(devices, "passing_bytes", passing)
+    monkeypatch.setattr(gpu_kernels, "_KNOWN", {})
+    ops = [0] * len(graph.ops)
+    gpu, bare = Kernels(False, gpu="some GPU"), Kernels(False)
+    assert gpu.note() != bare.note()
+    (more,), (less,) = (forecast(graph, ops, 1, 4, kernels=one) for one in (gpu, bare))
+    assert more.saved_bytes == less.saved_bytes
+    assert less.workspace_bytes < more.workspace_bytes <= less.workspace_bytes + (1 << 20)
+    assert less.forward_workspace_bytes < more.forward_workspace_bytes <= 1 << 20
+    assert tried
+    assert not any(type(one).__name__ == "FakeTensor" for one in tried)
+    count = len(tried)
+    assert forecast(graph, [0] * len(graph.ops), 1, 4, kernels=gpu) == (more,)
+    assert len(tried) == count
+
+    def full(*_: Any) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(devices, "passing_bytes", full)
+    other = forecast(graph, ops, 1, 4, kernels=replace(gpu, gpu="another GPU"))
+    assert other == (less,)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

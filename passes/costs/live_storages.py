@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `now_bytes` is what is alive, also after the mode has been left; `peak_bytes` the most that
     was alive when an op had just returned.  What a kernel allocates and frees inside is not seen,
-    except that of a CPU's convolutions, which is known (`_copies`).  Storages of the tensors in
-    `given` are never counted.  Works on real tensors of any device and on fake ones, which have
-    sizes but no memory.
+    except what `inside` knows.  Storages of the tensors in `given` are never counted.  Works on
+    real tensors of any device and on fake ones, which have sizes but no memory.
     """
 
-    def __init__(self, given: Iterable[Tensor] = (), *, copies: bool = True) -> None:
-        """`copies`: convolutions make copies of their operands."""
+    def __init__(
+        self, given: Iterable[Tensor] = (), inside: Callable[..., int] | None = None
+    ) -> None:
+        """`inside`: bytes of a kernel by op, arguments and result; None: those of a CPU's."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._copies = copies
+        self._inside = onednn_copies if inside is None else inside
         self.now_bytes = 0
         self.peak_bytes = 0
         self._given: dict[int, torch.UntypedStorage] = {}  # kept, or an address might come again
@@ -50,7 +51,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(result):
             if tensor.layout == torch.strided:
                 self._see(tensor.untyped_storage(), func, args)
-        inside = _copies(func, args, result) if self._copies else 0
+        inside = self._inside(func, args, result)
         self.now_bytes += inside
         self.sample()
         self.now_bytes -= inside
@@ -82,7 +83,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now_bytes += size
 
 
-def _copies(func: Any, args: tuple[Any, ...], result: Any) -> int:
+def onednn_copies(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Bytes of the copies in a layout of its own that oneDNN's convolution works on, beside its
     results: of its input or its output, one after the other; in the backward of the input and the
     gradient of the output, together, for the gradient of the weights."""

@@ -10,7 +10,7 @@ estimated size.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
+from pdcompile.passes.costs.gpu_kernels import inside
 from pdcompile.passes.costs.imitated_ops import (
     RECURRENT,
     Footprint,
@@ -35,7 +36,7 @@ from pdcompile.passes.costs.imitated_ops import (
     guessed,
     imitate,
 )
-from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
+from pdcompile.passes.costs.live_storages import LiveStorages, onednn_copies, tensors_in
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
@@ -147,7 +148,7 @@ def staged(
             fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        yield Stage(index, steps, ports, fakes, _Meter(given, copies=kernels.copies), footprints)
+        yield Stage(index, steps, ports, fakes, _Meter(given, inside_of(kernels)), footprints)
 
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
@@ -164,11 +165,18 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
         return by_running(call, real, at)
 
 
+def inside_of(kernels: Kernels) -> Callable[..., int]:
+    """What tells how many bytes a kernel takes while it runs."""
+    if kernels.copies:
+        return onednn_copies
+    return partial(inside, kernels.gpu) if kernels.gpu else lambda *_: 0
+
+
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
     """Measures also the peak that there is when gradients of parameters are new."""
 
-    def __init__(self, given: Sequence[Tensor], *, copies: bool) -> None:
-        super().__init__(given, copies=copies)
+    def __init__(self, given: Sequence[Tensor], inside: Callable[..., int]) -> None:
+        super().__init__(given, inside)
         self.gradient_bytes = 0
         self.first_peak_bytes = 0
         self.out_peaks = [0, 0]  # the later and the first, if results are held by autograd alone

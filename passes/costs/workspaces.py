@@ -2,7 +2,8 @@
 
 On CPUs, oneDNN's convolutions work on copies in a layout of their own.  On GPUs, cuBLAS has a
 workspace for each thread and stream that multiplies matrices; what cuDNN's convolutions take while
-they run depends on the algorithm that it chooses, and is not known.
+they run depends on the algorithm that it chooses, and is tried on the GPU that is here
+(`gpu_kernels`), or not known.
 
 The workspace that oneDNN's LSTM keeps for backward: parts, each rounded up to whole pages.  What
 other kernels keep is a polynomial in the sizes.  The parts of this one (gates, three layers
@@ -99,22 +100,30 @@ _UNLIKE_CUBLAS = ("conv", "lstm", "gru", "rnn", "scaleddot")  # products of othe
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What kernels of a kind of device take: whether convolutions copy, bytes of cuBLAS."""
+    """What kernels of a kind of device take: whether convolutions copy, and bytes of cuBLAS.
+
+    `gpu`: the one that is here, with its modes, on which convolutions are tried; "" for none.
+    """
 
     copies: bool = True
     product_bytes: int = 0
+    gpu: str = ""
 
     @staticmethod
     def of(kind: str) -> Kernels:
         """Those of a device of a cluster; where the kind does not tell, of the GPU that is here."""
         if kind == HOST_KIND:
             return HOST
+        from pdcompile.hardware import devices
+
+        here = devices.of_kind(kind)
+        gpu = "" if devices.is_host(here) else devices.name_and_modes(here)
         chosen = re.findall(r":(\d+):(\d+)", os.environ.get(VARIABLE, ""))
         if chosen:
             own = sum(int(size) * int(count) * KIB for size, count in chosen)
         else:
             own = NEWER if _is_newer(kind) else OLDER
-        return Kernels(copies=False, product_bytes=THREADS * own)
+        return Kernels(copies=False, product_bytes=THREADS * own, gpu=gpu)
 
     def beside(self, held: Resident, calls: Iterable[CostedOp]) -> Resident:
         """What a stage holds, with the workspace of its products while it runs."""
@@ -136,7 +145,11 @@ class Kernels:
         return (
             f"workspace on GPUs: {self.product_bytes / (KIB * KIB):.0f} MiB of cuBLAS for each "
             "rank that multiplies matrices are in the forecast (ranks of one process share them); "
-            "what cuDNN's convolutions take while they run is not known, and not in it"
+            + (
+                f"so is what convolutions took that were tried on {self.gpu}"
+                if self.gpu
+                else "what cuDNN's convolutions take while they run is not known, and not in it"
+            )
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -109,6 +111,7 @@ def occupy(seconds: float) -> None:
 def hand_back(device: torch.device) -> None:
     """Give the memory of a GPU that nobody uses back to all of its processes."""
     if not is_host(device):
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -120,3 +123,15 @@ def name_and_modes(device: torch.device) -> str:
         *(["benchmark"] if torch.backends.cudnn.benchmark else ()),
     ]
     return f"{gpu_name(device)} ({', '.join(modes)})"
+
+
+def passing_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """What a GPU gives out while `run` runs and has back when it returns, beside its result.
+
+    The peak that torch tells of the GPU begins anew.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    result = run()
+    found = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    del result
+    return found
