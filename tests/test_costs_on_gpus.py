@@ -366,6 +366,8 @@ def test_attention_on_a_gpu_keeps_no_scores(dropout: float) -> None:
     # What it reads, what it gives, a number for each of 64 rows, and the mask in numbers.
     assert gpu.saved_bytes == 2 * values + 2 * 64 * 4 + 4 * mask
     assert (cpu.saved_bytes > gpu.saved_bytes + scores) is (dropout > 0)
+    costs = profile(graph, None, microbatch_size=2, costs="estimated", device_kind="h100").ops
+    assert sum(op.cost.saved_bytes for op in costs if op.cost is not None) == gpu.saved_bytes
 
 
 def test_the_workspace_of_products_is_that_of_the_generation(

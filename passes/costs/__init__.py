@@ -19,6 +19,7 @@ from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.forecast import forecast, rough_forecast
 from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
 from pdcompile.passes.costs.stage_ports import Resident
+from pdcompile.passes.costs.workspaces import HOST, Kernels
 
 __all__ = [
     "REFERENCE",
@@ -39,16 +40,18 @@ __all__ = [
 
 
 def estimate(
-    graph: OpGraph, *, microbatch_size: int, machine: Machine = REFERENCE
+    graph: OpGraph, *, microbatch_size: int, machine: Machine = REFERENCE, kernels: Kernels = HOST
 ) -> tuple[OpCost, ...]:
     """The cost of each op of the graph, in its order, for one microbatch.
+
+    `kernels`: those of the device, which decide what autograd keeps.
 
     `flops` are those of the forward.  Ops outside of autograd (no_grad, or nothing requires
     grad) have no backward and save nothing.  Views take no time.
     """
     from pdcompile.passes.costs.kept_storages import kept_storages
 
-    kept = kept_storages(graph, microbatch_size).new()
+    kept = kept_storages(graph, microbatch_size, kernels).new()
     return tuple(
         _cost(call, kept[call.op.name], microbatch_size, machine)
         for call in costed_ops(graph, microbatch_size)

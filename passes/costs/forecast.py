@@ -120,12 +120,13 @@ def residents(
         if progress is not None:
             progress(s, len(stages), f"stage {s}")
         found.append(stage.resident())
-    rough = rough_forecast(graph, stage_of, len(stages), b) if None in found else ()
+    kernels = stages[0].kernels if stages else HOST
+    rough = rough_forecast(graph, stage_of, len(stages), b, kernels) if None in found else ()
     return tuple(rough[s] if one is None else one for s, one in enumerate(found))
 
 
 def rough_forecast(
-    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, kernels: Kernels = HOST
 ) -> tuple[Resident, ...]:
     """Adds up what each stage holds: a storage counts once, received ones do not count.
 
@@ -133,7 +134,7 @@ def rough_forecast(
     """
     from pdcompile.passes.costs.kept_storages import kept_storages, newly
 
-    kept = kept_storages(graph, b)
+    kept = kept_storages(graph, b, kernels)
     ports = ports_of(graph, stage_of, num_stages)
     found = []
     for calls, port in zip(_members(graph, stage_of, num_stages, b), ports, strict=True):

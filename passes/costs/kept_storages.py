@@ -19,6 +19,7 @@ from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, structural_ke
 from pdcompile.passes.costs.live_storages import saved_storages
 from pdcompile.passes.costs.rehearse import from_outside, outside, staged, storages_in
 from pdcompile.passes.costs.stage_ports import Ports
+from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step, operands
 from pdcompile.releases.torch_internals import FakeTensorMode, pytree, quiet_shape_errors
 
@@ -50,20 +51,20 @@ def newly(storages: Storages, seen: set[int]) -> int:
 
 
 _CACHED_GRAPHS = 8
-_cache: dict[tuple[str, int, bool], Kept] = {}  # by graph, microbatch size and kernels
+_cache: dict[tuple[str, int, Kernels, bool], Kept] = {}  # by graph, microbatch size and kernels
 
 
-def kept_storages(graph: OpGraph, b: int) -> Kept:
+def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> Kept:
     """Finds what autograd keeps of the graph at microbatch size b.
 
     An op that cannot run keeps what `guessed` says.
     """
-    key = fingerprint(graph), b, bool(torch.backends.mkldnn.enabled)  # its kernels differ
+    key = fingerprint(graph), b, kernels, bool(torch.backends.mkldnn.enabled)  # its kernels differ
     if key not in _cache:
         if len(_cache) >= _CACHED_GRAPHS:
             del _cache[next(iter(_cache))]
         with quiet_shape_errors():
-            _cache[key] = _Walk(GraphIndex.of(graph, b)).kept()
+            _cache[key] = _Walk(GraphIndex.of(graph, b), kernels).kept()
     return _cache[key]
 
 
@@ -149,6 +150,7 @@ class _Walk:
     """Goes through the ops of a graph in order; values and storages are those known so far."""
 
     index: GraphIndex
+    kernels: Kernels
     values: dict[str, _Nested] = field(default_factory=dict)
     bytes: list[int] = field(default_factory=list)  # of each storage that counts
     effects: dict[Any, _Effect] = field(default_factory=dict)
@@ -205,13 +207,13 @@ class _Walk:
         # A value that is read twice is not two values that look alike.
         key = (structural_key(call), op.saved_bytes, *places, *(reads[name].key for name in names))
         if key not in self.effects:
-            self.effects[key] = _effect(op, self.index, reads)
+            self.effects[key] = _effect(op, self.index, reads, self.kernels)
         return self.effects[key]
 
 
-def _effect(op: Op, index: GraphIndex, reads: Mapping[str, _Nested]) -> _Effect:
+def _effect(op: Op, index: GraphIndex, reads: Mapping[str, _Nested], kernels: Kernels) -> _Effect:
     """Runs one op on fake tensors of the layouts that it reads."""
-    with staged(index, [Step(op)], Ports()) as stage:
+    with staged(index, [Step(op)], Ports(), kernels) as stage:
         env = _fakes(reads, written=bool(op.mutates))
         numbers = {one._cdata: -1 - i for i, one in enumerate(storages_in(stage.fakes.tensors))}
         new_bytes: list[int] = []

@@ -30,6 +30,7 @@ from pdcompile.passes.costs import (
     structural_key,
 )
 from pdcompile.passes.costs.machines import machine_of
+from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, Profile
 from pdcompile.units import format_seconds
@@ -77,7 +78,7 @@ def profile(
     """
     if costs == "estimated":
         machine = machine_for(costs, device_kind)
-        return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size, machine=machine))
+        return _with_costs(graph, _estimated(graph, microbatch_size, machine, device_kind))
     if costs == "measured":
         found = measure(
             graph, model, microbatch_size=microbatch_size, device_kind=device_kind,
@@ -245,7 +246,7 @@ def apply(
             "the profile lists none of this model's ops",
             remedy="measure this model, at this microbatch size",
         )
-    estimated = estimate(graph, microbatch_size=b, machine=machine_here(device_kind))
+    estimated = _estimated(graph, b, machine_here(device_kind), device_kind)
     work, queueing = _work_and_queueing(known)
     waits = max(0.0, 1 - work / queueing) if queueing else 0.0
     costs = zip(estimated, known, strict=True)
@@ -270,6 +271,11 @@ def _work_and_queueing(entries: Sequence[Entry | None]) -> tuple[float, float]:
         math.fsum(one.forward_seconds + one.backward_seconds for one in known),
         math.fsum(one.forward_dispatch_seconds + one.backward_dispatch_seconds for one in known),
     )
+
+
+def _estimated(graph: OpGraph, b: int, machine: Machine, device_kind: str) -> tuple[OpCost, ...]:
+    kernels = Kernels.of(device_kind)
+    return estimate(graph, microbatch_size=b, machine=machine, kernels=kernels)
 
 
 def _measured(cost: OpCost, entry: Entry | None, waits: float) -> OpCost:

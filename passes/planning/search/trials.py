@@ -16,6 +16,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.costs.forecast import rehearsals
+from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
@@ -188,4 +189,5 @@ class Trials:
         stage_of = {name: s for item, s in pairs for name in item.ops}
         b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
         placed = [stage_of[op.name] for op in graph.ops]
-        return rough_forecast(graph, placed, len(candidate.options), b)
+        kernels = Kernels.of(self.cluster.devices[0].kind)
+        return rough_forecast(graph, placed, len(candidate.options), b, kernels)
