@@ -85,7 +85,7 @@ class Pipeline(Saving):
                 module.training = passed[module]
         if ranks is not None:
             agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
-            world = launch.connect(self._options, plan.num_ranks, agreed)
+            world = launch.connect(self._options, plan, agreed)
         try:
             session = Session(self._model, self._options, compiled, world)
             if world is None:

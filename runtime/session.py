@@ -27,7 +27,7 @@ from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.stage.replicas import ReplicaWeights
 from pdcompile.runtime.stage.wiring import Wiring, wire
 from pdcompile.runtime.state.initial import initial_state
-from pdcompile.runtime.transport.launch import World, orders_data
+from pdcompile.runtime.transport.launch import World, data_path
 from pdcompile.runtime.watch.coupling import refuse_coupled
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
@@ -66,7 +66,8 @@ class Session(Guarded):
         self._uncompared = False  # nor are its weights known to be those of the others
         self.agreement: Agreement | None = None
         self.wirings = _wirings(compiled, self.stages)
-        self._programs = Programs(plan, compiled.eval_edges, ordered=orders_data())
+        path = data_path(plan, alone=True) if world is None else world.path
+        self._programs = Programs(plan, compiled.eval_edges, ordered=path.ordered)
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
         made = Workers(compiled, model, self.state, self.ranks, world, self.device, self.loss_scale)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first

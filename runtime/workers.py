@@ -22,7 +22,7 @@ from pdcompile.runtime.stage.second_run import SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
 from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
-from pdcompile.runtime.transport.launch import World
+from pdcompile.runtime.transport.launch import DataPath, World
 from pdcompile.runtime.transport.links import DeviceOrder, OrderedLink, pairs
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
@@ -47,7 +47,7 @@ class Workers:
         self._spec = compiled.stream.spec
         self._streams = Streams(compiled.plan.training.seed, device.device)
         self._wires: Wires = defaultdict(Wire)
-        self._order = DeviceOrder() if world is not None and world.ordered else None
+        self._order = DeviceOrder() if world is not None and world.path.ordered else None
         self._boards: dict[int, Board] = defaultdict(dict)
         self.buffers_part = any(
             len(held) > 1 and compiled.written_buffers(stage)
@@ -76,15 +76,12 @@ class Workers:
         world, reach, data = self._world, self._spec.reach, None
         if self._order is not None:
             evaluation = with_edges(self._spec, self._compiled.eval_edges)
-            data = OrderedLink(
-                rank,
-                {
-                    sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair)
-                    for pair in pairs(self._spec, evaluation)
-                    if rank in pair
-                },
-                self._order,
-            )
+            groups = {
+                sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair, self._device)
+                for pair in pairs(self._spec, evaluation)
+                if rank in pair
+            }
+            data = OrderedLink(rank, groups, self._order, direct=world.path is DataPath.NCCL)
         return GroupTransport(
             world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
         )
@@ -101,8 +98,9 @@ class Workers:
         index = ranks.index(rank)
         if self._world is None:
             return LocalSums(self._boards[stage], len(ranks), index, self._device)
-        group = self._world.subgroup(name, ranks)
-        return GroupSums(group, ranks, index, self._order, self._device)
+        group = self._world.subgroup(name, ranks, self._device)
+        direct = self._world.path is DataPath.NCCL
+        return GroupSums(group, ranks, index, self._order, self._device, direct=direct)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
         plan, train = self._compiled.plan, self._compiled.capture.train

@@ -23,6 +23,7 @@ from pdcompile.runtime.device.fetched import Deferred, DeviceFailed, Fetched, St
 from pdcompile.runtime.device.of_rank import device_of
 from pdcompile.runtime.device.queued_device import QueuedDevice
 from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.runtime.transport.launch import DataPath
 from tests.helpers.alike import COMMON, PLANNED, WORKLOAD, Call, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, mlp, unet
@@ -41,8 +42,8 @@ gpu = SimulatedGpu()
 gpu.__enter__()
 """
 IN_THE_END = """
-# Where the pipeline has failed, gloo is left with what it had.
-found = {one for one in gpu.violations if "is freed while gloo" not in one or not "FAILED"}
+# Where the pipeline has failed, transports are left with what they had.
+found = {one for one in gpu.violations if "is freed while" not in one or not "FAILED"}
 assert not found, sorted(found)[:10]
 say("in order,", "copied" if gpu.copied_bytes else "nothing was copied")
 """
@@ -175,10 +176,16 @@ absent(2)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_gradient_that_is_absent_is_known_to_the_host(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [(1, "tags"), pytest.param(2, "tags", marks=pytest.mark.slow),
+     pytest.param(2, "nccl", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_gradient_that_is_absent_is_known_to_the_host(
+    ranks: int, transport: str, tmp_path: Path
+) -> None:
     """What one stage has no gradient for reaches the other as none, and nobody reads the device."""
-    script = SIMULATED.format(transport="") + COMMON + ABSENT + IN_THE_END
+    script = SIMULATED.format(transport=transport) + COMMON + ABSENT + IN_THE_END
     if ranks == 1:
         script = script.replace("absent(2)", "os.environ.pop('WORLD_SIZE')\nabsent(2)")
     run = processes(script, ranks, tmp_path)
@@ -277,18 +284,20 @@ def test_a_copy_that_the_host_waits_for_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("script", "ranks", "said", "transport"),
     [
-        (BITWISE, 2, "equal", ""),
-        (BITWISE, 2, "equal", "ordered"),
-        (OWN_LOOP, 2, "refused: GPT: this model is split over several ranks", ""),
-        (OWN_LOOP, 2, "refused: GPT: this model is split over several ranks", "ordered"),
-        (FAILURES, 3, "packages rank", ""),
+        *((BITWISE, 2, "equal", path) for path in DataPath),
+        *(
+            (OWN_LOOP, 2, "refused: GPT: this model is split over several ranks", path)
+            for path in DataPath
+        ),
+        (FAILURES, 3, "packages rank", "tags"),
+        (FAILURES, 3, "packages rank", "nccl"),
     ],
 )
 def test_scripts_of_the_runtime_on_a_device(
     script: str, ranks: int, said: str, transport: str, tmp_path: Path
 ) -> None:
     end = IN_THE_END.replace("FAILED", "yes" if script is FAILURES else "")
-    run = processes(SIMULATED.format(transport=transport) + script + end, ranks, tmp_path)
+    run = processes(SIMULATED.format(transport=str(transport)) + script + end, ranks, tmp_path)
     assert run.code == 0, run
     assert run.output.count(said) == ranks, run
     assert run.output.count("in order, copied") == ranks, run
@@ -307,21 +316,21 @@ for name, options in ast.literal_eval(sys.argv[1]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["", "ordered"])
+@pytest.mark.parametrize("transport", DataPath)
 def test_replicas_norms_and_stale_schedules_on_a_device(transport: str, tmp_path: Path) -> None:
     cases = [
         ("convnet", {"schedule": "1f1b", "replicas": (1, 2)}),
         ("gpt", {"schedule": "2bw", "replicas": (2, 1)}),
         ("mlp", {"schedule": "stash", "replicas": (1, 2), **SINGLE}),
     ]
-    script = SIMULATED.format(transport=transport) + REPLICAS
+    script = SIMULATED.format(transport=str(transport)) + REPLICAS
     run = processes(script, 3, tmp_path, repr(cases))
     assert run.code == 0, run
     assert run.output.count("in order, copied") == 3, run
 
 
 SEALED = (
-    SIMULATED.format(transport="")
+    SIMULATED
     + COMMON
     + """
 os.environ["PDCOMPILE_DEBUG"] = "messages"
@@ -333,13 +342,14 @@ trained(models.mlp, {"schedule": "1f1b"})
 
 
 @pytest.mark.slow
-def test_sealed_messages_on_a_device(tmp_path: Path) -> None:
-    run = processes(SEALED, 2, tmp_path)
+@pytest.mark.parametrize("transport", ["tags", "nccl"])
+def test_sealed_messages_on_a_device(transport: str, tmp_path: Path) -> None:
+    run = processes(SEALED.replace("{transport!r}", repr(transport)), 2, tmp_path)
     assert run.output.count("in order, copied") == 2, run
 
 
 MUTANTS = (
-    SIMULATED.format(transport="")
+    SIMULATED.format(transport="tags")
     + COMMON
     + """
 from unittest import mock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import DeadlockError, LaunchError, ScheduleError
+from pdcompile.hardware import devices
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.check.programs import Programs
 from pdcompile.passes.schedules import make_stream
@@ -22,7 +25,7 @@ from pdcompile.passes.schedules.alone import written_of
 from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.runtime.transport.contract import Channel, Expected
-from pdcompile.runtime.transport.launch import orders_data
+from pdcompile.runtime.transport.launch import DataPath, data_path
 from pdcompile.runtime.transport.links import DeviceOrder, OrderedLink, pairs
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import GroupSums
@@ -403,13 +406,31 @@ def test_replicas_meet_only_those_of_their_turn() -> None:
 
 
 def test_another_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PDCOMPILE_TRANSPORT", raising=False)
-    assert not orders_data()
-    monkeypatch.setenv("PDCOMPILE_TRANSPORT", "ordered")
-    assert orders_data()
-    monkeypatch.setenv("PDCOMPILE_TRANSPORT", "nccl")
-    with pytest.raises(LaunchError, match="PDCOMPILE_TRANSPORT is 'nccl'"):
-        orders_data()
+    plan = replace(make_plan("1f1b", 2, 4), cluster=Cluster.local(2).to_toml())
+    on_gpus = replace(plan, cluster=Cluster.local(2, kind="h100").to_toml())
+
+    def chosen(wanted: str, plan: Plan = plan, *, alone: bool = False) -> DataPath:
+        monkeypatch.setenv("PDCOMPILE_TRANSPORT", wanted)
+        return data_path(plan, alone=alone)
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(devices, "gpus", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert chosen("") is chosen("tags") is DataPath.TAGS
+    assert chosen("ordered") is DataPath.ORDERED
+    with pytest.raises(LaunchError, match="'infiniband'"):
+        chosen("infiniband")
+    with pytest.raises(LaunchError, match="is 'nccl', and the plan has CPUs on ranks 0, 1"):
+        chosen("nccl")
+    assert chosen("nccl", on_gpus) is chosen("", on_gpus) is DataPath.NCCL
+    assert chosen("tags", on_gpus) is chosen("nccl", on_gpus, alone=True) is DataPath.TAGS
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # ranks share a GPU, as NCCL has it on demand alone
+    assert chosen("", on_gpus) is DataPath.TAGS
+    assert chosen("nccl", on_gpus) is DataPath.NCCL
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert chosen("", on_gpus) is DataPath.TAGS
+    with pytest.raises(LaunchError, match="'nccl', and this torch is built without NCCL"):
+        chosen("nccl", on_gpus)
 
 
 # -- running -------------------------------------------------------------------------------------

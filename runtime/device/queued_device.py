@@ -102,6 +102,9 @@ class QueuedDevice(RankDevice):
         reserved = self._cuda.max_memory_reserved(self.device)
         return DeviceMemory(self._cuda.max_memory_allocated(self.device), reserved, free, total)
 
+    def drain(self) -> None:
+        self._past(self._compute).synchronize()
+
     def abandon(self) -> None:
         for copies in (self._outward, self._inward):
             self._compute.wait_stream(copies)  # what they work on is about to be freed

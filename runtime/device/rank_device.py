@@ -75,5 +75,8 @@ class RankDevice:
         """How much of the device's memory is used; None on the CPU."""
         return None
 
+    def drain(self) -> None:
+        """Wait for what is queued."""
+
     def abandon(self) -> None:
         """Begin nothing that still waits for the device."""

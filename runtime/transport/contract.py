@@ -72,7 +72,7 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
         )
     dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous()
     if not dense.numel():
-        return torch.zeros(1, dtype=torch.uint8)
+        return torch.zeros(1, dtype=torch.uint8, device=tensor.device)
     # a dimension of size 1 may have any stride and still count as contiguous
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
@@ -22,34 +23,57 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import LaunchError, RankError
+from pdcompile.hardware import devices
 from pdcompile.options import Options
+from pdcompile.plan import Plan
+from pdcompile.plan.schema import ranks_of
 from pdcompile.releases.torch_internals import default_store, gloo_options
+from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.failure.endings import Ending
 from pdcompile.runtime.failure.fate import network
 from pdcompile.runtime.failure.host_peers import HostPeers
 from pdcompile.runtime.failure.termination import end_with_launcher
 from pdcompile.runtime.failure.watchdog import Watchdog
+from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.seal import Seal
 
 Made = TypeVar("Made")
+_TRANSPORT = "PDCOMPILE_TRANSPORT"
+_TIMEOUT = timedelta(minutes=30)
 WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
 _stores: list[Any] = []  # the store of this process, once it was needed
 _numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
 
 
+class DataPath(StrEnum):
+    """How data gets to other ranks (see `links`)."""
+
+    TAGS = "tags"
+    ORDERED = "ordered"
+    NCCL = "nccl"
+
+    @property
+    def ordered(self) -> bool:
+        """Without tags, in device order."""
+        return self is not DataPath.TAGS
+
+
 class World:
     """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
 
-    def __init__(self, rank: int, ranks: list[int], agreed: str, options: Options) -> None:
+    def __init__(
+        self, rank: int, ranks: list[int], agreed: str, options: Options, path: DataPath
+    ) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.sealed = debugs_messages()
-        self.ordered = orders_data()
+        self.path = path
         self.store = _fresh_store("pipeline", ranks)
         # Before anyone connects: one that leaves would disturb those that still do.
         agreed += " and PDCOMPILE_DEBUG=messages" if self.sealed else ""
-        agreed += " and PDCOMPILE_TRANSPORT=ordered" if self.ordered else ""
+        agreed += f" and {_TRANSPORT}={path}" if path.ordered else ""
         self._check_agreement(agreed)
         self._loopback = self._one_host()
         self.group: Any = self._connected(self.store, rank, self.size)
@@ -62,9 +86,11 @@ class World:
         self.ending.watchdog = self.watchdog
         self.watchdog.start()
 
-    def subgroup(self, name: str, ranks: tuple[int, ...]) -> Any:
-        """Connections between some of the ranks alone, for collectives; each of them calls this."""
+    def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
+        """Connections between some of the ranks alone, for data; each of them calls this."""
         store = PrefixStore(name, self.store)
+        if self.path is DataPath.NCCL:
+            return device_groups.connected(store, self.rank, ranks, device.device, _TIMEOUT)
         return self._connected(store, ranks.index(self.rank), len(ranks))
 
     def _one_host(self) -> bool:
@@ -76,7 +102,7 @@ class World:
 
     def _connected(self, store: Any, rank: int, size: int) -> Any:
         options = gloo_options()
-        options._timeout = timedelta(minutes=30)
+        options._timeout = _TIMEOUT
         if self._loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
             device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
             options._devices = [device]  # no other host can reach it
@@ -134,11 +160,10 @@ def note_on_cores() -> str:
     )
 
 
-def connect(options: Options, num_planned: int, agreed: str) -> World:
+def connect(options: Options, plan: Plan, agreed: str) -> World:
     """Connect the ranks of one pipeline; every one of them calls this at the same point.
 
     Args:
-        num_planned: ranks of the plan.
         agreed: what has to be the same everywhere, as text (plan, torch version).
 
     Raises:
@@ -146,14 +171,15 @@ def connect(options: Options, num_planned: int, agreed: str) -> World:
             missing, or the ranks do not meet.
     """
     rank, ranks = _members(options)
-    if num_planned != len(ranks):
+    if plan.num_ranks != len(ranks):
         raise LaunchError(
-            f"the plan has {num_planned} ranks, and {len(ranks)} processes are running",
-            remedy=f"start it with torchrun --nproc-per-node={num_planned}, or plan for "
+            f"the plan has {plan.num_ranks} ranks, and {len(ranks)} processes are running",
+            remedy=f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
             f"stages={len(ranks)}",
         )
+    path = data_path(plan, alone=False)
     try:
-        return World(rank, ranks, agreed, options)
+        return World(rank, ranks, agreed, options, path)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {rank} of {len(ranks)} cannot connect to the others: "
@@ -190,20 +216,50 @@ def _members(options: Options) -> tuple[int, list[int]]:
 
 def debugs_messages() -> bool:
     """Whether every message is to be checked; raises LaunchError for another wish."""
-    return _wished("PDCOMPILE_DEBUG", "messages", "checks every message; unset it for none")
-
-
-def orders_data() -> bool:
-    """Whether data goes in device order, as over NCCL; raises LaunchError for another wish."""
-    wish = "sends data without tags, one message after the other; unset it for tags"
-    return _wished("PDCOMPILE_TRANSPORT", "ordered", wish)
-
-
-def _wished(name: str, word: str, meaning: str) -> bool:
-    wanted = os.environ.get(name, "")
-    if wanted not in ("", word):
-        raise LaunchError(f"{name} is {wanted!r}", remedy=f"{word!r} {meaning}")
+    wanted = os.environ.get("PDCOMPILE_DEBUG", "")
+    if wanted not in ("", "messages"):
+        raise LaunchError(
+            f"PDCOMPILE_DEBUG is {wanted!r}",
+            remedy="'messages' checks every message; unset it for none",
+        )
     return bool(wanted)
+
+
+def data_path(plan: Plan, *, alone: bool) -> DataPath:
+    """How data goes: as PDCOMPILE_TRANSPORT says, else over NCCL where each rank has a GPU.
+
+    `alone`: all ranks are in this process, where nothing goes anywhere; the order counts.
+
+    Raises:
+        LaunchError: the variable has another value, or names NCCL where it cannot be.
+    """
+    wanted = os.environ.get(_TRANSPORT, "")
+    if wanted not in ("", *DataPath):
+        raise LaunchError(
+            f"{_TRANSPORT} is {wanted!r}",
+            remedy="'tags' over gloo, 'ordered' over gloo without tags, one message after the "
+            "other, or 'nccl'; unset it for what fits the devices",
+        )
+    if wanted in (DataPath.TAGS, DataPath.ORDERED):
+        return DataPath(wanted)
+    if alone:
+        return DataPath.TAGS
+    lacking = _without_nccl(plan)
+    if wanted and lacking:
+        raise LaunchError(f"{_TRANSPORT} is {wanted!r}, and {lacking}", remedy="unset it")
+    local = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
+    shared = not wanted and devices.gpus() < local  # NCCL takes one rank a GPU
+    return DataPath.TAGS if lacking or shared else DataPath.NCCL
+
+
+def _without_nccl(plan: Plan) -> str:
+    """Why the plan's data cannot go over NCCL; empty where it can."""
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    ranks = {rank for held in ranks_of(plan.stages) for rank in held}
+    hosts = sorted(rank for rank in ranks if cluster.devices[rank].on_host)
+    if hosts:
+        return f"the plan has CPUs on ranks {', '.join(map(str, hosts))}"
+    return "" if dist.is_nccl_available() else "this torch is built without NCCL"
 
 
 def _number(name: str, *, least: int) -> int:

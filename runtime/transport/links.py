@@ -4,7 +4,7 @@ What ranks tell each other has two halves.  Control (which call this is, headers
 brought together between calls, failures) goes over one gloo group with a tag a channel.  Data
 (`DATA`: values, gradients, sums, weights) goes the same way, or in device order: without tags, as
 NCCL has none, over one group a pair of ranks that have something to send each other, one operation
-after the other.  Over gloo that order is kept on every commit's tests; NCCL needs it.
+after the other.  NCCL needs that; over gloo it is tested on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from pdcompile.errors import ScheduleError
 from pdcompile.releases.torch_internals import profiler_records, record_functions
 from pdcompile.runtime.device.fetched import Fetched
+from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
 from pdcompile.schedule.spec import OPERATIONS, PipelineSpec, hops
@@ -36,7 +37,9 @@ class PeerLost(RuntimeError):
 
 
 class Link(Protocol):
-    """Where messages of one half go."""
+    """Where messages of one half go; `direct`: from and into memory of the device."""
+
+    direct: bool
 
     def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
         """Begin a message from or into memory that is the link's until the Work that this returns
@@ -49,6 +52,8 @@ class Link(Protocol):
 
 class TaggedLink:
     """One gloo group of all ranks, which is used for nothing else."""
+
+    direct = False
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -110,9 +115,13 @@ class OrderedLink:
     """A group of two for each rank that this one exchanges data with, and no tags: messages meet in
     the order in which both ends begin them, in whatever direction they go."""
 
-    def __init__(self, rank: int, groups: Mapping[int, Any], order: DeviceOrder) -> None:
-        """`groups`: by the rank at the other end; the lower of the two is rank 0 there."""
+    def __init__(
+        self, rank: int, groups: Mapping[int, Any], order: DeviceOrder, *, direct: bool = False
+    ) -> None:
+        """`groups`: by the rank at the other end; the lower of the two is rank 0 there.  `direct`:
+        they are NCCL's."""
         self._rank, self._groups, self._order = rank, dict(groups), order
+        self.direct = direct
 
     def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
         group, other = self._groups[channel.peer], int(channel.peer > self._rank)
@@ -125,7 +134,9 @@ class OrderedLink:
         return found
 
     def abandon(self) -> None:
+        groups = [*self._groups.values()] if self.direct else []
         self._groups.clear()
+        device_groups.end_all([group.abort for group in groups])
 
 
 def _posted(post: Callable[..., Any], flat: Tensor, peer: int, tag: int) -> Any:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pdcompile.batch import memory_order
 from pdcompile.runtime.device.fetched import Fetched
-from pdcompile.runtime.device.rank_device import RankDevice
-from pdcompile.runtime.stage.absent import is_absent
+from pdcompile.runtime.device.rank_device import Landing, RankDevice
+from pdcompile.runtime.stage.absent import absent, is_absent
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     SEAL_BYTES,
@@ -39,6 +39,7 @@ from pdcompile.schedule.instruction import DATA
 
 #: what stays in host memory: the program reads it, or it is for the user's whole state
 ON_HOST = frozenset((Kind.CALL, Kind.LOSS, Kind.STATE))
+MAY_LACK = frozenset((Kind.GRADIENT, Kind.TIED))  # may be absent (see `absent`)
 
 
 class Handle:
@@ -116,7 +117,8 @@ class GroupTransport:
 
     `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart;
     `sealed`: every message has a checksum and says what it is.  Headers are control.  gloo reads
-    and writes host memory: what is on a `device` goes through copies there, while it computes on.
+    and writes host memory: what is on a `device` goes through copies there, while it computes on,
+    unless the link of data is NCCL's.
     """
 
     blocking = True
@@ -147,17 +149,32 @@ class GroupTransport:
                 header = header_of(channel, tensor, order, minibatch, self._plan)
                 told = Fetched(to_bytes(header, (0,)))
                 self._defer(_Transfer(self.control, told, channel, sending=True))
-        fetch = Fetched if channel.kind is Kind.CALL else self.device.fetch
-        flat = fetch(to_bytes(tensor, order))
-        if self.sealed:
-            closed = seal(flat.wait(), channel, self._sent[channel], minibatch, self._plan)
-            flat = Fetched(closed)
-            self._sent[channel] += 1
+        if self.tells_absence(channel):
+            lacks = self.device.on_host(tensor) and is_absent(tensor)
+            told = Fetched(torch.tensor([not lacks], dtype=torch.uint8))
+            self._defer(_Transfer(self.control, told, channel, sending=True))
+            if lacks:
+                return Done()
+        flat = self._payload(tensor, channel, order, minibatch)
         sent = _Transfer(self.link(channel), flat, channel, sending=True)
         if not deferred:
             return sent
         self._defer(sent)
         return Done()
+
+    def _payload(
+        self, tensor: Tensor, channel: Channel, order: tuple[int, ...], minibatch: int
+    ) -> Fetched:
+        """The bytes of a message, where its link reads them."""
+        flat, direct = to_bytes(tensor, order), self.link(channel).direct
+        if direct and not self.sealed:
+            return Fetched(self.device.place(flat))
+        found = Fetched(flat) if channel.kind is Kind.CALL else self.device.fetch(flat)
+        if not self.sealed:
+            return found
+        closed = seal(found.wait(), channel, self._sent[channel], minibatch, self._plan)
+        self._sent[channel] += 1
+        return Fetched(self.device.place(closed) if direct else closed)
 
     def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
         state = self._incoming.get(channel)
@@ -187,9 +204,14 @@ class GroupTransport:
         """Where the messages of a channel go."""
         return self._data if channel.kind in DATA else self.control
 
+    def tells_absence(self, channel: Channel) -> bool:
+        """Whether control says before each message if it comes: for gradients that may be absent,
+        which the host has to know, where the message itself does not come to the host."""
+        return channel.kind in MAY_LACK and self.link(channel).direct
+
 
 class _Transfer(Handle):
-    """A message in the hands of gloo, and its memory, which is gloo's until `wait`.
+    """A message in the hands of a link, and its memory, which is the link's until `wait`.
 
     No other place holds the Work, and no frame does while an error passes: connections close
     only when the last Work is gone, and a traceback may live long.
@@ -226,7 +248,9 @@ class _Incoming:
         self.waiting: list[_Received] = []  # posted when the header has been read
         self.sealed = transport.sealed
         self.device = RankDevice() if channel.kind in ON_HOST else transport.device
-        self.may_lack = channel.kind in (Kind.GRADIENT, Kind.TIED)
+        self.may_lack = channel.kind in MAY_LACK
+        self.told = transport.tells_absence(channel)
+        self._direct = transport.link(channel).direct
         self._posted = 0
         self._transport = transport
         self._channel = channel
@@ -236,9 +260,13 @@ class _Incoming:
             header = Fetched(self._header.view(torch.uint8))
             self._arriving = _Transfer(transport.control, header, channel, sending=False)
 
-    def transfer(self, flat: Tensor) -> _Transfer:
-        link = self._transport.link(self._channel)
+    def transfer(self, flat: Tensor, *, control: bool = False) -> _Transfer:
+        link = self._transport.control if control else self._transport.link(self._channel)
         return _Transfer(link, Fetched(flat), self._channel, sending=False)
+
+    def landing(self, target: Tensor) -> Landing:
+        """Where the next message arrives, on its way to `target`."""
+        return Landing(target) if self._direct else self.device.landing(target)
 
     def opened(self) -> tuple[int, ...]:
         """The memory order; waits for the header, compares it, posts what was held back."""
@@ -280,21 +308,34 @@ class _Received(Handle):
             self.post()
 
     def post(self) -> None:
+        if self._source.told:
+            self._told = torch.zeros(1, dtype=torch.uint8)
+            self._transfer = self._source.transfer(self._told, control=True)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
         # Autograd may keep a gradient's memory as a parameter's .grad: gradients get memory of
         # their own, only activations use slots.
         size = max(1, self.expected.num_bytes) + (SEAL_BYTES if self._source.sealed else 0)
         source, self._serial = self._source, self._source.take_number()
         self._flat = source.slot(size) if self._pooled else source.device.empty(size)
         self.memory = self._flat.untyped_storage().data_ptr()
-        self._landing = source.device.landing(self._flat[:size])
+        self._landing = source.landing(self._flat[:size])
         self._transfer = source.transfer(self._landing.memory)
 
     def wait(self) -> Tensor:
         order = self._source.opened()
         self._transfer.wait()
+        if self._source.told:
+            if not self._told:
+                return absent(torch.empty(self.expected.shape, dtype=self.expected.dtype))
+            self._begin()
+            self._transfer.wait()
         assert self._flat is not None
         if self._source.sealed:
-            self._source.check(self._landing.memory, self._serial, self.expected.minibatch)
+            came = self._source.device.fetch(self._landing.memory).wait()
+            self._source.check(came, self._serial, self.expected.minibatch)
         if self._landing.beside and self._source.may_lack:
             there = from_bytes(self._landing.memory, self.expected, order)
             if is_absent(there):  # which the host has to know

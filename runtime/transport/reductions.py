@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import prod
-from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,13 +21,13 @@ from torch import Tensor
 from pdcompile.errors import ContractError
 from pdcompile.runtime.device.fetched import Fetched
 from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.links import DeviceOrder, PeerLost, unrecorded
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.schedule.spec import BUCKET_BYTES
 
 #: what ranks in one process have given: by sum, by place among them
 Board = dict[int, dict[int, Tensor]]
-_END_SECONDS = 1.0  # of a group in which nothing is in flight, generously
 
 
 class Shape(NamedTuple):
@@ -60,27 +59,28 @@ class Sums(Protocol):
 
 
 class GroupSums:
-    """Ranks in processes of their own: a gloo group that is used for nothing else.
+    """Ranks in processes of their own: a group of gloo or NCCL that is used for nothing else.
 
     `order`: of all that this rank does as data; what is in flight here is one group call in it.
+    `direct`: the group is NCCL's, and sums in memory of the device.
     """
 
     apart = True
 
     def __init__(
         self, group: Any, ranks: Sequence[int], index: int, order: DeviceOrder | None = None,
-        device: RankDevice | None = None,
+        device: RankDevice | None = None, *, direct: bool = False,
     ) -> None:  # fmt: skip
         self.size, self.index, self.device = len(ranks), index, device or RankDevice()
         self._group = group
         self._ranks = ranks
-        self._order = order
+        self._order, self._direct = order, direct
         self._next = ranks[(index + 1) % len(ranks)]
 
     def start(self, flat: Tensor) -> Handle:
-        fetched = self.device.fetch(flat)
+        fetched = Fetched(self.device.place(flat)) if self._direct else self.device.fetch(flat)
         here = fetched.tensor
-        real = torch.view_as_real(here) if here.is_complex() else here  # gloo has no complex sums
+        real = torch.view_as_real(here) if here.is_complex() else here  # neither sums complex
         if self._order is not None:
             self._order.begin(self, f"a sum over ranks {', '.join(map(str, self._ranks))}")
         return _Reducing(
@@ -97,12 +97,12 @@ class GroupSums:
         return PeerLost(self._next, text)
 
     def abandon(self) -> None:
+        if self._group is None:
+            return
         held, self._group = [self._group], None
         # The end of a group waits for its sums.  After an error others begin them late, or end
         # too, once this rank has closed its other connections: do not wait for that.
-        ending = Thread(target=held.clear, daemon=True)
-        ending.start()
-        ending.join(_END_SECONDS)
+        device_groups.end_all([held[0].abort if self._direct else held.clear])
 
 
 def _reduced(allreduce: Callable[..., Any], flat: Tensor) -> Any:

@@ -7,7 +7,7 @@ the order of the host has told it.  Work that touches memory has to know of the 
 and what writes has to know of all that read; memory that is freed goes back to its stream, and may
 not be in use by another one.  As torch's allocators have it, pinned memory may be freed while a
 copy is queued.  Besides: host and device memory do not mix in one op, gloo gets none of the
-device's, and what the host waits for is noted.
+device's and NCCL nothing else, and what the host waits for is noted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pdcompile.cluster import Device
 from pdcompile.hardware import devices
+from pdcompile.releases.torch_internals import gloo_options
 from pdcompile.runtime.device import of_rank
 from pdcompile.runtime.device.fetched import Deferred
 from pdcompile.runtime.device.queued_device import QueuedDevice
+from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.launch import World
 
 GPU = torch.device("cpu", 0)  # as an argument it is another device than "cpu"; tensors are alike
@@ -281,6 +285,8 @@ class SimulatedGpu(TorchDispatchMode):
         enter(patch(QueuedDevice, "pinned_like", lambda _, tensor: self.pinned_like(tensor)))
         connected = World._connected
         enter(patch(World, "_connected", lambda *given: Gloo(self, connected(*given))))
+        enter(patch(device_groups, "connected", partial(_nccl, self)))
+        enter(patch(torch.distributed, "is_nccl_available", lambda: True))
         for name in ("numpy", "tolist"):
             enter(patch(torch.Tensor, name, _reading(self, name)))
         plain = torch.UntypedStorage.__getitem__
@@ -379,6 +385,64 @@ class Gloo:
         if memory.kind == "pinned":
             gpu.touch(memory, actor, "gloo", writes=writes)
         return Work(gpu, work, {actor.name: 1})
+
+
+class Nccl:
+    """A NCCL group: a stream of its own, whose work is that of a gloo group."""
+
+    def __init__(self, gpu: SimulatedGpu, group: Any) -> None:
+        self._gpu, self._group = gpu, group
+        self._stream = Stream(gpu, gpu.numbered("nccl"))
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        assert tag == 0
+        self._queue(tensors, writes=False)
+        return self._work(self._group.send(tensors, peer, tag))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        assert tag == 0
+        self._queue(tensors, writes=True)
+        return self._work(self._group.recv(tensors, peer, tag))
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        self._queue(tensors, writes=True)
+        return self._work(self._group.allreduce(tensors))
+
+    def abort(self) -> None:
+        self._group = None
+
+    def _queue(self, tensors: list[Tensor], *, writes: bool) -> None:
+        """It begins after what the present stream has queued."""
+        gpu, memory = self._gpu, self._gpu.memory(tensors[0])
+        if memory.kind != "device":
+            gpu.violations.append(f"NCCL gets memory of the {memory.kind}")
+        gpu._present.learn(gpu.host.clock)
+        self._stream.learn(gpu._present.clock)
+        self._stream.work()
+        gpu.ops["nccl"] += 1
+        gpu.touch(memory, self._stream, "nccl", writes=writes)
+
+    def _work(self, work: Any) -> Any:
+        return QueuedWork(self._gpu, work, dict(self._stream.clock))
+
+
+class QueuedWork:
+    def __init__(self, gpu: SimulatedGpu, work: Any, clock: Clock) -> None:
+        self._gpu, self._work, self._clock = gpu, work, clock
+
+    def wait(self) -> None:
+        """The present stream waits, and the host goes on."""
+        self._work.wait()
+        self._gpu._present.learn(self._clock)
+
+
+def _nccl(
+    gpu: SimulatedGpu, store: Any, rank: int, ranks: tuple[int, ...], _: Any, timeout: Any
+) -> Nccl:
+    options = gloo_options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return Nccl(gpu, dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), options))
 
 
 class Work:
