@@ -94,9 +94,12 @@ __all__ = [*_HOME]
 
 def __getattr__(name: str) -> _Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("pdcompile")
+        try:
+            return version("pdcompile")
+        except PackageNotFoundError:  # a folder on sys.path, which nobody has installed
+            return "0+source"
     if name not in _HOME:
         raise AttributeError(f"module 'pdcompile' has no attribute {name!r}")
     value = getattr(_import_module(_HOME[name]), name)

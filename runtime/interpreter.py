@@ -187,8 +187,6 @@ class Worker:
             for minibatch in [t for t in one.feeds if t < max(one.base - self._reach, 0)]:
                 del one.feeds[minibatch]
         self.transport.settle(call)
-        if call is None:
-            self._device.drain()  # peers wait for what it sends
 
     def abandon(self, minibatch: int | None = None) -> None:
         """Forget what is in flight: all of it, or `minibatch` where nothing else is."""

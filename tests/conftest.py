@@ -1,4 +1,5 @@
-"""What holds for all tests: none reads or writes the user's cache of measured times, or key.
+"""What holds for all tests: none reads or writes the user's cache of measured times, or key, and
+none sees a GPU, so that they find on every machine the same.
 
 Processes that tests start inherit it.  A test of the cache itself names a folder of its own.
 Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples, of a test
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # imports torch, which not all tests need
 
 os.environ["PDCOMPILE_CACHE"] = "off"
 os.environ["PDCOMPILE_KEY"] = "the key of all ranks that tests start"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Several workers share the cores: threads that wait for each other would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else every process that tests start, workers among them, would compile all of torch anew.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 
+import pdcompile
 from pdcompile.cli.hardware import self_test
 from pdcompile.cli.hardware.doctor import report
 from pdcompile.cluster import Cluster, Device, Level
@@ -213,3 +215,16 @@ def test_the_command_tests_what_is_here(
     assert "1 of 1 schedules equal the reference" in out
     assert "doctor: schedule gpipe" in err
     assert (tmp_path / "report.md").read_text(encoding="utf-8").rstrip() == out.rstrip()
+
+
+def test_a_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("pdcompile.hardware.checkup.requires", requires)
+    lines = [line for line in checkup() if line.about == "versions"]
+    assert lines[0].state == "look"
+    assert "not installed" in lines[0].text
+    assert not any(line.state == "wrong" for line in lines)
+    monkeypatch.setattr("importlib.metadata.version", requires)
+    assert pdcompile.__version__ == "0+source"

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import pdcompile
+
 # The order in which a person meets them.
 ORDER = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
@@ -49,7 +51,7 @@ def _version(asked: bool) -> None:
             torch = version("torch")
         except PackageNotFoundError:
             torch = "is not installed"
-        typer.echo(f"pdcompile {version('pdcompile')}, torch {torch}")
+        typer.echo(f"pdcompile {pdcompile.__version__}, torch {torch}")
         raise typer.Exit
 
 

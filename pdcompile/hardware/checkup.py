@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
+import pdcompile
 from pdcompile.errors import PdcompileError
 from pdcompile.hardware import host
 from pdcompile.plan import Plan
@@ -58,12 +59,25 @@ def checkup(
     ]
 
 
+def _requirements() -> list[str] | None:
+    """What pdcompile wants; None where it is not installed."""
+    try:
+        return requires("pdcompile") or []
+    except PackageNotFoundError:
+        return None
+
+
 def _versions() -> Iterator[Line]:
-    wanted = {}
-    for text in requires("pdcompile") or ():
+    wanted, needs = {}, _requirements()
+    if needs is None:
+        yield Line(
+            "versions", "look", "pdcompile runs from a folder that is not installed, so that "
+            "versions cannot be held against those that it wants", "pip install -e . in it",
+        )  # fmt: skip
+    for text in needs or ():
         if match := re.fullmatch(r"([A-Za-z0-9_.-]+)([<>=!~0-9.,]*)", text.replace(" ", "")):
             wanted[match[1]] = match[2]  # what only an extra wants has a marker behind it
-    yield Line("versions", "ok", f"pdcompile {version('pdcompile')}")
+    yield Line("versions", "ok", f"pdcompile {pdcompile.__version__}")
     yield Line("versions", "ok", f"Python {platform.python_version()}, {platform.platform()}")
     for name in dict.fromkeys((*SHOWN, *wanted)):
         try:

@@ -187,6 +187,8 @@ class GroupTransport:
             self._call = call
         while self._deferred and (call is None or self._deferred[0][0] <= call - self._reach):
             self._deferred.popleft()[1].wait()
+        if call is None:
+            self.device.drain()  # peers wait for what it sends
 
     def abandon(self) -> None:
         self.control.abandon()

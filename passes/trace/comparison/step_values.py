@@ -52,7 +52,8 @@ _ROUNDING = {torch.bfloat16: (1.6e-2, 1e-5), torch.float16: (1e-3, 1e-5)}
 
 
 def rounding(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute difference that kernels make which add in no fixed order."""
+    """Differences that kernels make which add in no fixed order: relative to a number or to the
+    largest one of its tensor, and absolute."""
     return _ROUNDING.get(dtype, (1e-5, 1e-8))
 
 
@@ -73,11 +74,18 @@ def distance(one: Any, other: Any, *, exact: bool = True) -> float | None:
     if not (one.is_floating_point() or one.is_complex()):
         return float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
     equal = (one == other) | ((one != one) & (other != other))
-    close = () if exact else rounding(one.dtype)
-    if bool(equal.all()) or (close and torch.allclose(one, other, *close, equal_nan=True)):
+    if bool(equal.all()) or not (exact or _far(one, other)):
         return None
     gap = (one - other).abs()
     return float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")
+
+
+def _far(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    relative, absolute = rounding(one.dtype)
+    largest = one[torch.isfinite(one)].abs().max() if bool(torch.isfinite(one).any()) else 0.0
+    allowed = max(absolute, relative * float(largest))
+    return not torch.allclose(one, other, relative, allowed, equal_nan=True)
 
 
 def same(one: Any, other: Any) -> bool:
