@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -107,7 +108,8 @@ class Workers:
         weights = self._weights(stage)
         again = plan.stages[stage].recompute
         second = SecondRun(weights.modules[0], self._compiled, stage) if again else None
-        precision = Precision(partial(autocast_region, plan.training.autocast), self._scale)
+        makes = self._compiled.makes_tensors(stage)
+        precision = Precision(partial(self._region, makes), self._scale)
         whole = bool(self._compiled.interfaces[stage].opaque)
         compute = Compute(
             stage, plan.tied, weights, self._streams, precision, second,
@@ -117,6 +119,15 @@ class Workers:
         worker = Worker(stage, compute, plan, weights, norms, transport, dtype, self._device)
         worker.replicas = self._replicas(stage, transport.rank, weights)
         return worker
+
+    @contextmanager
+    def _region(self, makes: bool) -> Iterator[None]:
+        """Around model and loss; `makes`: they make tensors of nothing."""
+        with ExitStack() as stack:
+            stack.enter_context(autocast_region(self._compiled.plan.training.autocast))
+            if makes:
+                stack.enter_context(self._device.making())
+            yield
 
     def _weights(self, stage: int) -> StageWeights:
         compiled, interface = self._compiled, self._compiled.interfaces[stage]

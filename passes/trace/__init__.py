@@ -25,12 +25,12 @@ from pdcompile.batch import (
     resize,
     resolve_batch,
 )
-from pdcompile.errors import TraceError, VerifyError
+from pdcompile.errors import TraceError
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
-from pdcompile.passes.trace.comparison.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import differs
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
 from pdcompile.passes.trace.merge.size_range import fails_as_microbatch, warn_of_one_size
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
@@ -218,11 +218,8 @@ def _differs(subject: Subject, found: Capture) -> bool:
         call, single = subject.call(size), replace(single, size=size)
     origin = Origin(loss_fn=subject.loss_fn, autocast=subject.autocast)
     found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
-    try:
-        compare(model, found, call, single)
-    except VerifyError:
-        return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    return False
+    real = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return real and differs(model, found, call, single)
 
 
 def _warn_of_values(findings: Sequence[Findings]) -> None:

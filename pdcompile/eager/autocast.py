@@ -20,7 +20,8 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
     """The text for the option ``autocast=``: a dtype, its name, or a ``torch.autocast`` object.
 
     Args:
-        device: kind of the device that the model runs on; a torch.autocast object has its own.
+        device: kind of the device that the model runs on; a torch.autocast object and the text of
+            a region (``cuda:bfloat16``, as plans have it) have their own.
 
     Raises:
         ConfigError: it is none of these, or a dtype that autocast does not have.
@@ -38,8 +39,9 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
         given, device = given.fast_dtype, str(given.device)
     name = given if isinstance(given, str) else str(given)
     name = name.removeprefix("torch.")
-    if device in (HOST_KIND, GPU_KIND) and name.startswith(f"{device}:"):
-        name = name.removeprefix(f"{device}:")
+    stated, _, dtype = name.partition(":")
+    if stated in (HOST_KIND, GPU_KIND):
+        device, name = stated, dtype
     if name not in _DTYPES:
         raise ConfigError(
             f"autocast={given!r} is not a dtype of an autocast region",

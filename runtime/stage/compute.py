@@ -74,7 +74,7 @@ class _Flight:
 class Precision(NamedTuple):
     """The region that model and loss run in, and the scale of the loss."""
 
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext
     scale: LossScale | None = None
 
 
@@ -98,7 +98,7 @@ class Compute:
         self._stage = stage
         self._weights = weights
         self._streams = streams
-        self._autocast, self._scale = precision
+        self._region, self._scale = precision
         self._second = second
         self._whole = whole
         held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
@@ -144,8 +144,7 @@ class Compute:
                 value = entrance.value
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(feed.minibatch, microbatch)
-        trains, region = torch.set_grad_enabled(wiring.training), self._autocast()
-        with trains, region, self._device.making():
+        with torch.set_grad_enabled(wiring.training), self._region():
             results = module(*arguments)
             values = named_results(self._stage, [port for port, _ in wiring.outputs], results)
             if wiring.is_last and feed.with_loss:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
@@ -34,40 +37,76 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
             f"{unreal[0]!r} is on the meta device, so that the model cannot be run",
             remedy="compare a smaller model of the same classes, with real parameters",
         )
+    for step in _steps(model, capture, flat, layout):
+        compare_mode(step)
+
+
+def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
+    """Whether `compare` would raise VerifyError, without looking for the op where it begins."""
+    try:
+        return any(_unlike(step) is not None for step in _steps(model, capture, flat, layout))
+    except VerifyError:
+        return True
+
+
+def _steps(
+    model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout
+) -> Iterator[Step]:
+    """A step of each mode, which the model is in meanwhile; it is left as it was."""
     for graph in (capture.train, capture.eval):
         origin = graph.origin or Origin()
-        step = Step(
-            model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
-            outputs_backward=True,
-        )  # fmt: skip
         with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
-            compare_mode(step)
+            yield Step(
+                model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
+                outputs_backward=True,
+            )  # fmt: skip
 
 
-def compare_mode(step: Step) -> None:
-    """Compares one mode of the model, which is in it; raises VerifyError as `compare` does."""
-    graph, gradients = step.graph, None
-    exact = devices.is_host(device_of(step.model, step.call))
+class _Unlike(NamedTuple):
+    """What differs first, and the values; `recorded`: the model was run with gradients."""
+
+    kind: str
+    name: str
+    captured: StepValues
+    recorded: bool
+
+
+def _unlike(step: Step) -> _Unlike | None:
+    """Runs the model and its graph; what differs."""
+    recorded = False
     try:
         eager = step.values(step.eager)
     except ModelFails:
         found = _recorded(step)  # a graph always records what forward differentiates
         if found is None:
             raise
-        eager, gradients = found, True
+        eager, recorded = found, True
     captured = step.values(step.captured)
-    problem = next(differing(eager, captured, exact=exact), None)
-    if problem is None:
+    for kind, name, _ in differing(eager, captured, exact=_exact(step)):
+        return _Unlike(kind, name, captured, recorded)
+    return None
+
+
+def _exact(step: Step) -> bool:
+    return devices.is_host(device_of(step.model, step.call))
+
+
+def compare_mode(step: Step) -> None:
+    """Compares one mode of the model, which is in it; raises VerifyError as `compare` does."""
+    graph, unlike = step.graph, _unlike(step)
+    if unlike is None:
         return
-    kind, name, _ = problem
-    # Values that are equal up to rounding cannot be told by their content.
-    op = (first_difference(step, gradients) if exact else None) or _last_user(graph, name)
+    kind, name, captured, _ = unlike
+    op = None
+    if _exact(step):  # values that are equal up to rounding cannot be told by their content
+        op = first_difference(step, True if unlike.recorded else None)
+    op = op or _last_user(graph, name)
     place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
     where = op.source if op is not None else None
     named = {"loss": "the loss", "gradient": f"the gradient of {name!r}"}
     what = named.get(kind, f"{kind} {name!r}")
     recorded = _recorded(step)
-    if recorded is not None and not any(differing(recorded, captured, exact=exact)):
+    if recorded is not None and not any(differing(recorded, captured, exact=_exact(step))):
         raise AsksForGradients(what, place, where)
     raise VerifyError(
         f"graph and model differ in {what} in {'train' if graph.training else 'eval'} mode; first "
