@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.passes.trace import trace
 from pdcompile.problem.constraints import CutBefore
@@ -132,8 +133,22 @@ def test_a_plan_says_which_region_it_is_for() -> None:
             make(plan=plan, autocast=other)
 
 
+def test_a_region_names_its_own_device() -> None:
+    assert autocast_text("cuda:bfloat16") == "cuda:bfloat16"
+    assert autocast_text("bfloat16", "cuda") == "cuda:bfloat16"
+    assert autocast_text(autocast_text(torch.float16, "cuda")) == "cuda:float16"
+
+
 @pytest.mark.parametrize(
-    "given", ["float32", torch.int8, 3, torch.autocast("cpu", cache_enabled=False)]
+    "given",
+    [
+        "float32",
+        "tpu:bfloat16",
+        "cuda:int8",
+        torch.int8,
+        3,
+        torch.autocast("cpu", cache_enabled=False),
+    ],
 )
 def test_what_is_no_region(given: Any) -> None:
     for make in (pdcompile.compile, pdcompile.reference):

@@ -59,6 +59,7 @@ def job() -> Iterator[tuple[int, int, torch.device]]:
     device = devices.of_process(local, ranks)
     ours = not dist.is_initialized()
     if ours:
+        devices.apart_for_nccl()
         dist.init_process_group("gloo" if devices.is_host(device) else devices.BACKENDS)
     try:
         yield dist.get_rank(), dist.get_world_size(), device

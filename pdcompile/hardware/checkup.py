@@ -15,7 +15,7 @@ from typing import Literal
 
 import pdcompile
 from pdcompile.errors import PdcompileError
-from pdcompile.hardware import host
+from pdcompile.hardware import devices, host
 from pdcompile.plan import Plan
 from pdcompile.plan.here import lacks
 from pdcompile.releases.packages import in_range
@@ -204,7 +204,13 @@ def _devices(environ: Mapping[str, str]) -> Iterator[Line]:
             f"{format_bytes(whole)}, torch for {build}",
         )  # fmt: skip
     local = _count(environ, "LOCAL_WORLD_SIZE")
-    if local is not None and local > count:
+    if devices.shares():
+        yield Line(
+            "devices", "look", f"{devices.SHARE} is set: processes share {count} GPUs, each as if "
+            "it had one, to try out what needs several; nothing is quick then",
+            f"unset {devices.SHARE} to train",
+        )  # fmt: skip
+    elif local is not None and local > count:
         yield Line(
             "devices", "look", f"{local} processes on this host, and {count} GPUs: NCCL wants "
             "one a process",

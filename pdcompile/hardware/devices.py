@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,14 +18,32 @@ HOST = torch.device(HOST_KIND)
 GPU = GPU_KIND
 
 
+SHARE = "PDCOMPILE_SHARE_GPUS"  # 1: to try out with few GPUs what needs one for each process
+
+
+def shares() -> bool:
+    """Whether the processes of this host share its GPUs."""
+    return os.environ.get(SHARE, "") not in ("", "0")
+
+
 def gpus() -> int:
-    """How many GPUs torch finds; torch built for CPUs finds none."""
-    return torch.cuda.device_count()
+    """How many GPUs torch finds; torch built for CPUs finds none.  Where they are shared there are
+    as many as processes."""
+    found = torch.cuda.device_count()
+    return max(found, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if found and shares() else found
 
 
 def gpu(index: int) -> torch.device:
-    """The GPU of that number."""
-    return torch.device(GPU, index)
+    """The GPU of that number, in turn where they are shared."""
+    return torch.device(GPU, index % torch.cuda.device_count() if shares() else index)
+
+
+def apart_for_nccl() -> None:
+    """Before NCCL's first call: it refuses two ranks of one GPU, unless they say that they are on
+    hosts of their own."""
+    if shares():
+        host = f"{os.uname().nodename} {os.environ.get('LOCAL_RANK', '0')}"
+        os.environ.setdefault("NCCL_HOSTID", host)
 
 
 def on_host(tensor: Tensor) -> bool:

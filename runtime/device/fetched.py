@@ -17,6 +17,15 @@ class DeviceFailed(PdcompileError):
     """What was queued on the device ended with an error."""
 
 
+def device_failed(text: str) -> DeviceFailed:
+    """The error for what torch said."""
+    said = text.partition("\n")[0]
+    return DeviceFailed(
+        f"what was queued on the device failed: {said}",
+        remedy="CUDA_LAUNCH_BLOCKING=1 names the op that did",
+    )
+
+
 class Event(Protocol):
     """A place in what a device has queued."""
 
@@ -77,10 +86,7 @@ class Deferred:
             if done is not None:
                 done.synchronize()
         except Exception as error:
-            self._failed = DeviceFailed(
-                f"what was queued on the device failed: {error}",
-                remedy="CUDA_LAUNCH_BLOCKING=1 names the op that did",
-            )
+            self._failed = device_failed(str(error))
         else:
             self._begin()
         self.drop()

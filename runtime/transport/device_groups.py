@@ -8,36 +8,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pdcompile.errors import LaunchError
+from pdcompile.hardware import devices
 
 END_SECONDS = 5.0  # of groups in which nothing is in flight, generously
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+#: torch would end the process when a peer or the device fails, before this rank has said why, and
+#: warns that operations come one after the other, as they are to
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
 
 
 def connected(
     store: Any, rank: int, ranks: tuple[int, ...], device: torch.device, timeout: timedelta
 ) -> Any:
-    """A communicator of these ranks; each of them calls this, and waits for the others.
+    """A communicator of these ranks, and its connections; each of them calls this, and waits for
+    the others.
 
-    It is there when this returns: one that is made at its first message would let the host wait.
+    They are there when this returns: NCCL would make them at the first operation, and then the host
+    would wait.
 
     Raises:
         LaunchError: NCCL cannot connect them.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    devices.apart_for_nccl()
     try:
-        with _no_abort():
+        with _settings():
             group = dist.ProcessGroupNCCL(store, ranks.index(rank), len(ranks), options)
         group.eager_connect_single_device(device)
+        _first(group, ranks.index(rank), torch.zeros(1, device=device), pair=len(ranks) == 2)
     except RuntimeError as error:
         said = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise LaunchError(
@@ -49,26 +62,37 @@ def connected(
     return group
 
 
-@contextmanager
-def _no_abort() -> Iterator[None]:
-    """Around the making of a group: torch leaves its errors to us.
+def _first(group: Any, index: int, tensor: Tensor, *, pair: bool) -> None:
+    """An operation of each sort that will come."""
+    group.allreduce([tensor]).wait()
+    if pair:
+        for begin in (group.send, group.recv) if index == 0 else (group.recv, group.send):
+            begin([tensor], 1 - index, 0).wait()
+    devices.synchronize(tensor.device)
 
-    torch would end the process when a peer is lost, before this rank has said why.
-    """
-    before = os.environ.get(_HANDLING)
-    os.environ[_HANDLING] = "0"
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Around the making of a group: what torch is told, before anything that the user has said."""
+    before = {name: os.environ.get(name) for name in SETTINGS}
+    os.environ.update({name: value for name, value in SETTINGS.items() if before[name] is None})
     try:
         yield
     finally:
-        del os.environ[_HANDLING]
-        if before is not None:
-            os.environ[_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
 
 
 def end_all(groups: Iterable[Callable[[], None]]) -> None:
     """End groups side by side; one that waits for others longer than `END_SECONDS` is left to its
     thread."""
-    threads = [Thread(target=end, daemon=True) for end in groups]
+
+    def ended(end: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # of a device that failed, which has been told
+            end()
+
+    threads = [Thread(target=ended, args=(end,), daemon=True) for end in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdcompile.errors import ScheduleError
 from pdcompile.releases.torch_internals import profiler_records, record_functions
-from pdcompile.runtime.device.fetched import Fetched
+from pdcompile.runtime.device.fetched import DeviceFailed, Fetched, device_failed
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
@@ -34,6 +34,13 @@ class PeerLost(RuntimeError):
         said = text.splitlines()[0].partition(". ")[0].rpartition("] ")[2]
         super().__init__(f"lost the connection to rank {peer}: {said}")
         self.peer = peer
+
+
+def lost(peer: int, text: str) -> PeerLost | DeviceFailed:
+    """What an error of a message or sum says: of this device, or of the connection to a peer."""
+    if "CUDA error" in text or "Cuda failure" in text:
+        return device_failed(text)
+    return PeerLost(peer, text)
 
 
 class Link(Protocol):

@@ -33,7 +33,7 @@ from pdcompile.runtime.transport.contract import (
     seal,
     to_bytes,
 )
-from pdcompile.runtime.transport.links import Link, PeerLost, TaggedLink
+from pdcompile.runtime.transport.links import Link, TaggedLink, lost
 from pdcompile.schedule import Kind
 from pdcompile.schedule.instruction import DATA
 
@@ -228,7 +228,7 @@ class _Transfer(Handle):
             return
         except RuntimeError as error:
             text = str(error)
-        raise PeerLost(channel.peer, text)
+        raise lost(channel.peer, text)
 
     def wait(self) -> None:
         try:
@@ -238,7 +238,7 @@ class _Transfer(Handle):
         except RuntimeError as error:
             text = str(error)
         self._work = None
-        raise PeerLost(self._channel.peer, text)
+        raise lost(self._channel.peer, text)
 
 
 class _Incoming:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pdcompile.errors import ContractError
+from pdcompile.errors import ContractError, PdcompileError
 from pdcompile.runtime.device.fetched import Fetched
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.transport import device_groups
-from pdcompile.runtime.transport.links import DeviceOrder, PeerLost, unrecorded
+from pdcompile.runtime.transport.links import DeviceOrder, PeerLost, lost, unrecorded
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.schedule.spec import BUCKET_BYTES
 
@@ -92,9 +92,9 @@ class GroupSums:
         if self._order is not None:
             self._order.end(self)
 
-    def lost(self, text: str) -> PeerLost:
-        """gloo does not say who it was: ask the next rank."""
-        return PeerLost(self._next, text)
+    def lost(self, text: str) -> PdcompileError | PeerLost:
+        """A group does not say who it was: ask the next rank."""
+        return lost(self._next, text)
 
     def abandon(self) -> None:
         if self._group is None:
