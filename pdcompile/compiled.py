@@ -13,7 +13,7 @@ from pdcompile.ir.graph import Capture, written_buffers
 from pdcompile.ir.stage_interface import Sources, StageInterface
 from pdcompile.passes import codegen
 from pdcompile.passes.schedules import Stream, make_stream
-from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
+from pdcompile.passes.stages.boundaries import making_of_nothing, place_eval, stage_of_ops
 from pdcompile.plan import Edge, Plan
 from pdcompile.report.plan_table import explain
 
@@ -77,17 +77,12 @@ class Compiled:
         return written_buffers(self.capture.train.ops).intersection(held)
 
     def makes_tensors(self, stage: int) -> bool:
-        """Whether a stage makes tensors of nothing (`torch.arange(n)`): where it is known that it
-        does not, torch need not be told for every function on which device they would be."""
-        if self.edited(stage) or self.interfaces[stage].opaque:
-            return True
+        """Whether a stage may make tensors of nothing, which have to be on its device."""
         train, evaluation = self.capture.train, self.capture.eval
         placed = stage_of_ops(train, self.plan)
-        return any(
-            of[op.name] == stage and not (op.inputs or op.attributes or op.kind == "module")
-            for graph, of in ((train, placed), (evaluation, place_eval(self.capture, placed)))
-            for op in graph.ops
-        )
+        making = making_of_nothing(train, placed)
+        making |= making_of_nothing(evaluation, place_eval(self.capture, placed))
+        return stage in making or self.edited(stage)
 
     def explain(self) -> str:
         """The plan as a table with its certificate, what was proved, and what was verified."""

@@ -9,6 +9,7 @@ from functools import cache as once
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,13 +263,13 @@ def test_stages_are_timed_on_the_gpu(slow_queue: Queue, monkeypatch: pytest.Monk
     model = models.mlp()
     before = {name: (one, one.clone()) for name, one in model.named_parameters()}
     seen = []
-    timed = stage_times.timed
+    kept_busy = stage_times.kept_busy
 
-    def note(run: Callable[[], object], device: torch.device) -> float:
+    def note(run: Callable[[], object], device: torch.device, queueing: float) -> float:
         seen.append(device)
-        return timed(run, device)
+        return kept_busy(run, device, queueing)
 
-    monkeypatch.setattr(stage_times, "timed", note)
+    monkeypatch.setattr(stage_times, "kept_busy", note)
     options = Options(
         loss_fn=models.loss_for(model), cluster=pdcompile.Cluster.local(2, kind="cuda"),
         microbatches=4, verify="off", time_limit=0.5, refine=True,
@@ -288,6 +289,22 @@ def test_stages_are_timed_on_the_gpu(slow_queue: Queue, monkeypatch: pytest.Monk
     monkeypatch.setattr(stage_times, "_measure", full)
     notes = build(model, example_call(model, *models.batch_for(model, 8)), options).plan.notes
     assert "stages not timed: CUDA out of memory" in notes
+
+
+@pytest.mark.parametrize(
+    ("host", "device"), [((1e-3, 2e-3), (4e-3, 5e-3)), ((4e-3, 6e-3), (3e-3, 4e-3))]
+)
+def test_a_stage_takes_what_the_slower_of_host_and_device_takes(
+    queue: Queue, host: tuple[float, float], device: tuple[float, float]
+) -> None:
+    stage: Any = SimpleNamespace(
+        begin=lambda _: None, left={}, entered={}, edges={},
+        backward=lambda *_: queue.run(device[1], host[1]),
+    )  # fmt: skip
+    found = stage_times._measure(stage, lambda: queue.run(device[0], host[0]), 0.1, GPU)
+    slower = max(host, device, key=sum)
+    assert (found.forward_seconds, found.backward_seconds) == pytest.approx(slower)
+    assert found.runs >= 3
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -97,6 +97,21 @@ def took(
     )
 
 
+def dispatched(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the host to queue it on a GPU that has nothing to do."""
+    devices.synchronize(device)
+    began = perf_counter()
+    run()
+    return perf_counter() - began
+
+
+def kept_busy(run: Callable[[], object], device: torch.device, dispatch_seconds: float) -> float:
+    """Seconds of a GPU, which is kept occupied while the host queues it and so never waits."""
+    devices.synchronize(device)
+    devices.occupy(MARGIN * dispatch_seconds)
+    return timed(run, device)
+
+
 def _queued(prepare: Callable[[], Callable[[], object]], device: torch.device, runs: int) -> Took:
     """Of several runs in a row.  While they are queued for their time on the device it is kept
     occupied, so that it never waits for the host."""
@@ -110,12 +125,5 @@ def _queued(prepare: Callable[[], Callable[[], object]], device: torch.device, r
 
         return run
 
-    queue = row()
-    devices.synchronize(device)
-    began = perf_counter()
-    queue()
-    dispatch = perf_counter() - began
-    queue = row()
-    devices.synchronize(device)
-    devices.occupy(MARGIN * dispatch)
-    return Took(timed(queue, device) / runs, dispatch / runs)
+    dispatch = dispatched(row(), device)
+    return Took(kept_busy(row(), device, dispatch) / runs, dispatch / runs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -26,10 +27,10 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
-from pdcompile.passes.costs.timing import timed
+from pdcompile.passes.costs.timing import dispatched, kept_busy, timed
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
-from pdcompile.passes.stages.boundaries import stage_of_ops
+from pdcompile.passes.stages.boundaries import making_of_nothing, stage_of_ops
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
 from pdcompile.passes.untouched import untouched
 from pdcompile.plan import Plan
@@ -86,6 +87,7 @@ def measure_stages(
     edges = {edge.value: edge for edge in plan.edges}
     device = _device(plan, tensors)
     leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
+    making = making_of_nothing(graph, stage_of_ops(graph, plan))
     with preserved_rng(device), untouched(model, training=True):
         model.zero_grad(set_to_none=True)
         values: dict[str, torch.Tensor] = {}
@@ -96,8 +98,10 @@ def measure_stages(
             own = _Copies(tensors, device)
             stage = LocalStage(build(cls, interface, own, model).train(), interface, edges, 0)
 
-            def forward(stage: LocalStage = stage) -> None:
-                with devices.making(device), autocast_region(plan.training.autocast):
+            there = devices.making(device) if k in making else nullcontext()
+
+            def forward(stage: LocalStage = stage, there: Any = there) -> None:
+                with there, autocast_region(plan.training.autocast):
                     stage.forward(values, leaves)
 
             if key not in found:
@@ -150,28 +154,53 @@ def _on(device: torch.device, one: Any) -> Any:
 def _measure(
     stage: LocalStage, forward: Callable[[], None], seconds: float, device: torch.device
 ) -> StageTimes:
-    """Runs forward and backward again and again for about `seconds`."""
-    forwards: list[float] = []
-    backwards: list[float] = []
+    """Runs forward and backward again and again for about `seconds`.
+
+    On a GPU in turns for the time of the host and for that of the device, which work side by side:
+    what counts is which of the two takes longer for both.
+    """
+    on_host = devices.is_host(device)
+    sides: list[list[tuple[float, float]]] = [[]] if on_host else [[], []]  # host, then device
+    warmups = WARMUPS if on_host else GPU_WARMUPS
     spent = 0.0
-    warmups = WARMUPS if devices.is_host(device) else GPU_WARMUPS
-    while len(forwards) < warmups + MIN_RUNS or (
-        spent < seconds and len(forwards) < warmups + MAX_RUNS
+    while len(sides[0]) < warmups + MIN_RUNS or (
+        spent < seconds and len(sides[0]) < warmups + MAX_RUNS
     ):
-        stage.begin(0)
-        forwards.append(timed(forward, device))
-        # As large as the values themselves: what a later stage sends is neither 0 nor 1.
-        own = {name: value for name, value in stage.left.items() if name not in stage.entered}
-        gradients = {
-            name: value.detach()
-            for name, value in own.items()
-            if name in stage.edges and stage.edges[name].gradient
-        }
-        backwards.append(timed(partial(stage.backward, gradients, {}), device))
-        spent += forwards[-1] + backwards[-1]
-        del gradients, own
-    kept = slice(warmups, None)
-    return StageTimes(median(forwards[kept]), median(backwards[kept]), len(forwards[kept]))
+        for side in sides:
+            queueing = sides[0][-1] if side is not sides[0] else None
+            side.append(_once(stage, forward, device, queueing))
+            spent += sum(side[-1])
+    each = []
+    for side in sides:
+        forth, back = zip(*side[warmups:], strict=True)
+        each.append(StageTimes(median(forth), median(back), len(forth)))
+    return max(each, key=lambda one: one.seconds)
+
+
+def _once(
+    stage: LocalStage, forward: Callable[[], None], device: torch.device,
+    queueing: tuple[float, float] | None,
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds of one forward and backward; `queueing`: for how long a GPU is kept busy before."""
+
+    def seconds(run: Callable[[], object], nth: int) -> float:
+        if devices.is_host(device):
+            return timed(run, device)
+        if queueing is None:
+            return dispatched(run, device)
+        return kept_busy(run, device, queueing[nth])
+
+    stage.begin(0)
+    forth = seconds(forward, 0)
+    # As large as the values themselves: what a later stage sends is neither 0 nor 1.
+    own = {name: value for name, value in stage.left.items() if name not in stage.entered}
+    gradients = {
+        name: value.detach()
+        for name, value in own.items()
+        if name in stage.edges and stage.edges[name].gradient
+    }
+    del own
+    return forth, seconds(partial(stage.backward, gradients, {}), 1)
 
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:

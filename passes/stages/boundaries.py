@@ -50,6 +50,19 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
     return {op.name: placed[op.name] for op in graph.ops}
 
 
+def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:
+    """Stages with ops that make tensors of nothing (`torch.arange(n)`), opaque modules among them.
+
+    Where they are made depends on what torch was told, in a way that it asks for at every call of
+    every function.
+    """
+    return {
+        stage_of[op.name]
+        for op in graph.ops
+        if op.opaque or not (op.inputs or op.attributes or op.kind == "module")
+    }
+
+
 def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of every op of the eval graph, given that of the train graph's ops.
 
