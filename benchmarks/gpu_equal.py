@@ -3,7 +3,8 @@
     python benchmarks/gpu_equal.py                              # one process, all stages on one GPU
     torchrun --nproc-per-node=2 benchmarks/gpu_equal.py         # a GPU each; 2, 3 or 4 of them
     PDCOMPILE_SHARE_GPUS=1 torchrun --nproc-per-node=4 benchmarks/gpu_equal.py
-    PDCOMPILE_TRANSPORTS="tags ordered" torchrun --nproc-per-node=2 benchmarks/gpu_equal.py cpu
+    PDCOMPILE_TRANSPORTS="tags ordered" torchrun --nproc-per-node=2 benchmarks/gpu_equal.py \
+        --device cpu
 
 On ranks every schedule trains twice, replicas, tied weights and clipping among them, and losses,
 outputs, evaluation and the whole state have to be equal to the last bit.  In one process what
@@ -13,6 +14,7 @@ with `pdcompile.reference`.  Exit code 1: something differs, or did not run.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import sys
@@ -121,8 +123,10 @@ def beside_the_reference(kind: str) -> Iterator[tuple[str, float]]:
             pipe.close()
 
 
-def main() -> None:
-    kind = sys.argv[1] if len(sys.argv) > 1 else devices.GPU
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=(devices.GPU, devices.HOST.type), default=devices.GPU)
+    kind = parser.parse_args(arguments).device
     ranks = "WORLD_SIZE" in os.environ
     first, allowed = os.environ.get("RANK", "0") == "0", 0.0 if ranks else TOLERANCE
     wrong = 0

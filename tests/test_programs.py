@@ -200,6 +200,7 @@ SENDING = {"send", "receive", "recv", "isend", "irecv", "broadcast", "allreduce"
 SENDERS = {
     "pdcompile.runtime.interpreter": {"send", "receive"},
     "pdcompile.runtime.transport.links": {"send", "recv"},  # gloo's own
+    "pdcompile.runtime.transport.device_groups": {"send", "recv", "allreduce"},  # once, to connect
     "pdcompile.runtime.transport.reductions": {"allreduce"},  # a collective, as a whole
     "pdcompile.runtime.failure.agreement": {"send", "receive"},
     "pdcompile.runtime.state.same_start": {"broadcast"},
