@@ -646,18 +646,42 @@ def test_groups_end_side_by_side_and_nobody_waits_long(monkeypatch: pytest.Monke
     assert ended == [1]
 
 
-def test_torch_is_told_of_the_device_where_tensors_are_made_of_nothing() -> None:
-    class Positions(nn.Module):
+class Ones(torch.autograd.Function):
+    """Makes a tensor of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.ones(16)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda x: torch.relu(x) + x.new_zeros(16), False),
+        (lambda x: x + torch.arange(16.0), True),
+        (lambda x: x + torch.full((16,), x.detach().mean()), True),
+        (lambda x: x + torch.arange(x[x > 0].shape[0]).sum(), True),
+        (Ones.apply, True),
+    ],
+)
+def test_torch_is_told_of_the_device_where_tensors_are_made_of_nothing(
+    made: Callable[[Tensor], Tensor], told: bool
+) -> None:
+    class Making(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.second(torch.relu(self.first(x + torch.arange(16.0))))
+            found: Tensor = self.second(made(self.first(x)))
             return found
 
-    made = pdcompile.compile(
-        Positions(), (torch.ones(8, 16),), example_target=torch.ones(8, 16), stages=2,
+    found = pdcompile.compile(
+        Making(), (torch.ones(8, 16),), example_target=torch.ones(8, 16), stages=2,
         loss_fn=nn.functional.mse_loss, constraints=(pdcompile.CutBefore("second"),), **PLANNED,
     ).prepare()._session.compiled  # fmt: skip
-    assert [made.makes_tensors(stage) for stage in range(2)] == [True, False]
+    assert [found.makes_tensors(stage) for stage in range(2)] == [told, False]

@@ -20,6 +20,7 @@ from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stag
 from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.passes.stages.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.releases.torch_internals import CONSTRUCTORS
 
 
 def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
@@ -51,16 +52,22 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
 
 
 def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:
-    """Stages with ops that make tensors of nothing (`torch.arange(n)`), opaque modules among them.
+    """Stages with ops that may make tensors of nothing (`torch.arange(n)`).
 
     Where they are made depends on what torch was told, in a way that it asks for at every call of
     every function.
     """
-    return {
-        stage_of[op.name]
-        for op in graph.ops
-        if op.opaque or not (op.inputs or op.attributes or op.kind == "module")
-    }
+    return {stage_of[op.name] for op in graph.ops if _may_make(op)}
+
+
+def _may_make(op: Op) -> bool:
+    """Code of the user may; a constructor does even where a tensor says how much (`torch.full`)."""
+    if op.opaque or op.target.endswith(".apply"):
+        return True
+    if op.target.startswith("torch.ops.") and not op.target.startswith("torch.ops.aten."):
+        return True
+    name = op.target.rpartition(".")[2]
+    return op.kind == "function" and (name in CONSTRUCTORS or not (op.inputs or op.attributes))
 
 
 def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str, int]:

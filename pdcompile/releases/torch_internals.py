@@ -40,6 +40,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
@@ -54,6 +55,8 @@ __all__ = [
 NN_FUNCTIONS: Any = torch._C._nn
 VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
 ASSERT: Callable[..., Any] = torch._assert
+# Those that ask torch for a device where none is given.
+CONSTRUCTORS = frozenset(one.__name__ for one in _device_constructors())
 
 # A kernel of a GPU that waits for so many cycles.
 queue_sleep: Callable[[int], None] = torch.cuda._sleep
