@@ -628,6 +628,7 @@ def test_torch_leaves_errors_of_nccl_to_us(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_fails_on_the_device_is_not_taken_for_a_peer() -> None:
     ours = lost(1, "NCCL error: unhandled cuda error\nCuda failure 'device-side assert triggered'")
     assert isinstance(ours, DeviceFailed)
+    assert "device-side assert triggered" in str(ours)
     theirs = lost(1, "[tcp.cc:1] Connection closed by peer. This may be")
     assert isinstance(theirs, PeerLost)
     assert theirs.peer == 1

@@ -38,8 +38,9 @@ class PeerLost(RuntimeError):
 
 def lost(peer: int, text: str) -> PeerLost | DeviceFailed:
     """What an error of a message or sum says: of this device, or of the connection to a peer."""
-    if "CUDA error" in text or "Cuda failure" in text:
-        return device_failed(text)
+    for line in text.splitlines():
+        if "CUDA error" in line or "Cuda failure" in line:  # the latter is NCCL's last line
+            return device_failed(line)
     return PeerLost(peer, text)
 
 
