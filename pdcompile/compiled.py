@@ -78,11 +78,15 @@ class Compiled:
 
     def makes_tensors(self, stage: int) -> bool:
         """Whether a stage may make tensors of nothing, which have to be on its device."""
-        train, evaluation = self.capture.train, self.capture.eval
-        placed = stage_of_ops(train, self.plan)
-        making = making_of_nothing(train, placed)
-        making |= making_of_nothing(evaluation, place_eval(self.capture, placed))
-        return stage in making or self.edited(stage)
+        return stage in self._making or self.edited(stage)
+
+    @cached_property
+    def _making(self) -> set[int]:
+        placed = stage_of_ops(self.capture.train, self.plan)
+        evaluation = place_eval(self.capture, placed)
+        return making_of_nothing(self.capture.train, placed) | making_of_nothing(
+            self.capture.eval, evaluation
+        )
 
     def explain(self) -> str:
         """The plan as a table with its certificate, what was proved, and what was verified."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -123,10 +123,8 @@ class Workers:
     @contextmanager
     def _region(self, makes: bool) -> Iterator[None]:
         """Around model and loss; `makes`: they make tensors of nothing."""
-        with ExitStack() as stack:
-            stack.enter_context(autocast_region(self._compiled.plan.training.autocast))
-            if makes:
-                stack.enter_context(self._device.making())
+        making = self._device.making() if makes else nullcontext()
+        with autocast_region(self._compiled.plan.training.autocast), making:
             yield
 
     def _weights(self, stage: int) -> StageWeights:
