@@ -301,13 +301,14 @@ def _messages(one: MemoryLedger) -> int:
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The largest difference of a number, relative to the largest number of its tensor."""
-    found = [
-        float((a[name].double() - b[name].double()).abs().max() / b[name].double().abs().max())
-        for name in b
-        if b[name].is_floating_point() and bool(b[name].count_nonzero())
-    ]
-    return max(found, default=0.0)
+    """The largest difference of a number, relative to the largest number of its tensor; NaN where
+    one is none."""
+    found = [0.0]
+    for name, other in b.items():
+        theirs = other.cpu().double()
+        gap = (a[name].cpu().double() - theirs).abs().max()
+        found.append(float(gap / theirs.abs().max().clamp(min=1e-30)))
+    return float(torch.tensor(found, dtype=torch.float64).max())
 
 
 def compare(

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # also as `python benchmarks/gpu_equal.py`
 
 import pdcompile  # noqa: E402
+from benchmarks.gpu import difference  # noqa: E402
 from pdcompile.hardware import devices  # noqa: E402
 from tests.helpers import models  # noqa: E402
 from tests.test_device_order import SINGLE, trained  # noqa: E402
@@ -66,15 +66,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest number of its tensor."""
-    return max(
-        float((ours[name].cpu().double() - other.cpu().double()).abs().max() / largest)
-        for name, other in theirs.items()
-        for largest in [max(float(other.double().abs().max()), 1e-30)]
-    )
-
-
 def over_transports(kind: str) -> Iterator[tuple[str, float]]:
     """What was tried, and by how much two ways to send data differ."""
     transports = os.environ.get("PDCOMPILE_TRANSPORTS", "nccl tags").split()
@@ -87,7 +78,7 @@ def over_transports(kind: str) -> Iterator[tuple[str, float]]:
             given = {"outputs": "all", "cluster": replace(cluster, devices=kinds), **options}
             found.append({str(n): one.float() for n, one in enumerate(trained(build, given))})
         model = getattr(build, "func", build).__name__
-        yield f"{model}, {options}, {' and '.join(transports)}", distance(*found)
+        yield f"{model}, {options}, {' and '.join(transports)}", difference(*found)
 
 
 def beside_the_reference(kind: str) -> Iterator[tuple[str, float]]:
@@ -119,7 +110,7 @@ def beside_the_reference(kind: str) -> Iterator[tuple[str, float]]:
                 plain.step(x, target=y)
             pipe.flush()
             plain.flush()
-            yield f"{mode}, {schedule}", distance(pipe.state_dict(), plain.state_dict())
+            yield f"{mode}, {schedule}", difference(pipe.state_dict(), plain.state_dict())
             pipe.close()
 
 

@@ -434,3 +434,12 @@ def test_the_benchmark_goes_on_after_a_model_that_fails(
         benchmark.main(command.split())
     assert page.read_text().count("\n| mlp | ") == 1
     assert "failed: broken" in page.read_text()
+
+
+def test_what_is_no_number_differs() -> None:
+    one, other = torch.ones(2), torch.tensor([1.0, 1.5])
+    assert benchmark.difference({"a": one, "b": one}, {"a": one, "b": other}) == pytest.approx(
+        1 / 3
+    )
+    found = benchmark.difference({"a": one, "b": one / 0 * 0}, {"a": one, "b": one})
+    assert found != found

@@ -161,6 +161,19 @@ def test_one_that_differs_or_is_refused_is_named(monkeypatch: pytest.MonkeyPatch
     assert "no machines of the name" in found.said
 
 
+@pytest.mark.usefixtures("one_schedule")
+def test_a_weight_that_is_no_number_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = pdcompile.Pipeline.full_state_dict
+
+    def broken(pipe: pdcompile.Pipeline) -> dict[str, torch.Tensor]:
+        state = plain(pipe)
+        return {**state, "layers.1.weight": state["layers.1.weight"] * float("nan")}
+
+    monkeypatch.setattr(pdcompile.Pipeline, "full_state_dict", broken)
+    (found,) = self_test.self_test(0, 1, torch.device("cpu"))
+    assert found.result == "DIFFERS"
+
+
 def test_devices_that_do_not_run_yet_are_named() -> None:
     where, note = self_test.usable(1, torch.device("cuda", 0))
     assert where.type == "cpu"

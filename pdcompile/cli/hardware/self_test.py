@@ -140,7 +140,8 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
         other = expected[key].to(value.device)
         off.append(float((value - other).abs().max() / other.abs().max().clamp(min=1e-30)))
     seconds = (ended[-1] - ended[0]) / (len(ended) - 1)
-    return Outcome(name, max(off), seconds, memory=memory)
+    most = float(torch.tensor(off).max())  # which is NaN where one of them is
+    return Outcome(name, most, seconds, memory=memory)
 
 
 def number(loss: Any) -> float:
