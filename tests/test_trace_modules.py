@@ -262,6 +262,28 @@ def test_compare_finds_the_first_op_that_differs() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_comparison_that_is_interrupted_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pdcompile.batch import flatten_call, resolve_batch
+    from pdcompile.passes.trace.comparison import fidelity
+
+    model = models.mlp().eval()
+    inputs, target = models.batch_for(model, 4)
+    flat = flatten_call(model, (inputs,), {}, target)
+    layout = resolve_batch(flat)
+    found = capture(model, flat, layout, models.loss_for(model))
+
+    def interrupted(_: object) -> None:
+        assert model.training
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fidelity, "_unlike", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fidelity.differs(model, found, flat, layout)
+    assert not model.training, caught  # while somebody has the error
+
+
 def test_compare_sees_gradients_alone() -> None:
     from dataclasses import replace
 

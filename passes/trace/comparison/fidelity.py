@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import nn
@@ -37,29 +38,32 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
             f"{unreal[0]!r} is on the meta device, so that the model cannot be run",
             remedy="compare a smaller model of the same classes, with real parameters",
         )
-    for step in _steps(model, capture, flat, layout):
-        compare_mode(step)
+    for graph in (capture.train, capture.eval):
+        with _step(model, graph, flat, layout) as step:
+            compare_mode(step)
 
 
 def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
     """Whether `compare` would raise VerifyError, without looking for the op where it begins."""
     try:
-        return any(_unlike(step) is not None for step in _steps(model, capture, flat, layout))
+        for graph in (capture.train, capture.eval):
+            with _step(model, graph, flat, layout) as step:
+                if _unlike(step) is not None:
+                    return True
     except VerifyError:
         return True
+    return False
 
 
-def _steps(
-    model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout
-) -> Iterator[Step]:
-    """A step of each mode, which the model is in meanwhile; it is left as it was."""
-    for graph in (capture.train, capture.eval):
-        origin = graph.origin or Origin()
-        with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
-            yield Step(
-                model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
-                outputs_backward=True,
-            )  # fmt: skip
+@contextmanager
+def _step(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> Iterator[Step]:
+    """A step of the graph's mode, which the model is in meanwhile; it is left as it was."""
+    origin = graph.origin or Origin()
+    with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
+        yield Step(
+            model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
+            outputs_backward=True,
+        )  # fmt: skip
 
 
 class _Unlike(NamedTuple):
