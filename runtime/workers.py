@@ -23,7 +23,7 @@ from pdcompile.runtime.stage.second_run import SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
 from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
-from pdcompile.runtime.transport.launch import DataPath, World
+from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.links import DeviceOrder, OrderedLink, pairs
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
@@ -82,7 +82,7 @@ class Workers:
                 for pair in pairs(self._spec, evaluation)
                 if rank in pair
             }
-            data = OrderedLink(rank, groups, self._order, direct=world.path is DataPath.NCCL)
+            data = OrderedLink(rank, groups, self._order, direct=world.path.direct)
         return GroupTransport(
             world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
         )
@@ -100,7 +100,7 @@ class Workers:
         if self._world is None:
             return LocalSums(self._boards[stage], len(ranks), index, self._device)
         group = self._world.subgroup(name, ranks, self._device)
-        direct = self._world.path is DataPath.NCCL
+        direct = self._world.path.direct
         return GroupSums(group, ranks, index, self._order, self._device, direct=direct)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:

@@ -20,7 +20,7 @@ from torch import Tensor
 from pdcompile.errors import LaunchError
 from pdcompile.hardware import devices
 
-END_SECONDS = 5.0  # of groups in which nothing is in flight, generously
+END_SECONDS = 1.0  # of groups in which nothing is in flight, generously
 #: torch would end the process when a peer or the device fails, before this rank has said why, and
 #: warns that operations come one after the other, as they are to
 SETTINGS = {

@@ -55,6 +55,11 @@ class DataPath(StrEnum):
     NCCL = "nccl"
 
     @property
+    def direct(self) -> bool:
+        """From and into memory of the device."""
+        return self is DataPath.NCCL
+
+    @property
     def ordered(self) -> bool:
         """Without tags, in device order."""
         return self is not DataPath.TAGS
@@ -89,7 +94,7 @@ class World:
     def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
         """Connections between some of the ranks alone, for data; each of them calls this."""
         store = PrefixStore(name, self.store)
-        if self.path is DataPath.NCCL:
+        if self.path.direct:
             return device_groups.connected(store, self.rank, ranks, device.device, _TIMEOUT)
         return self._connected(store, ranks.index(self.rank), len(ranks))
 
