@@ -37,13 +37,13 @@ from dataclasses import dataclass
 from pdcompile.passes.partition.bounds import bisected
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Model
-from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
+from pdcompile.passes.partition.path.beside import Beside, heaviest_path
 from pdcompile.passes.partition.path.branches import NARROW
 from pdcompile.passes.partition.path.path_case import Case
 from pdcompile.passes.partition.path.path_cases import cases_of
 
 CLOSE = 1e-4  # relative: where the bisection ends
-SIZES = 60, 120, MOST  # groups of the path that are told apart: cuts between are looked at as one
+SIZES = 60, 120, 170  # groups of the path that are told apart: cuts between are looked at as one
 ALMOST = 3  # times as many: all are told apart at once
 SHARES = 0.1, 0.03  # of what is open between bound and plan: where that ends too, before more
 # groups are told apart and at last

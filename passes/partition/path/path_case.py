@@ -20,6 +20,19 @@ from pdcompile.passes.partition.path.crossings import Hop
 Mask = NDArray[np.bool_]
 
 
+class Window(NamedTuple):
+    """The intervals [j, k] around all that are possible."""
+
+    rows: slice
+    columns: slice
+
+    @staticmethod
+    def of(mask: Mask) -> Window:
+        """Around the intervals of a mask that has some."""
+        rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+        return Window(*(slice(one[0], one[-1] + 1) for one in (rows, columns)))
+
+
 class Ways(NamedTuple):
     """Seconds of ways with the path on every stage; of those without it on some, but with it on the
     last one; and of those whose last step was over stages without it."""
@@ -37,14 +50,20 @@ class Ways(NamedTuple):
         """Without the path on some."""
         return _least(self.some, self.over)
 
+    def within(self, window: Window) -> Ways:
+        """Those of the window."""
+
+        def part(one: Array) -> Array:
+            found: Array = np.broadcast_to(one, self.all.shape)[window]
+            return found
+
+        some, over = (None if one is None else part(one) for one in (self.some, self.over))
+        return Ways(part(self.all), some, over)
+
     def joined(self, other: Ways) -> Ways:
         """The least of both."""
         every = np.minimum(self.all, other.all)
         return Ways(every, _least(self.some, other.some), _least(self.over, other.over))
-
-    def leaving(self, over: Array) -> Ways:
-        """With others whose last step left stages out."""
-        return self._replace(over=_least(self.over, over))
 
     @property
     def turned(self) -> Ways:
@@ -61,26 +80,33 @@ def _least(one: Array | None, other: Array | None) -> Array | None:
 
 class _Handed(NamedTuple):
     """What a stage hands on to those behind stages without the path, by its intervals [j, k] and
-    the least of it by k; `again` where what is at k has been out of the way before.  `known`: over
-    so many stages, without hops."""
+    the least of it by k; `again` where what is at k has been out of the way before.  All of it in a
+    window.  `known`: over so many stages, without hops."""
 
+    window: Window
     ways: Array
     least: Array
     again: Array
     known: dict[float, Array]
 
     @staticmethod
-    def of(ways: Ways, mask: Mask, old: Mask) -> _Handed:
+    def of(ways: Ways, mask: Mask, old: Mask) -> _Handed | None:
+        """None where no interval is possible."""
+        if not mask.any():
+            return None
+        window = Window.of(mask)
+        ways, mask, old = ways.within(window), mask[window], old[window]
         one = ways.all if ways.some is None else np.minimum(ways.all, ways.some)
-        again = np.full(len(mask), np.inf)
+        again = np.full(mask.shape[1], np.inf)
         if ways.over is not None:
             one = np.minimum(one, np.where(old, np.inf, ways.over))
             again = np.where(mask & old, ways.over, np.inf).min(0)
         one = np.where(mask, one, np.inf)
-        return _Handed(one, one.min(0), again, {})
+        return _Handed(window, one, one.min(0), again, {})
 
     def over(self, others: float, parallel: Parallel, sides: Sides) -> Array:
-        """What the stage behind so many without the path has, by its intervals, without hops."""
+        """What the stage behind so many without the path has, by its intervals [k, l] with k in the
+        window, without hops."""
         if others not in self.known:
             one = self._over_one if others == 1 else partial(self._over_several, others)
             self.known[others] = np.minimum(one(parallel, sides), self.again[:, None])
@@ -88,15 +114,16 @@ class _Handed(NamedTuple):
 
     def _over_one(self, parallel: Parallel, sides: Sides) -> Array:
         """Either what spans the interval before is out of the way or what spans the one behind."""
-        behind = sides.behind.both
-        ahead = (self.ways - sides.ahead.both).min(0)[:, None]
+        behind = sides.behind.both[self.window.columns]
+        ahead = (self.ways - sides.ahead.both[self.window]).min(0)[:, None]
         nested = np.minimum(ahead, self.least[:, None] - behind)
         return nested if parallel.all_nested else self._where(parallel, nested, ahead - behind)
 
     def _over_several(self, others: float, parallel: Parallel, sides: Sides) -> Array:
         """The same, forward and backward each."""
-        f, w, both = sides.ahead.several[others]
-        ff, ww, all_of_it = sides.behind.several[others]
+        here = self.window.columns
+        f, w, both = (one[self.window] for one in sides.ahead.several[others])
+        ff, ww, all_of_it = (one[here] for one in sides.behind.several[others])
         nested: Array = np.minimum(
             self.least[:, None] - all_of_it, (self.ways - both).min(0)[:, None]
         )
@@ -104,13 +131,13 @@ class _Handed(NamedTuple):
         nested = np.minimum(nested, (self.ways - w).min(0)[:, None] - ff)
         if parallel.all_nested:
             return nested
-        found = (self.ways - sides.ahead.both / others).min(0)[:, None]
-        rest = (1 - 1 / others) * (parallel.there[0] + parallel.there[1])[:, None]
-        return self._where(parallel, nested, found - sides.behind.both / others - rest)
+        found = (self.ways - sides.ahead.both[self.window] / others).min(0)[:, None]
+        rest = (1 - 1 / others) * (parallel.there[0] + parallel.there[1])[here, None]
+        return self._where(parallel, nested, found - sides.behind.both[here] / others - rest)
 
-    @staticmethod
-    def _where(parallel: Parallel, nested: Array, apart: Array) -> Array:
-        found: Array = np.where(parallel.nested[:, None], nested, apart)
+    def _where(self, parallel: Parallel, nested: Array, apart: Array) -> Array:
+        here = parallel.nested[self.window.columns, None]
+        found: Array = np.where(here, nested, apart)
         return found
 
 
@@ -145,10 +172,12 @@ class _Step:
         some = some if ways.some is None else np.minimum(some, ways.some)
         return Ways(every, after(some), after(np.where(old, ways.over, np.inf)))
 
-    def over(self, handed: _Handed, parallel: Parallel, sides: Sides) -> Array:
-        """What the stage behind the others has, by its intervals."""
-        others = math.inf if self.far else self.others
-        return handed.over(others, parallel, sides) + self.least[:, None]
+    def over(self, handed: _Handed, parallel: Parallel, sides: Sides, least: Array) -> None:
+        """The `least` that the stage behind the others has, by its intervals, is no more."""
+        here = handed.window.columns
+        if (self.least[here] < np.inf).any():
+            found = handed.over(math.inf if self.far else self.others, parallel, sides)
+            np.minimum(least[here], found + self.least[here, None], out=least[here])
 
 
 @dataclass(eq=False)
@@ -225,7 +254,7 @@ class Case:
         size = -1
         while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
             ahead, behind = self.ahead(states), self.behind(states)
-            most = [self._most(s, ahead[s], behind[s], makespan) for s in range(count)]
+            most = [self._most(s, ahead[s], behind[s], makespan, states[s]) for s in range(count)]
             for s in range(count):
                 states[s] &= most[s] >= 0
             wide = 0.0 if self.parallel is None else self.parallel.before[:, None]
@@ -248,15 +277,19 @@ class Case:
             return all(mask.any() for mask in states)
         return any(mask[0].any() for mask in states) and any(mask[:, -1].any() for mask in states)
 
-    def _most(self, s: int, ahead: Ways, behind: Ways, makespan: float) -> Array:
-        """Seconds of a microbatch's work, at full speed, that stage s may compute; negative where
-        it takes longer than the makespan as it is."""
-        own = self.own[s][0] + self.own[s][1]
+    def _most(self, s: int, ahead: Ways, behind: Ways, makespan: float, mask: Mask) -> Array:
+        """Seconds of a microbatch's work, at full speed, that stage s may compute with intervals
+        around those of the mask; negative where it takes longer than the makespan as it is."""
+        most = np.full(mask.shape, -1.0)
+        if not mask.any():
+            return most
+        at = Window.of(mask)
+        own = (self.own[s][0] + self.own[s][1])[at]
         found = np.full(own.shape, -1.0)
-        for down, up, whole in self._ways(ahead, behind):
+        for down, up, whole in self._ways(ahead.within(at), behind.within(at), at):
             besides = np.full(own.shape, np.inf)
             for path, downs, ups, times in self._paths[s]:
-                left = makespan - path
+                left = makespan - path[at]
                 if downs == ups == 1:
                     left = left - whole
                 else:
@@ -265,9 +298,11 @@ class Case:
                 more = left / times if times else np.where(left < 0, -1, np.inf)
                 besides = np.minimum(besides, more)
             found = np.maximum(found, besides)
-        return np.where(found < 0, -1.0, np.minimum((own + found) * self.speeds[s], self.most[s]))
+        within = np.minimum((own + found) * self.speeds[s], self.most[s][at])
+        most[at] = np.where(found < 0, -1.0, within)
+        return most
 
-    def _ways(self, ahead: Ways, behind: Ways) -> Iterator[tuple[Array, Array, Array]]:
+    def _ways(self, ahead: Ways, behind: Ways, at: Window) -> Iterator[tuple[Array, Array, Array]]:
         """The least way down to a stage, on from it, and both, with and without stages left out:
         of wide work, what is before the stage or beyond it may be on the one or the other, and all
         of it on neither."""
@@ -275,7 +310,8 @@ class Case:
             yield ahead.all, behind.all, ahead.all + behind.all
         if self.parallel is None:
             return
-        wide, before, beyond = self.parallel.apart()
+        wide, *sides = self.parallel.apart()
+        before, beyond = (one[at.rows] for one in sides)
         here, there = ahead.skipped, behind.skipped
         if there is not None:
             yield ahead.all, there - beyond, ahead.all + there - wide
@@ -324,19 +360,20 @@ class Case:
         """The least transfers on the way to each stage, by its interval, less what is out of the
         way."""
         found: list[Ways] = []
-        handed: list[_Handed] = []
+        handed: list[_Handed | None] = []
         old = None if self.parallel is None else self.parallel.onward.old
         for t, mask in enumerate(states):
             start = np.full(self.allowed[0].shape, np.inf)
             start[0] = 0.0 if self.first[0] <= t <= self.first[1] else np.inf
-            ways = Ways(start)
+            ways = Ways(start, over=None if old is None or t < 2 else np.full(start.shape, np.inf))
             for s in range(t):
                 step = self._steps.get((s, t))
                 if step is None:
                     continue
                 if step.others and self.parallel is not None:
-                    over = step.over(handed[s], self.parallel, self.parallel.onward)
-                    ways = ways.leaving(over)
+                    one = handed[s]
+                    if one is not None and ways.over is not None:
+                        step.over(one, self.parallel, self.parallel.onward, ways.over)
                     continue
 
                 def after(one: Array, s: int = s, step: _Step = step) -> Array:
@@ -352,20 +389,23 @@ class Case:
         """The least transfers after each stage, by its interval, less what is out of the way."""
         count = len(states)
         found: dict[int, Ways] = {}
-        handed: dict[int, _Handed] = {}
+        handed: dict[int, _Handed | None] = {}
         old = None if self.parallel is None else self.parallel.back.old.T
         for s in reversed(range(count)):
             none, end = (np.full(self.allowed[0].shape, np.inf) for _ in range(2))
             end[:, -1] = 0.0 if count - 1 - s <= self.last else np.inf
             early = s < count - 1  # the stages after it are without the path
             ways = Ways(none, end if self.parallel else None) if early else Ways(end)
+            if old is not None and s < count - 2:
+                ways = ways._replace(over=np.full(none.shape, np.inf))
             for t in range(s + 1, count):
                 step = self._steps.get((s, t))
                 if step is None:
                     continue
                 if step.others and self.parallel is not None:
-                    over = step.over(handed[t], self.parallel, self.parallel.back)
-                    ways = ways.leaving(over.T)
+                    one = handed[t]
+                    if one is not None and ways.over is not None:
+                        step.over(one, self.parallel, self.parallel.back, ways.over.T)
                     continue
 
                 def after(one: Array, t: int = t, step: _Step = step) -> Array:
