@@ -190,7 +190,7 @@ def _close(plan: Plan) -> tuple[str, ...]:
         if limit is not None and held > limit * (1 - CLOSE):
             return (
                 f"stage {s} would be {100 * held / max(limit, 1):.0f} % full: planning anew counts "
-                "its memory exactly, and may cut elsewhere",
+                "its memory exactly, and may cut elsewhere or find no plan that fits",
             )
     return ()
 

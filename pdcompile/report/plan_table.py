@@ -32,9 +32,18 @@ NOTICED = 1.02  # times what is certified
 
 def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
     """The tables of `plan_report` as text of at most `width` columns."""
+    return _text(plan_report(plan), width, color=color)
+
+
+def brief(plan: Plan, *, width: int = 100) -> str:
+    """What is run and how long a step takes, for who knows the plan: two lines or so."""
+    forecast = [] if plan.forecast is None else [forecast_line(plan)]
+    return _text(Group(headline(plan), *forecast), width)
+
+
+def _text(shown: RenderableType, width: int, *, color: bool = False) -> str:
     file = StringIO()
-    console = Terminal(file=file, width=width, force_terminal=color, no_color=not color)
-    console.print(plan_report(plan))
+    Terminal(file=file, width=width, force_terminal=color, no_color=not color).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
