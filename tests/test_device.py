@@ -641,10 +641,16 @@ def test_groups_end_side_by_side_and_nobody_waits_long(monkeypatch: pytest.Monke
     def fails() -> None:
         raise RuntimeError("CUDA error")
 
+    def other() -> None:
+        stuck.wait()
+        ended.append(2)
+
     monkeypatch.setattr(device_groups, "END_SECONDS", 0.01)
-    device_groups.end_all([stuck.wait, fails, partial(ended.append, 1)])
-    stuck.set()
+    device_groups.end_all([other, fails])
+    device_groups.end_all([partial(ended.append, 1)])
+    device_groups.wait_for_ends()
     assert ended == [1]
+    stuck.set()
 
 
 class Ones(torch.autograd.Function):

@@ -17,6 +17,7 @@ from pdcompile.runtime.failure.endings import Ending
 from pdcompile.runtime.failure.fate import fate, identity
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.transport.links import PeerLost
+from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes, torchrun
 
 
@@ -303,3 +304,59 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
     run = processes(PROGRAM.replace("HOW", "pass") + CLOSED, 2, tmp_path)
     assert run.code == 0, run
     assert run.output.count("closed") == 2, run
+
+
+BESIDE_SUMS = (
+    COMMON
+    + """
+from tests.helpers.alike import PLANNED
+import pdcompile
+
+class Fails(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Fails.calls += 1
+        if rank == 1 and Fails.calls == 5:
+            raise ValueError("a bug of the user's")
+        return gradient
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.second(Fails.apply(torch.relu(self.first(x))))
+
+torch.manual_seed(0)
+x = torch.randn(8, 16)
+pipe = pdcompile.compile(
+    Model(), (x,), example_target=x, loss_fn=torch.nn.functional.mse_loss, stages=2,
+    replicas=(2, 1), schedule="2bw", microbatches=4, max_grad_norm=0.5, **PLANNED,
+    optimizer=partial(torch.optim.SGD, lr=0.1), constraints=(pdcompile.CutBefore("second"),),
+).prepare()
+try:
+    for _ in range(6):
+        float(pipe.step(x, target=x).loss)
+except Exception as error:
+    say(type(error).__name__, str(error).splitlines()[0])
+"""
+)
+
+
+@pytest.mark.slow
+def test_sums_that_wait_for_each_other_do_not_keep_an_error_from_the_others(
+    tmp_path: Path,
+) -> None:
+    """Two ranks are in a sum of norms that the third will never begin: that one has failed, and
+    neither may wait for the end of the sum before it closes what the other waits for."""
+    run = processes(BESIDE_SUMS, 3, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("RankError another rank failed first") == 2, run
+    assert "[1] ValueError a bug of the user's" in run.output, run

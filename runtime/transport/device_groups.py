@@ -7,6 +7,7 @@ for it, not the host.  NCCL has no tags, so links use these groups in device ord
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,6 +22,7 @@ from pdcompile.errors import LaunchError
 from pdcompile.hardware import devices
 
 END_SECONDS = 1.0  # of groups in which nothing is in flight, generously
+_ending: list[Thread] = []
 #: torch would end the process when a peer or the device fails, before this rank has said why, and
 #: warns that operations come one after the other, as they are to
 SETTINGS = {
@@ -85,15 +87,24 @@ def _settings() -> Iterator[None]:
 
 
 def end_all(groups: Iterable[Callable[[], None]]) -> None:
-    """End groups side by side; one that waits for others longer than `END_SECONDS` is left to its
-    thread."""
+    """Begin to end groups, side by side.
+
+    Nobody waits for that yet: an end may wait for others, who do not go on before they see that
+    this rank has closed its other connections.
+    """
 
     def ended(end: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # of a device that failed, which has been told
             end()
 
-    threads = [Thread(target=ended, args=(end,), daemon=True) for end in groups]
-    for thread in threads:
+    for end in groups:
+        thread = Thread(target=ended, args=(end,), daemon=True)
         thread.start()
-    for thread in threads:
-        thread.join(END_SECONDS)
+        _ending.append(thread)
+
+
+def wait_for_ends() -> None:
+    """Wait for what was begun; what takes longer than `END_SECONDS` is left to its thread."""
+    until = time.monotonic() + END_SECONDS
+    while _ending:
+        _ending.pop().join(max(until - time.monotonic(), 0.0))

@@ -134,6 +134,7 @@ class World:
         """Disconnect, and stop watching."""
         self.ending.over(failed=failed)
         self.disconnect()
+        device_groups.wait_for_ends()
 
 
 def is_distributed(options: Options) -> bool:

@@ -100,8 +100,7 @@ class GroupSums:
         if self._group is None:
             return
         held, self._group = [self._group], None
-        # The end of a group waits for its sums.  After an error others begin them late, or end
-        # too, once this rank has closed its other connections: do not wait for that.
+        # The end of a group waits for its sums, which others may never begin.
         device_groups.end_all([held[0].abort if self._direct else held.clear])
 
 
