@@ -415,18 +415,29 @@ def _bytes(count: int | None) -> str:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser = parser_of(__doc__ or "")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 4], help="default 1 4")
-    parser.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="default: float32")
-    parser.add_argument("--device", choices=(devices.GPU, devices.HOST.type), default=devices.GPU)
     parser.add_argument("--refine", action=argparse.BooleanOptionalAction, default=True,
                         help="time the planned stages too; a note says how far sums of ops were "
                         "off (default: yes)")  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="models that take no time")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    return chosen(parser, arguments)
+
+
+def parser_of(page: str) -> argparse.ArgumentParser:
+    """With what is trained, for how long and on what; `page`: of the program."""
+    parser = argparse.ArgumentParser(description=page.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
+    parser.add_argument("--device", choices=(devices.GPU, devices.HOST.type), default=devices.GPU)
+    parser.add_argument("--tiny", action="store_true", help="models that take no time")
+    return parser
+
+
+def chosen(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """What was asked for, all models where none is named."""
     options = parser.parse_args(arguments)
     options.models = options.models or list(MODELS)
     if unknown := [name for name in options.models if name not in MODELS]:

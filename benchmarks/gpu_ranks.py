@@ -28,7 +28,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # also as `python benchmarks/gpu_ranks.py`
 
 import pdcompile  # noqa: E402
-from benchmarks.gpu import MICROBATCHES, MODELS, SEARCH_SECONDS, Machine  # noqa: E402
+from benchmarks.gpu import (  # noqa: E402
+    MICROBATCHES,
+    MODELS,
+    SEARCH_SECONDS,
+    Machine,
+    chosen,
+    parser_of,
+)
 from pdcompile.hardware import devices  # noqa: E402
 from pdcompile.passes.probe.links import gathered  # noqa: E402
 from pdcompile.units import format_bytes, format_seconds  # noqa: E402
@@ -67,7 +74,9 @@ def _against(planned: int, peak: int) -> tuple[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parsed(arguments)
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--schedule", default="1f1b", help="default 1f1b")
+    options = chosen(parser, arguments)
     dist.init_process_group("gloo")
     device = devices.of_process(dist.get_node_local_rank(), 1)
     machine = Machine(options.device)
@@ -88,20 +97,6 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(table)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--schedule", default="1f1b", help="default 1f1b")
-    parser.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
-    parser.add_argument("--device", choices=(devices.GPU, devices.HOST.type), default=devices.GPU)
-    parser.add_argument("--tiny", action="store_true", help="models that take no time")
-    options = parser.parse_args(arguments)
-    options.models = options.models or list(MODELS)
-    if unknown := [name for name in options.models if name not in MODELS]:
-        parser.error(f"{', '.join(unknown)}: models are {', '.join(MODELS)}")
-    return options
 
 
 if __name__ == "__main__":

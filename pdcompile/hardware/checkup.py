@@ -206,8 +206,8 @@ def _devices(environ: Mapping[str, str]) -> Iterator[Line]:
     local = _count(environ, "LOCAL_WORLD_SIZE")
     if devices.shares():
         yield Line(
-            "devices", "look", f"{devices.SHARE} is set: processes share {count} GPUs, each as if "
-            "it had one, to try out what needs several; nothing is quick then",
+            "devices", "look", f"{devices.SHARE} is set: processes count as having a GPU each, and "
+            f"share {count}, to try out what needs several; nothing is quick then",
             f"unset {devices.SHARE} to train",
         )  # fmt: skip
     elif local is not None and local > count:

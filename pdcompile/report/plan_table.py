@@ -35,13 +35,13 @@ def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
     return _text(plan_report(plan), width, color=color)
 
 
-def brief(plan: Plan, *, width: int = 100) -> str:
+def brief(plan: Plan) -> str:
     """What is run and how long a step takes, for who knows the plan: two lines or so."""
     forecast = [] if plan.forecast is None else [forecast_line(plan)]
-    return _text(Group(headline(plan), *forecast), width)
+    return _text(Group(headline(plan), *forecast))
 
 
-def _text(shown: RenderableType, width: int, *, color: bool = False) -> str:
+def _text(shown: RenderableType, width: int = 100, *, color: bool = False) -> str:
     file = StringIO()
     Terminal(file=file, width=width, force_terminal=color, no_color=not color).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

@@ -131,7 +131,7 @@ class World:
             gc.collect()
 
     def close(self, *, failed: bool = False) -> None:
-        """Disconnect, and stop watching."""
+        """Disconnect, wait for the end of groups, and stop watching."""
         self.ending.over(failed=failed)
         self.disconnect()
         device_groups.wait_for_ends()

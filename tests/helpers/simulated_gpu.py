@@ -392,7 +392,7 @@ class Nccl:
 
     def __init__(self, gpu: SimulatedGpu, group: Any) -> None:
         self._gpu, self._group = gpu, group
-        self._stream = Stream(gpu, gpu.numbered("nccl"))
+        self._stream, self._program = Stream(gpu, gpu.numbered("nccl")), gpu.host
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         assert tag == 0
@@ -409,7 +409,11 @@ class Nccl:
         return self._work(self._group.allreduce(tensors))
 
     def abort(self) -> None:
-        self._group = None
+        """Whatever of its work the program has not seen the end of is lost, here and at its peers;
+        a thread of its own calls this."""
+        stream, self._group = self._stream, None
+        if self._program.clock.get(stream.name, 0) < stream.clock[stream.name]:
+            self._gpu.violations.append(f"a group is freed while {stream.name} has work")
 
     def _queue(self, tensors: list[Tensor], *, writes: bool) -> None:
         """It begins after what the present stream has queued."""
