@@ -46,7 +46,7 @@ class Workers:
         self._compiled, self._model, self._state, self._world = compiled, model, state, world
         self._device, self._scale = device, scale
         self._spec = compiled.stream.spec
-        self._streams = Streams(compiled.plan.training.seed, device.device)
+        self._streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
         self._order = DeviceOrder() if world is not None and world.path.ordered else None
         self._boards: dict[int, Board] = defaultdict(dict)

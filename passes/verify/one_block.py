@@ -14,6 +14,7 @@ from pdcompile.batch import output_leaves
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import VerifyError
+from pdcompile.hardware import devices
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref, size_at
 from pdcompile.ir.stage_interface import StageInterface
@@ -119,7 +120,8 @@ class BlockComparison:
             VerifyError: its inputs cannot be made up, its results not compared, or a side fails.
         """
         index = self.interface.index
-        with preserved_rng(), torch.set_grad_enabled(self.graph.training):
+        device = next((tensor.device for tensor in self.own.values()), devices.HOST)
+        with preserved_rng(device), torch.set_grad_enabled(self.graph.training):
             expected = _side(self._eager_side, "the model's own module", None)
             got = _side(self._generated_side, "the generated block", f"stage_{index}.py")
         both = {name: one for name, one in expected.outputs.items() if name in got.outputs}

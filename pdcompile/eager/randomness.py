@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.releases.torch_internals import (
     NN_FUNCTIONS,
@@ -157,35 +158,40 @@ def evaluation_minibatch(call: int) -> int:
     return -1 - call
 
 
-def reseed(seed: int, device: torch.device | None = None) -> None:
-    """Re-seeds the default CPU generator (1 µs), and the one of `device` if that is CUDA.
+#: what `reseed` seeds: the CPU's generator, and the GPU's inside `preserved_rng` of a GPU
+_seeded: tuple[torch.Generator, ...] = (torch.default_generator,)
+
+
+def reseed(seed: int) -> None:
+    """Re-seeds the default CPU generator (1 µs), and that of the GPU around which `preserved_rng`
+    is open.
 
     Those of numpy and Python are seeded too where the op is a `PythonDraw`.
     """
     python_draws.announce(seed)
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+    for generator in _seeded:
+        generator.manual_seed(seed)
 
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None, *, from_ops: bool = False) -> Iterator[None]:
-    """Restores the state of the caller's generators (CPU, and CUDA `device`; Python's and numpy's)
-    at the end.
+    """Restores the state of the caller's generators (the CPU's, and that of a GPU `device`;
+    Python's and numpy's) at the end; inside, `reseed` seeds them all.
 
     `from_ops`: see `python_draws.preserved`.
     """
-    cuda = device if device is not None and device.type == "cuda" else None
-    state = torch.default_generator.get_state()
-    cuda_state = torch.cuda.get_rng_state(cuda) if cuda is not None else None
+    global _seeded
+    outer = _seeded
+    if device is not None and not devices.is_host(device):
+        _seeded = (torch.default_generator, devices.generator(device))
+    states = [(generator, generator.get_state()) for generator in _seeded]
     try:
         with python_draws.preserved(from_ops=from_ops):
             yield
     finally:
-        torch.default_generator.set_state(state)
-        if cuda is not None and cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, cuda)
+        _seeded = outer
+        for generator, state in states:
+            generator.set_state(state)
 
 
 class DrawScope(torch.overrides.TorchFunctionMode):
@@ -208,13 +214,11 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         seed: int,
         minibatch: int,
         microbatch: int,
-        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.draws: list[tuple[str, int]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stream = (seed, minibatch, microbatch)
-        self._device = device
         self._counters: dict[str, int] = {}
         self._path = ""
         self._in_leaf = False
@@ -226,7 +230,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
 
     def __enter__(self) -> DrawScope:
         # Unlisted draws must not depend on the generator's earlier state either.
-        reseed(self._last, self._device)
+        reseed(self._last)
         self._around.enter_context(python_draws.watched(self._drawn))
         self._plain_call = nn.Module.__call__
         nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
@@ -286,7 +290,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         if self._replaying:
             following = self._following.get(torch.default_generator.initial_seed())
             if following is not None:
-                reseed(following, self._device)
+                reseed(following)
             return
         index = self._counters.get(path, 0)
         self._counters[path] = index + 1
@@ -294,7 +298,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         seed = seed_of(*self._stream, path, index)
         self._following[self._last] = seed
         self._last = seed
-        reseed(seed, self._device)
+        reseed(seed)
 
     def _drawn(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function that draws in Python, on the stream of the op that it is part of."""

@@ -91,6 +91,13 @@ def gpu_memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def generator(device: torch.device) -> torch.Generator:
+    """What a GPU draws random numbers from, unless an op is given another one."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
 def timed_event() -> Any:
     """A place in what the present GPU has queued, which says when it came to that."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -269,7 +269,7 @@ class Reference(ReferenceState):
         return map_tensors(keep, output)
 
     def _draws(self, minibatch: int, microbatch: int) -> DrawScope:
-        return DrawScope(self._model, self._options.seed, minibatch, microbatch, self._device)
+        return DrawScope(self._model, self._options.seed, minibatch, microbatch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast_region(autocast_text(self._options.autocast, self._device.type))

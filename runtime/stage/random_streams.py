@@ -12,7 +12,6 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-import torch
 from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, reseed, seed_of
@@ -23,8 +22,8 @@ from pdcompile.ir.stage_interface import StageInterface, module_of
 class Streams:
     """The streams of one process; `begin` says which microbatch is about to run."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._where = (0, 0)
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, count[int]] = {}
@@ -41,7 +40,7 @@ class Streams:
         """Where the opaque modules of a stage draw, in the forward that runs."""
         found = self._scopes.get(stage)
         if found is None:
-            found = self._scopes[stage] = DrawScope(stage, self._seed, *self._where, self._device)
+            found = self._scopes[stage] = DrawScope(stage, self._seed, *self._where)
         return found
 
     def drawn(self, stage: nn.Module) -> DrawScope | None:
@@ -73,4 +72,4 @@ class Streams:
         return before
 
     def _draw(self, path: str, index: int) -> None:
-        reseed(seed_of(self._seed, *self._where, path, index), self._device)
+        reseed(seed_of(self._seed, *self._where, path, index))
