@@ -305,15 +305,17 @@ class Worker:
             else self.weights.newest,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )
+        sent = {port.value: edge for port, edge in wiring.outputs if edge is not None}
+        if not feed.keep_outputs:
+            values = {name: value for name, value in values.items() if name in sent}
         written = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
         if values:
             self._weights_at = self._weights_at or self.weights.memories(parameters=True)
             written |= self._weights_at | self.weights.memories(parameters=False)
         kept = {name: _apart(value, written) for name, value in values.items()}
-        for port, edge in wiring.outputs:
-            if edge is not None:
-                key = wiring.kind, edge, minibatch, microbatch
-                self._outgoing[key] = [kept[port.value]] * wiring.fan_out[edge]
+        for name, edge in sent.items():
+            key = wiring.kind, edge, minibatch, microbatch
+            self._outgoing[key] = [kept[name]] * wiring.fan_out[edge]
         if feed.keep_outputs:
             feed.outputs[microbatch] = kept
         feed.leaves[microbatch] = {}

@@ -599,6 +599,7 @@ class Ones(torch.autograd.Function):
     [
         (lambda x: torch.relu(x) + x.new_zeros(16), False),
         (lambda x: x + torch.arange(16.0), True),
+        (lambda x: x + torch.arange(16.0, device=x.device), False),
         (lambda x: x + torch.full((16,), x.detach().mean()), True),
         (lambda x: x + torch.arange(x[x > 0].shape[0]).sum(), True),
         (Ones.apply, True),

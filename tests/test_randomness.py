@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import pdcompile
 from pdcompile.eager import randomness
 from pdcompile.eager.randomness import (
     DrawScope,
@@ -25,6 +29,7 @@ from pdcompile.eager.randomness import (
     reseed,
     seed_of,
 )
+from tests.helpers import models
 
 X = torch.linspace(0.1, 0.9, 24).view(2, 3, 4)
 
@@ -311,3 +316,35 @@ def test_attention_in_eval_keeps_its_fast_path() -> None:
         expected = attention(X, X, X, need_weights=False)[0]
         model = Inline(lambda x: attention(x, x, x, need_weights=False)[0], attention=attention)
         assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("verify", ["full", "blocks"])
+def test_a_gpus_generator_is_seeded_wherever_the_cpus_is(
+    verify: Literal["full", "blocks"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU stands for the GPU, with a generator of its own."""
+    gpus, seeded = torch.Generator(), list[bool]()
+    there = types.SimpleNamespace(is_host=lambda device: False, generator=lambda device: gpus)
+    monkeypatch.setattr(randomness, "devices", there)
+    announce = randomness.python_draws.announce
+
+    def told(seed: int) -> None:
+        if sys._getframe(1).f_code is reseed.__code__:  # what restores a state tells it too
+            seeded.append(gpus in randomness._seeded)
+        announce(seed)
+
+    monkeypatch.setattr(randomness.python_draws, "announce", told)
+    before = gpus.get_state()
+    model = models.gpt(dropout=0.1, layers=2)
+    x, y = models.batch_for(model, 4)
+    pipe = pdcompile.compile(
+        model, (x,), example_target=y, loss_fn=models.loss_for(model), stages=2, microbatches=2,
+        optimizer=partial(torch.optim.SGD, lr=0.1), costs="estimated", progress=False,
+        verify=verify,
+    ).prepare()  # fmt: skip
+    compiled = len(seeded)
+    pipe.step(x, target=y)
+    pipe.close()
+    assert 0 < compiled < len(seeded)
+    assert all(seeded)
+    assert torch.equal(gpus.get_state(), before)

@@ -61,12 +61,15 @@ def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:
 
 
 def _may_make(op: Op) -> bool:
-    """Code of the user may; a constructor does even where a tensor says how much (`torch.full`)."""
+    """Code of the user may; a constructor does even where a tensor says how much (`torch.full`),
+    unless the call says on which device."""
     if op.opaque or op.target.endswith(".apply"):
         return True
     if op.target.startswith("torch.ops.") and not op.target.startswith("torch.ops.aten."):
         return True
     name = op.target.rpartition(".")[2]
+    if dict(op.kwargs).get("device") is not None:
+        return False
     return op.kind == "function" and (name in CONSTRUCTORS or not (op.inputs or op.attributes))
 
 
