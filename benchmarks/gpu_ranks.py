@@ -56,12 +56,14 @@ def trained(name: str, machine: Machine, options: argparse.Namespace) -> list[li
     ).prepare(**one.batch)  # fmt: skip
     machine.forget()
     batch = {key: data.to(machine.device) for key, data in one.batch.items()}
-    figures = machine.run(model, partial(pipe.step, **batch), options.steps, pipe.state_dict)
+    step = partial(pipe.step, **batch)
+    figures = machine.run(model, step, pipe.state_dict)
+    ((own, _),) = machine.in_turns(options.steps, step)
     pipe.close()
     forecast = pipe.plan.forecast
     assert forecast is not None
     rows = []
-    for rank, (seconds, peak) in enumerate(gathered((figures.step_seconds, figures.peak_bytes))):
+    for rank, (seconds, peak) in enumerate(gathered((own, figures.peak_bytes))):
         planned = forecast.ledgers[rank].total_bytes
         shown, error = ("-", "-") if peak is None else _against(planned, peak)
         rows.append([name, str(rank), format_bytes(planned), shown, error,
