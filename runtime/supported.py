@@ -5,7 +5,6 @@ from __future__ import annotations
 from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import other_region
 from pdcompile.errors import ConfigError
-from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.sparse_gradients import sparse_lookups
 from pdcompile.plan import Plan
@@ -19,8 +18,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
         raise ConfigError(
             other,
             where="autocast",
-            remedy="have the model and the first minibatch on such a device when it is captured: "
-            f"model.to({devices.GPU!r}) before compile",
+            remedy="plan again with a dtype: autocast='bfloat16' is the region of the devices",
         )
     _check_recomputation(plan, graph)
     _check_sums(plan, graph)

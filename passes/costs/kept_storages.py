@@ -160,7 +160,7 @@ class _Walk:
         graph = self.index.graph
         with FakeTensorMode():
             for name in outside(graph.ops):
-                value = from_outside(graph, name, self.index.b)
+                value = from_outside(self.index, name)
                 self.values[name] = _Nested.of(value, lambda _: next(self.not_counted))
         by_op: dict[str, Storages] = {}
         of_value: dict[str, Storages] = {}

@@ -25,8 +25,9 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.eager.split_backward import Root, accumulate, first_part
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
-from pdcompile.ir.graph import Op, OpGraph, size_at
+from pdcompile.ir.graph import Op, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
+from pdcompile.passes.costs.gpu_casts import Run, with_casts
 from pdcompile.passes.costs.gpu_kernels import inside
 from pdcompile.passes.costs.imitated_ops import (
     RECURRENT,
@@ -148,7 +149,15 @@ def staged(
             fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        yield Stage(index, steps, ports, fakes, _Meter(given, inside_of(kernels)), footprints)
+        lookup: Any = fakes
+        make = partial(from_outside, index)
+        runs = {
+            op.name: with_casts(CostedOp(op, index), partial(run_op, lookup=lookup), make)
+            for op in ops
+            if op.name not in footprints
+        }
+        meter = _Meter(given, inside_of(kernels))
+        yield Stage(index, steps, ports, fakes, meter, footprints, runs)
 
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
@@ -227,10 +236,11 @@ class Stage:
     fakes: Fakes
     meter: _Meter
     footprints: Mapping[str, Footprint]
+    runs: Mapping[str, Run]  # of ops that have no footprint
 
     def run(self, *, splits: bool = False) -> Resident:
         names = (*outside([step.op for step in self.steps]), *self.ports.received)
-        arguments = {n: from_outside(self.index.graph, n, self.index.b) for n in names}
+        arguments = {n: from_outside(self.index, n) for n in names}
         self.meter.give(arguments.values())
         with self.meter:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
@@ -313,10 +323,9 @@ class Stage:
         return result
 
     def result(self, op: Op, env: Mapping[str, Any]) -> Any:
-        lookup: Any = self.fakes
         if op.name not in self.footprints:
             try:
-                return run_op(op, env, lookup)
+                return self.runs[op.name](op, env)
             except Exception:
                 if op.mutates or op.buffers_written:
                     raise  # what plays an op writes nothing
@@ -333,7 +342,7 @@ class Stage:
             return self.fakes.tensor(one.name)
         # A part of a container may be taken out of it later.
         known = env.get(one.name)
-        return from_outside(self.index.graph, one.name, self.index.b) if known is None else known
+        return from_outside(self.index, one.name) if known is None else known
 
     def _written(self, arguments: Sequence[str]) -> list[str]:
         """Arguments that ops of the stage write into: it works on copies of them."""
@@ -366,9 +375,9 @@ def outside(ops: Sequence[Op]) -> list[str]:
     return list(dict.fromkeys(n for op in ops for n in op.inputs if n not in made))
 
 
-def from_outside(graph: OpGraph, name: str, b: int) -> Tensor:
+def from_outside(index: GraphIndex, name: str) -> Tensor:
     """A fake of a value that comes from outside, in its layout."""
-    value = graph.values[name]
+    value = index.graph.values[name]
     make = partial(torch.empty, dtype=getattr(torch, value.dtype))
-    made = laid_out([size_at(size, b) for size in value.shape], value.stride_order, make)
+    made = laid_out([size_at(size, index.b) for size in value.shape], value.stride_order, make)
     return made.requires_grad_(value.requires_grad and value.producer is None)

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, resize
+from pdcompile.eager.autocast import on_gpu
+from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
 from pdcompile.passes.trace.calls.caches import caches
 from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.calls.outside import Outside
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.releases.known_results import KnownResults
+from pdcompile.releases.torch_internals import fake_gpus_have_gradients
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,23 @@ def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return devices.HOST
+
+
+def of_region(autocast: str | None, home: torch.device) -> torch.device:
+    """The device on which a model is captured whose tensors are at `home`.
+
+    In the region of a GPU that is one, wherever the model is: what is cast depends on that.
+
+    Raises:
+        TraceError: this torch has no fake tensors of a GPU.
+    """
+    if not (on_gpu(autocast) and devices.is_host(home)):
+        return home
+    if not fake_gpus_have_gradients():
+        raise TraceError(
+            f"a model on the CPU cannot be captured in the autocast region {autocast}: torch "
+            f"{torch.__version__} does not record fake tensors of a GPU here",
+            remedy="have model and minibatch on a GPU, or take torch built with CUDA; no GPU is "
+            "needed for that",
+        )
+    return devices.FAKE_GPU

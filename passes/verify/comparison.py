@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
+from pdcompile.eager.autocast import regions_of
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
@@ -125,9 +127,16 @@ class Comparison:
     def _both(self, chain: Chain, step: Step, *, gradients: bool) -> tuple[StepValues, StepValues]:
         """The values of model and stages; with `gradients` the model records autograd."""
         chain.begin(step.minibatch)
-        with preserved_rng(self.device), untouched(self.model, step.graph.training):
+        with self._around(step.graph):
             expected = step.values(step.eager, gradients=gradients)
             return expected, step.values(partial(stages, chain, step.call, self.plan))
+
+    @contextmanager
+    def _around(self, graph: OpGraph) -> Iterator[None]:
+        """Around runs, which leave the model as it was."""
+        regions = regions_of(self.plan.training.autocast, self.device)
+        with preserved_rng(self.device), untouched(self.model, graph.training), regions:
+            yield
 
     def _with_gradients(
         self, chain: Chain, step: Step, failed: ModelFails
@@ -162,7 +171,7 @@ class Comparison:
             return []
         if not found or not self.exact:
             return found  # values that are equal up to rounding cannot be told by their content
-        with preserved_rng(self.device), untouched(self.model, graph.training):
+        with self._around(graph):
             return located(found, expected, step, self.plan, chain)
 
 

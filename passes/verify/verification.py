@@ -58,8 +58,10 @@ class Verification:
     `outputs`, `gradients` and `buffers` count the tensors of one step, training and evaluation
     together.  `steps` follow each other, with updated weights and buffers, each on its own
     inputs.  `blocks` names the blocks that were compared where the whole model does not fit, and
-    `left_out` the parts that were not compared.  `notes` are intended differences from one
-    full-batch step of eager, and hints at a wrong option.  `rows` count the tensors of each step.
+    `left_out` the parts that were not compared.  `in_place_of` is the autocast region of a
+    GPU, where model and stages were compared on the CPU, in its region.  `notes` are intended
+    differences from one full-batch step of eager, and hints at a wrong option.  `rows` count the
+    tensors of each step.
     """
 
     microbatch_size: int
@@ -74,6 +76,7 @@ class Verification:
     graph: bool = False  # the captured graph was compared as well, apart from the stages
     blocks: str = ""
     left_out: tuple[str, ...] = ()
+    in_place_of: str = ""
     notes: tuple[str, ...] = ()
     rows: tuple[Compared, ...] = ()
 
@@ -85,6 +88,8 @@ class Verification:
         rest += [f"  note: {note}" for note in self.notes]
         if not self.differences:
             how = "bit for bit" if self.exact else "up to rounding"
+            if self.in_place_of:
+                how += f" in the CPU's autocast region, in place of {self.in_place_of}"
             head = f"{edited}{self.blocks or 'the stages'} equal eager {how} ({self.compared})"
             return "\n".join([head, *rest])
         count = len(self.differences)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Device
 from pdcompile.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 OFF = "off"
 _DTYPES = ("bfloat16", "float16")
@@ -50,16 +53,35 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
     return f"{device}:{name}"
 
 
+def on_gpu(text: str | None) -> bool:
+    """Whether a region is that of GPUs."""
+    return (text or "").partition(":")[0] == GPU_KIND
+
+
 def autocast_region(text: str | None) -> AbstractContextManager[Any]:
-    """The context manager for a text; an empty one for None."""
+    """The context manager for a text; an empty one for None.
+
+    A GPU's region casts nothing of the CPU's, and can be opened on a host without a GPU.
+    """
     if text is None:
         return nullcontext()
     import torch
 
+    from pdcompile.releases.torch_internals import gpu_autocast_anywhere
+
     device, _, dtype = text.rpartition(":")
     if dtype == OFF:
         return torch.autocast(device or HOST_KIND, enabled=False)
-    return torch.autocast(device or HOST_KIND, dtype=getattr(torch, dtype))
+    with gpu_autocast_anywhere():
+        return torch.autocast(device or HOST_KIND, dtype=getattr(torch, dtype))
+
+
+def regions_of(text: str | None, device: torch.device) -> AbstractContextManager[None]:
+    """Around code for which the region is opened and which runs on `device`: a GPU's regions are
+    the CPU's where that is the CPU, which casts most ops alike."""
+    from pdcompile.releases.torch_internals import gpu_autocast_on_cpu
+
+    return gpu_autocast_on_cpu() if on_gpu(text) and device.type == HOST_KIND else nullcontext()
 
 
 def other_region(text: str | None, devices: Iterable[Device]) -> str:

@@ -16,6 +16,7 @@ from pdcompile.releases.torch_internals import queue_sleep
 
 HOST = torch.device(HOST_KIND)
 GPU = GPU_KIND
+FAKE_GPU = torch.device(GPU_KIND, 0)  # of fake tensors, whether there is one or not
 
 
 SHARE = "PDCOMPILE_SHARE_GPUS"  # 1: to try out with few GPUs what needs one for each process

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pdcompile.cluster import HOST_KIND, Cluster
+from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
 from pdcompile.clusters import FORMS, cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
@@ -70,7 +70,8 @@ def configure(
         batch_size: samples in the global minibatch.
         splits: False when nothing has a batch dimension (one microbatch).
         num_ranks: processes under torchrun, None in one process.
-        device: kind of the device that the model is on.
+        device: kind of the device that the model is on, whose autocast region is meant where the
+            cluster has no GPUs.
 
     Raises:
         ConfigError: an option does not fit the minibatch or the machines.
@@ -85,7 +86,9 @@ def configure(
         num_microbatches=_num_microbatches(options, min(stages, devices), batch_size, splits),
         batch_size=batch_size,
         loss_reduction=reduction if isinstance(reduction, str) else "callable",
-        autocast=autocast_text(options.autocast, device),
+        autocast=autocast_text(
+            options.autocast, device if all(one.on_host for one in cluster.devices) else GPU_KIND
+        ),
         max_grad_norm=options.max_grad_norm,
         loss_scaling=scaler_of(options.grad_scaler) is not None,
         seed=options.seed,

@@ -8,9 +8,11 @@ where they are needed: they are older than the first of these releases, and the 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -109,6 +111,59 @@ DropoutNd: type[nn.Module] = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
+
+
+# c10::DeviceType, and the table of what knows how to talk to devices of each.
+_CUDA, _META, _DEVICE_TYPES = 1, 14, 21
+_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+def fake_gpus_have_gradients() -> bool:
+    """Autograd records fake tensors of a GPU from now on, without a GPU too; False: it cannot.
+
+    It asks a device for its stream, and a build without CUDA has nobody who answers: the process
+    would abort.  Where there is no GPU, a build with CUDA is told by fake modes to answer as the
+    meta device does (``_ensureCUDADeviceGuardSet``), and another one here.
+    """
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return True
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(library, _GUARDS)
+    except (OSError, ValueError):  # another system, or another torch
+        return False
+    guards[_CUDA] = guards[_CUDA] or guards[_META]
+    return guards[_CUDA] is not None
+
+
+@contextmanager
+def gpu_autocast_anywhere() -> Iterator[None]:
+    """Regions of ``torch.autocast("cuda")`` can be made on a host without a GPU: fake tensors of
+    one are cast in them as its tensors are."""
+    common = torch.cuda.amp.common
+    before = common.amp_definitely_not_available, torch.cuda.is_bf16_supported
+    common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
+
+
+@contextmanager
+def gpu_autocast_on_cpu() -> Iterator[None]:
+    """Regions of ``torch.autocast("cuda")`` are those of the CPU: what opens them runs there."""
+    autocast: Any = torch.autocast
+    made = autocast.__init__
+
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        made(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    autocast.__init__ = __init__
+    try:
+        yield
+    finally:
+        autocast.__init__ = made
 
 
 def is_composite(op: OpOverload) -> bool:

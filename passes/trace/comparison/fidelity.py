@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.eager.autocast import regions_of
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
@@ -59,7 +60,9 @@ def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
 def _step(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> Iterator[Step]:
     """A step of the graph's mode, which the model is in meanwhile; it is left as it was."""
     origin = graph.origin or Origin()
-    with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
+    device = device_of(model, flat)
+    regions = regions_of(origin.autocast, device)
+    with preserved_rng(device), untouched(model, graph.training), regions:
         yield Step(
             model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
             outputs_backward=True,

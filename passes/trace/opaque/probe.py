@@ -37,7 +37,7 @@ from pdcompile.passes.trace.opaque.observed_calls import (
     same_values,
 )
 from pdcompile.passes.trace.remedies import remedy
-from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import (
     effects,
@@ -63,6 +63,13 @@ def probe(
         TraceError: the model cannot be run, draws outside of torch, or changes Python state that
             its results depend on.
     """
+    home = device_of(subject.model, flat)
+    if paths and of_region(subject.autocast, home) != home:
+        raise TraceError(
+            f"the opaque module {min(paths)!r} runs on real tensors, to see its results: those of "
+            f"the CPU, of which {subject.autocast} casts none",
+            remedy="have the model and the first minibatch on a GPU when it is captured",
+        )
     run = partial(_run, subject, paths=paths, training=training)
     try:
         found = run(flat)

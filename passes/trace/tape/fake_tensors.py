@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ class FakeTensors:
         mode: FakeTensorMode,
         device: torch.device,
         kept_tensors: KeptTensors | None = None,
+        home: torch.device | None = None,
     ) -> None:
+        """`device`: of the fakes; `home`: of the model's tensors, where that is another one."""
+        self.home = home or device
+        self._memory: dict[int, torch.UntypedStorage] = {}  # of fakes, by that of their tensors
         self.table = table
         self._kept_tensors = kept_tensors or KeptTensors()
         self.findings = Findings()
@@ -141,17 +146,29 @@ class FakeTensors:
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
-        if tensor.device.type != "meta":
+        if tensor.device.type != "meta" and self.home == self.device:
             return self.mode.from_tensor(tensor)
         with NoTorchDispatch(), NoTorchFunction():
-            bare = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
-            fake = FakeTensor(self.mode, bare, self.device)
-            if isinstance(tensor, torch.nn.Parameter):  # as its class makes one, without two ops
+            fake = FakeTensor(self.mode, self._without_values(tensor), self.device)
+            if tensor.is_leaf:
                 fake.requires_grad_(tensor.requires_grad)
-                fake._is_param = True
+            # as its class makes one, without two ops
+            fake._is_param = isinstance(tensor, torch.nn.Parameter)
         return fake
+
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the meta device with the same layout; what shares memory still does."""
+        make = partial(torch.empty, device="meta")
+        if tensor.device.type == "meta":
+            bare = torch.empty_like(tensor, requires_grad=False)
+        else:
+            held = tensor.untyped_storage()
+            if (key := storage_key(tensor)) not in self._memory:
+                self._kept.append(tensor)
+                self._memory[key] = make(held.nbytes(), dtype=torch.uint8).untyped_storage()
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            bare = make(0, dtype=tensor.dtype).set_(self._memory[key], *place)
+        return bare
 
     def _constant(self, tensor: torch.Tensor) -> str:
         if tensor.requires_grad:

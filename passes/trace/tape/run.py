@@ -31,7 +31,7 @@ from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.refusals import ForwardRaised
 from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
-from pdcompile.passes.trace.subject import Subject, device_of
+from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
 from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
@@ -39,7 +39,11 @@ from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.selections import Policy, Selections
-from pdcompile.releases.torch_internals import FakeTensorMode, quiet_shape_errors
+from pdcompile.releases.torch_internals import (
+    FakeTensorMode,
+    gpu_autocast_anywhere,
+    quiet_shape_errors,
+)
 from pdcompile.warn import warn
 
 
@@ -171,8 +175,9 @@ class _Run:
         self._subject = subject
         self._findings = findings
         self._mode = FakeTensorMode()
-        device = device_of(subject.model, call)
-        fakes = FakeTensors(subject.table, self._mode, device, subject.kept_tensors)
+        home = device_of(subject.model, call)
+        device = of_region(subject.autocast, home)
+        fakes = FakeTensors(subject.table, self._mode, device, subject.kept_tensors, home)
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
         self._observer = observer = Observer(subject.known_results)
@@ -218,6 +223,7 @@ class _Run:
                 *(interceptor.around() for interceptor in tape.interceptors),
                 watched(tape),
                 quiet_shape_errors(),
+                gpu_autocast_anywhere(),
                 autocast_region(self._subject.autocast or f"{device}:{OFF}"),
                 torch.enable_grad(),
                 self._mode,

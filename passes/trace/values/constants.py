@@ -69,10 +69,10 @@ def evaluate(
         for op in needed:
             for pattern in set(op.inputs) - set(env):
                 fake = fakes.objects[pattern]
-                env[pattern] = torch.empty(fake.shape, dtype=fake.dtype, device=fakes.device)
+                env[pattern] = torch.empty(fake.shape, dtype=fake.dtype, device=fakes.home)
             for fqn in op.attributes:
                 held[fqn] = fakes.table.objects[fqn].detach()
-            lookup = Lookup(torch.nn.Module(), b=0, device=fakes.device, constants=held)
+            lookup = Lookup(torch.nn.Module(), b=0, device=fakes.home, constants=held)
             env[op.name] = run_op(op, env, lookup)
     found = env[name]
     return found if isinstance(found, Tensor) else None

@@ -1,0 +1,203 @@
+"""Models on the CPU in the autocast region of GPUs: captured, planned and compared without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.batch import flatten_call
+from pdcompile.compiled import Compiled
+from pdcompile.driver import build
+from pdcompile.errors import TraceError
+from pdcompile.options import Options
+from pdcompile.passes.trace import subject
+from pdcompile.plan import Plan
+from tests.helpers import models
+from tests.helpers.alike import WORKLOAD, Call
+
+GPUS = pdcompile.Cluster.local(2, kind="a100-80")
+CPUS = pdcompile.Cluster.local(2)
+
+
+def planned(model: nn.Module, cluster: pdcompile.Cluster = GPUS, **options: Any) -> Compiled:
+    """Compiled for machines that are not here."""
+    known = type(model).__name__.lower() in ("gpt", "mlp", "convnet", "unet")
+    like: Any = model if known else "mlp"
+    x, y = models.batch_for(like, 8)
+    given = {
+        "loss_fn": models.loss_for(like), "stages": 2, "microbatches": 4, "costs": "estimated",
+        "optimizer": partial(torch.optim.AdamW, lr=1e-3), "progress": False,
+        "autocast": "bfloat16", "cluster": cluster, "time_limit": 2.0,
+    }  # fmt: skip
+    return build(model, flatten_call(model, (x,), {}, y), Options.given(given | options))
+
+
+class Casting(nn.Module):
+    """(b, 16) -> (b, 16), by `function` between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.norm(self.function(self.first(x))))
+        return found
+
+
+def dtypes(found: Compiled) -> dict[str, str]:
+    return {name: value.dtype for name, value in found.capture.train.values.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "of_gpus", "of_cpus"),
+    [
+        (partial(F.softmax, dim=-1), "softmax", "float32", "bfloat16"),
+        (torch.exp, "exp", "float32", "bfloat16"),
+        (lambda x: F.layer_norm(x, (16,)), "layer_norm", "float32", "bfloat16"),
+        (lambda x: x.sum(-1, keepdim=True) + x, "sum_1", "float32", "bfloat16"),
+        (lambda x: x.float() @ x.t().float() @ x, "matmul", "bfloat16", "bfloat16"),
+        (F.gelu, "gelu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for(
+    function: Callable[[Tensor], Tensor], name: str, of_gpus: str, of_cpus: str
+) -> None:
+    """The lists of ops are those in torch's documentation of autocast."""
+    model = Casting(function)
+    there, here = planned(model), planned(model, CPUS)
+    assert (there.plan.training.autocast, here.plan.training.autocast) == (
+        "cuda:bfloat16", "cpu:bfloat16",
+    )  # fmt: skip
+    assert (dtypes(there)[name], dtypes(here)[name]) == (of_gpus, of_cpus)
+    assert dtypes(there)["norm"] == "float32" == dtypes(there)[there.capture.train.loss or ""]
+    assert list(dtypes(there)) == list(dtypes(here))
+    assert not any("region" in note for note in there.plan.notes)
+    said = "bit for bit in the CPU's autocast region, in place of cuda:bfloat16 ("
+    assert said in str(there.verification)
+    assert "in place of" not in str(here.verification)
+
+
+@pytest.mark.parametrize("build", [models.gpt, models.unet, models.convnet, models.mlp])
+@pytest.mark.parametrize("meta", [False, True])
+def test_all_models_are_captured_in_the_region_of_gpus(
+    build: Callable[[], nn.Module], meta: bool
+) -> None:
+    model = build()
+    there = planned(model.to("meta") if meta else model, verify="auto" if meta else "full")
+    here = planned(build(), CPUS)
+    assert list(dtypes(there)) == list(dtypes(here))
+    assert Plan.from_json(there.plan.to_json()) == there.plan
+    if meta:
+        assert there.verification is not None
+        assert there.verification.unverified
+
+
+def test_weights_that_share_memory_still_do() -> None:
+    class Shared(Casting):
+        def __init__(self) -> None:
+            super().__init__(lambda x: x + self.low.sum() + self.high.sum())
+            self.register_buffer("whole", torch.ones(8))
+            self.low, self.high = self.whole[:4], self.whole[2:]
+
+        low: Tensor
+        high: Tensor
+        whole: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.whole.add_(1)
+            return super().forward(x)
+
+    there, here = planned(Shared()).capture.train, planned(Shared(), CPUS).capture.train
+    assert [op.buffers_written for op in there.ops] == [op.buffers_written for op in here.ops]
+    assert there.tensors == here.tensors
+
+
+class Regions(Casting):
+    """Opens regions of its own, for the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__(self.inside)
+
+    def inside(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False):
+            plain = x @ x.t()
+        with torch.autocast(kind, dtype=torch.float16):
+            half = plain @ x
+        return half + torch.arange(16, device=x.device)
+
+
+def test_regions_in_the_model_are_captured(recwarn: pytest.WarningsRecorder) -> None:
+    found = planned(Regions())
+    ops = {op.name: op.autocast for op in found.capture.train.ops}
+    assert (ops["matmul"], ops["matmul_1"]) == ("cuda:off", "cuda:float16")
+    assert dtypes(found)["matmul"] == "bfloat16"
+    assert dtypes(found)["matmul_1"] == "float16"
+    assert not [one for one in recwarn if "CUDA" in str(one.message)]
+
+
+class ByHand(nn.Module):
+    """What a GPU's region makes of `Casting` by softmax, said by casts."""
+
+    def __init__(self, like: Casting) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = like.first, like.norm, like.second
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.softmax(_low(self.first, x).float(), dim=-1)
+        return _low(self.second, self.norm(x))
+
+
+def _low(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+
+
+def test_memory_has_the_casts_of_the_region() -> None:
+    model = Casting(partial(F.softmax, dim=-1))
+    given = {"stages": 1, "cluster": pdcompile.Cluster.local(1, kind="a100-80")}
+    ledgers = []
+    for one, autocast in ((model, "bfloat16"), (ByHand(model), None)):
+        forecast = planned(one, **given, autocast=autocast, loss_fn=_loss).plan.forecast
+        assert forecast is not None
+        ledgers.append(replace(forecast.ledgers[0], workspace_bytes=0))
+    assert ledgers[0] == ledgers[1]
+
+
+def _loss(out: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(out.float(), target)
+
+
+def test_opaque_modules_are_refused(call: Call) -> None:
+    class Opaque(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.detach().abs().max() > 0)
+
+    model = Casting(lambda x: x)
+    model.norm = nn.Sequential(model.norm, Opaque())  # type: ignore[assignment]
+    assert planned(model, CPUS).plan.training.autocast == "cpu:bfloat16"
+    with pytest.raises(TraceError, match=r"'norm.1' runs on real tensors.*cuda:bfloat16 casts"):
+        planned(model)
+
+
+def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "fake_gpus_have_gradients", lambda: False)
+    with pytest.raises(TraceError, match="does not record fake tensors of a GPU here"):
+        planned(models.mlp())
+    assert planned(models.mlp(), CPUS).plan.training.autocast == "cpu:bfloat16"
+
+
+def test_the_command_plans_for_gpus_in_their_region(call: Call) -> None:
+    code, out, _ = call("plan", WORKLOAD, "--cluster", "1x2:a100", "--autocast", "bfloat16")
+    said = " ".join(out.split())
+    assert code == 0
+    assert "in place of cuda:bfloat16" in said
+    assert "captured in the autocast region" not in said
