@@ -295,16 +295,14 @@ class Worker:
 
     def _forward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
-        feed = self.feeds[minibatch]
+        feed, version = self.feeds[minibatch], self.weights.newest
         wiring = feed.wiring
+        if wiring.training:
+            version = self.weights.numbers.version(minibatch, ins.lag)
         values = self._compute.forward(
-            feed,
-            microbatch,
-            self.weights.numbers.version(minibatch, ins.lag)
-            if wiring.training
-            else self.weights.newest,
+            feed, microbatch, version,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
-        )
+        )  # fmt: skip
         sent = {port.value: edge for port, edge in wiring.outputs if edge is not None}
         if not feed.keep_outputs:
             values = {name: value for name, value in values.items() if name in sent}

@@ -26,8 +26,8 @@ from pdcompile.passes.costs import (
     rough_forecast,
 )
 from pdcompile.passes.costs.flops import rule_of
-from pdcompile.passes.costs.kept_storages import kept_storages
-from pdcompile.passes.costs.live_storages import saved_storages
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 from tests.helpers import models
 from tests.helpers.graphs import B, GraphBuilder, random_graphs
 

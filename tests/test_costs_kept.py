@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.costs import kept_storages as module
-from pdcompile.passes.costs.kept_storages import kept_storages
-from pdcompile.passes.costs.live_storages import saved_storages
+from pdcompile.passes.costs.rehearsal import kept_storages as module
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 
 
 def kept_really(graph: OpGraph, model: nn.Module, x: Tensor) -> dict[str, list[int]]:

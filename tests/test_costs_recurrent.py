@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.passes.costs import CostedOp, GraphIndex
-from pdcompile.passes.costs.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
 from pdcompile.passes.costs.symbolic import SymbolicCosts
 from pdcompile.passes.costs.workspaces import Workspace, workspace
 from pdcompile.passes.trace import capture

@@ -176,16 +176,16 @@ def _loss(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out.float(), target)
 
 
-def test_opaque_modules_are_refused(call: Call) -> None:
+def test_opaque_modules_are_looked_at_in_the_cpus_region() -> None:
     class Opaque(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * float(x.detach().abs().max() > 0)
 
     model = Casting(lambda x: x)
     model.norm = nn.Sequential(model.norm, Opaque())  # type: ignore[assignment]
-    assert planned(model, CPUS).plan.training.autocast == "cpu:bfloat16"
-    with pytest.raises(TraceError, match=r"'norm.1' runs on real tensors.*cuda:bfloat16 casts"):
-        planned(model)
+    found = planned(model)
+    (name,) = (op.name for op in found.capture.train.ops if op.opaque)
+    assert dtypes(found)[name] == "bfloat16"  # on a GPU the norm before it gives float32
 
 
 def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_rehearsals_are_the_same_without_known_results(monkeypatch: pytest.Monke
 
     def held() -> Any:
         monkeypatch.setattr(sys.modules[forecast.__module__], "_cache", {})
-        monkeypatch.setattr("pdcompile.passes.costs.rehearse._KNOWN", KnownResults())
+        monkeypatch.setattr("pdcompile.passes.costs.rehearsal.rehearse._KNOWN", KnownResults())
         return forecast(graph, stage_of, 2, 4)
 
     with_known = held()

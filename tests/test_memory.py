@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.costs import Resident, forecast, rough_forecast
-from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.trace import capture
 from tests.helpers import models
 from tests.helpers.cuts import cut
@@ -177,7 +177,7 @@ def test_a_stage_that_cannot_run_is_added_up() -> None:
 
 
 def test_equal_stages_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdcompile.passes.costs import rehearse as module
+    from pdcompile.passes.costs.rehearsal import rehearse as module
 
     calls: list[int] = []
     real = module.rehearse

@@ -324,7 +324,7 @@ def test_a_gpus_generator_is_seeded_wherever_the_cpus_is(
 ) -> None:
     """A CPU stands for the GPU, with a generator of its own."""
     gpus, seeded = torch.Generator(), list[bool]()
-    there = types.SimpleNamespace(is_host=lambda device: False, generator=lambda device: gpus)
+    there = types.SimpleNamespace(GPU="cpu", generator=lambda device: gpus)
     monkeypatch.setattr(randomness, "devices", there)
     announce = randomness.python_draws.announce
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import ConfigError, InfeasibleError
-from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.reference import reference
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.stage.compute import Compute

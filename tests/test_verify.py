@@ -290,6 +290,11 @@ def test_sums_without_a_fixed_order_are_equal_up_to_the_rounding_of_what_they_su
     assert distance(one, near) is not None
     assert distance(one, near, exact=False) is None
     assert distance(one, far, exact=False) is not None
+    assert distance(one, far, exact=False, cast_to=torch.float16) is None
+    far[0] += 10.0
+    assert distance(one, far, exact=False, cast_to=torch.float16) is not None
+    assert distance(one, far, exact=False, cast_to=torch.bfloat16) is None
+    assert distance(one, far, cast_to=torch.bfloat16) is not None
     assert distance(one[2:], one[2:], exact=False) is None
     masked = torch.tensor([-1e9, 1.0])  # what is equal is no measure for the rest
     assert distance(masked, masked + torch.tensor([0.0, 1.0]), exact=False) is not None

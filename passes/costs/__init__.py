@@ -49,7 +49,7 @@ def estimate(
     `flops` are those of the forward.  Ops outside of autograd (no_grad, or nothing requires
     grad) have no backward and save nothing.  Views take no time.
     """
-    from pdcompile.passes.costs.kept_storages import kept_storages
+    from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
 
     kept = kept_storages(graph, microbatch_size, kernels).new()
     return tuple(

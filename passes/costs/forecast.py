@@ -132,7 +132,7 @@ def rough_forecast(
 
     A received tensor lies in a receive slot; results are kept as roots of the stage's backward.
     """
-    from pdcompile.passes.costs.kept_storages import kept_storages, newly
+    from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, newly
 
     kept = kept_storages(graph, b, kernels)
     ports = ports_of(graph, stage_of, num_stages)
@@ -187,7 +187,7 @@ def _members(
 
 
 def _rehearsed(stage: Rehearsal) -> Resident | None:
-    from pdcompile.passes.costs.rehearse import rehearse
+    from pdcompile.passes.costs.rehearsal.rehearse import rehearse
 
     if not stage.calls:
         return None

@@ -30,7 +30,7 @@ from pdcompile.passes.costs.closed_forms import (
 )
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
 from pdcompile.passes.costs.workspaces import Workspace, workspace
 from pdcompile.units import format_bytes, format_flops
 

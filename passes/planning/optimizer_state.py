@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.eager.optimizers import NamedParameters
-from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, tensors_in
 
 PROBE_SHAPE = (32, 32)
 SCALAR_BYTES = 64  # at most this much is a count or a coefficient, which do not grow

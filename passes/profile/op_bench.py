@@ -24,7 +24,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, bound
 from pdcompile.passes.costs import CostedOp, Operand
 from pdcompile.passes.costs.costed_op import laid_out
-from pdcompile.passes.costs.live_storages import tensors_in
+from pdcompile.passes.costs.rehearsal.live_storages import tensors_in
 from pdcompile.passes.costs.timing import Took, timed, took
 from pdcompile.passes.form.index_ranges import index_range
 from pdcompile.passes.profile.entries import Entry

@@ -58,6 +58,16 @@ def on_gpu(text: str | None) -> bool:
     return (text or "").partition(":")[0] == GPU_KIND
 
 
+def region_dtype(text: str | None) -> torch.dtype | None:
+    """To which dtype a region casts."""
+    if text is None or text.endswith(OFF):
+        return None
+    import torch
+
+    found: torch.dtype = getattr(torch, text.rpartition(":")[2])
+    return found
+
+
 def autocast_region(text: str | None) -> AbstractContextManager[Any]:
     """The context manager for a text; an empty one for None.
 

@@ -182,7 +182,7 @@ def preserved_rng(device: torch.device | None = None, *, from_ops: bool = False)
     """
     global _seeded
     outer = _seeded
-    if device is not None and not devices.is_host(device):
+    if device is not None and device.type == devices.GPU:
         _seeded = (torch.default_generator, devices.generator(device))
     states = [(generator, generator.get_state()) for generator in _seeded]
     try:

@@ -15,7 +15,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Signature
 from pdcompile.passes import codegen
-from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.stages.chain import announce, build, tensors_by_name
 from pdcompile.plan import Plan, TiedParameter
 

@@ -12,12 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Copies of everything that one step of one mode leaves behind, by name."""
+    """Copies of everything that one step of one mode leaves behind, by name.
+
+    `cast_to`: the dtype of the autocast region in which it was computed.
+    """
 
     outputs: dict[str, Any]
     loss: Tensor | None
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    cast_to: torch.dtype | None = None
 
 
 def differing(
@@ -43,11 +47,12 @@ def differing(
         ),
     ]
     for kind, name, one, other in rows:
-        largest = distance(one, other, exact=exact)
+        largest = distance(one, other, exact=exact, cast_to=expected.cast_to)
         if largest is not None:
             yield kind, name, largest
 
 
+CASTS = 4  # times the rounding of one number: a region casts between all ops of a model
 _ROUNDING = {torch.bfloat16: (1.6e-2, 1e-5), torch.float16: (1e-3, 1e-5)}
 
 
@@ -57,8 +62,12 @@ def rounding(dtype: torch.dtype) -> tuple[float, float]:
     return _ROUNDING.get(dtype, (1e-5, 1e-8))
 
 
-def distance(one: Any, other: Any, *, exact: bool = True) -> float | None:
+def distance(
+    one: Any, other: Any, *, exact: bool = True, cast_to: torch.dtype | None = None
+) -> float | None:
     """The largest absolute difference, infinite where there is no number for it; None if equal.
+
+    Unless `exact` up to rounding, which is that of `cast_to` where that is coarser.
 
     A parameter that got no gradient and one that got zeros update alike in most optimizers, but
     not in all: these differ.
@@ -74,18 +83,21 @@ def distance(one: Any, other: Any, *, exact: bool = True) -> float | None:
     if not (one.is_floating_point() or one.is_complex()):
         return float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
     equal = (one == other) | ((one != one) & (other != other))
-    if bool(equal.all()) or not (exact or _far(one[~equal], other[~equal])):
+    if bool(equal.all()) or not (exact or _far(one[~equal], other[~equal], cast_to)):
         return None
     gap = (one - other).abs()
     return float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")
 
 
-def _far(one: Tensor, other: Tensor) -> bool:
+def _far(one: Tensor, other: Tensor, cast_to: torch.dtype | None) -> bool:
     """Whether numbers that differ do so by more than rounding.
 
     Those that are equal say nothing of what the others sum: masks are filled with 1e9 and more.
     """
     relative, absolute = rounding(one.dtype)
+    if cast_to is not None:
+        region = rounding(cast_to)
+        relative, absolute = max(relative, CASTS * region[0]), max(absolute, region[1])
     largest = one[torch.isfinite(one)].abs().max() if bool(torch.isfinite(one).any()) else 0.0
     allowed = max(absolute, relative * float(largest))
     return not torch.allclose(one, other, relative, allowed, equal_nan=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall, output_leaves
-from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.autocast import autocast_region, region_dtype
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.execution import execute, materialise
@@ -71,6 +71,7 @@ class Step:
                 # Not copied: no other code refers to them, and the next step makes new ones.
                 gradients={name: p.grad for name, p in model.named_parameters()},
                 buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+                cast_to=region_dtype(self.autocast),
             )
             model.zero_grad(set_to_none=True)
         write_buffers(model, buffers)

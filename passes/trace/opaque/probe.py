@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from pdcompile.batch import FlatCall
-from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.module_hooks import acting_hooks
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
@@ -37,7 +37,7 @@ from pdcompile.passes.trace.opaque.observed_calls import (
     same_values,
 )
 from pdcompile.passes.trace.remedies import remedy
-from pdcompile.passes.trace.subject import Subject, device_of, of_region
+from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import (
     effects,
@@ -63,13 +63,6 @@ def probe(
         TraceError: the model cannot be run, draws outside of torch, or changes Python state that
             its results depend on.
     """
-    home = device_of(subject.model, flat)
-    if paths and of_region(subject.autocast, home) != home:
-        raise TraceError(
-            f"the opaque module {min(paths)!r} runs on real tensors, to see its results: those of "
-            f"the CPU, of which {subject.autocast} casts none",
-            remedy="have the model and the first minibatch on a GPU when it is captured",
-        )
     run = partial(_run, subject, paths=paths, training=training)
     try:
         found = run(flat)
@@ -128,13 +121,14 @@ def _run_once(
     sentinel = Sentinel()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     given = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
-    device = next(given, devices.HOST).type
+    device = next(given, devices.HOST)
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
             stack.enter_context(python_draws.watched(sentinel.follow))
             stack.enter_context(not_reseeded(lambda: watch.draws, lambda: locate(None)[0]))
-            stack.enter_context(autocast_region(subject.autocast or f"{device}:off"))
+            stack.enter_context(regions_of(subject.autocast, device))
+            stack.enter_context(autocast_region(subject.autocast or f"{device.type}:off"))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(watch)
             stack.enter_context(watch.functions)

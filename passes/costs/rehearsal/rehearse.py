@@ -27,9 +27,9 @@ from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
-from pdcompile.passes.costs.gpu_casts import Run, with_casts
 from pdcompile.passes.costs.gpu_kernels import inside
-from pdcompile.passes.costs.imitated_ops import (
+from pdcompile.passes.costs.rehearsal.gpu_casts import Run, with_casts
+from pdcompile.passes.costs.rehearsal.imitated_ops import (
     RECURRENT,
     Footprint,
     by_running,
@@ -37,7 +37,7 @@ from pdcompile.passes.costs.imitated_ops import (
     guessed,
     imitate,
 )
-from pdcompile.passes.costs.live_storages import LiveStorages, onednn_copies, tensors_in
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, onednn_copies, tensors_in
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step

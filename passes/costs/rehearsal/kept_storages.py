@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pdcompile.ir.graph import Op, OpGraph, fingerprint
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, structural_key
-from pdcompile.passes.costs.live_storages import saved_storages
-from pdcompile.passes.costs.rehearse import from_outside, outside, staged, storages_in
+from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
+from pdcompile.passes.costs.rehearsal.rehearse import from_outside, outside, staged, storages_in
 from pdcompile.passes.costs.stage_ports import Ports
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step, operands

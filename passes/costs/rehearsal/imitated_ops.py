@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
-from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, saved_storages, tensors_in
 from pdcompile.passes.costs.workspaces import FLOAT, workspace
 
 RECURRENT = frozenset(("lstm", "gru", "rnn"))
