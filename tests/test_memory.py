@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.costs import Resident, forecast, rough_forecast
+from pdcompile.passes.costs.rehearsal import rehearse
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.trace import capture
 from tests.helpers import models
@@ -176,17 +178,43 @@ def test_a_stage_that_cannot_run_is_added_up() -> None:
     assert forecast(graph, [0, 0, 0], 1, 4) == rough_forecast(graph, [0, 0, 0], 1, 4)
 
 
-def test_equal_stages_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdcompile.passes.costs.rehearsal import rehearse as module
+class Aside(nn.Module):
+    """Returns a loss, and what only its outputs need."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.second(self.first(x))
+        return {"loss": y.square().mean(), "largest": y.detach().abs().amax(-1)}
+
+
+def test_a_stage_with_ops_for_outputs_alone_is_added_up_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> Resident:
+        raise RuntimeError("of an op that fake tensors do not run")
+
+    monkeypatch.setattr(rehearse, "rehearse", fails)
+    with pdcompile.compile(
+        Aside(), (torch.ones(4, 16),), stages=2, microbatches=2, costs="estimated", progress=False,
+        constraints=(pdcompile.CutBefore("second"),),
+    ) as pipe:  # fmt: skip
+        plan = pipe.prepare().plan
+        assert pipe.step(torch.ones(4, 16)).outputs["largest"].shape == (4,)
+    assert all(stage.saved_bytes > 0 for stage in plan.stages)
+
+
+def test_equal_stages_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = module.rehearse
+    real = rehearse.rehearse
 
     def counted(graph: OpGraph, *rest: Any) -> Any:
         calls.append(1)
         return real(graph, *rest)
 
-    monkeypatch.setattr(module, "rehearse", counted)
+    monkeypatch.setattr(rehearse, "rehearse", counted)
     model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(6)))
     flat = example_call(model, torch.randn(3, 24))
     graph = capture(model, flat, resolve_batch(flat), None, microbatch_size=3).train

@@ -57,8 +57,9 @@ def assemble(
     splits = kind_of(training.schedule).splits_backward
     given = given_by(training, graph, by_name, num_stages)
     kernels = Kernels.of(cluster.devices[0].kind)
-    held = _stages(given, by_name, num_stages, b, training, kernels) if rehearsed else []
-    resident = residents(given, stage_of, b, held) if rehearsed else (Resident(0, 0),) * num_stages
+    placed = _placed(given, by_name, num_stages)
+    held = _stages(given, placed, num_stages, b, training, kernels) if rehearsed else []
+    resident = residents(given, placed, b, held) if rehearsed else (Resident(0, 0),) * num_stages
     tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
@@ -96,19 +97,24 @@ def assemble(
     )
 
 
+def _placed(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int) -> list[int]:
+    """The stage of each op; those that were not planned are on the last one."""
+    return [stage_of.get(op.name, num_stages - 1) for op in graph.ops]
+
+
 def _stages(
     graph: OpGraph,
-    stage_of: Mapping[str, int],
+    stage_of: Sequence[int],
     num_stages: int,
     b: int,
     training: Training,
     kernels: Kernels,
 ) -> list[Rehearsal]:
-    """The stages, to be rehearsed; ops that were not planned are on the last one."""
+    """The stages, to be rehearsed."""
     kind = kind_of(training.schedule)
     return rehearsals_of(
         graph,
-        [stage_of.get(op.name, num_stages - 1) for op in graph.ops],
+        stage_of,
         num_stages,
         b,
         keeps_outputs=training.keeps_outputs,
@@ -306,9 +312,9 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
     given = given_by(plan.training, graph, stage_of, last + 1)
-    held = _stages(given, stage_of, last + 1, b, plan.training, _kernels(plan))
+    placed = _placed(given, stage_of, last + 1)
+    held = _stages(given, placed, last + 1, b, plan.training, _kernels(plan))
     known = plan.rehearsed == _digest(held, plan.stages)
-    placed = [stage_of.get(op.name, last) for op in given.ops]
     resident = [None] * len(held) if known else residents(given, placed, b, held, progress)
     by_name = {op.name: op for op in graph.ops}
     stages, notes = [], list(plan.notes)
