@@ -1,6 +1,6 @@
 """Forecast and measured training on a GPU: seconds of a step, and memory, beside plain PyTorch.
 
-    python benchmarks/gpu.py [MODEL ...] [--stages 1 4] [--steps 8] [--autocast bfloat16]
+    python benchmarks/gpu.py [MODEL ...] [--stages 1 4] [--steps 3] [--autocast bfloat16]
                              [--write docs/gpu.md] [--json FILE]
     python benchmarks/gpu.py --device cpu --tiny
 

@@ -9,13 +9,15 @@
 On ranks every schedule trains twice, replicas, tied weights and clipping among them, and losses,
 outputs, evaluation and the whole state have to be equal to the last bit.  In one process what
 changes numbers is tried (autocast, a scaled loss, recomputation, dropout, clipping), and compared
-with `pdcompile.reference`.  Exit code 1: something differs, or did not run.
+with `pdcompile.reference`; autocast also with a model that is on the CPU until it is placed, whose
+capture has to be that of the model on the GPU.  Exit code 1: something differs, or did not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import sys
 import traceback
@@ -32,7 +34,10 @@ sys.path.insert(0, str(ROOT))  # also as `python benchmarks/gpu_equal.py`
 
 import pdcompile  # noqa: E402
 from benchmarks.gpu import difference  # noqa: E402
+from pdcompile import driver  # noqa: E402
+from pdcompile.batch import flatten_call  # noqa: E402
 from pdcompile.hardware import devices  # noqa: E402
+from pdcompile.options import Options  # noqa: E402
 from tests.helpers import models  # noqa: E402
 from tests.test_device_order import SINGLE, trained  # noqa: E402
 
@@ -112,6 +117,29 @@ def beside_the_reference(kind: str) -> Iterator[tuple[str, float]]:
             plain.flush()
             yield f"{mode}, {schedule}", difference(pipe.state_dict(), plain.state_dict())
             pipe.close()
+            if options.get("autocast") and schedule == "1f1b":
+                yield f"{mode}, captured on the CPU", _captured_apart(kind, options)
+
+
+def _captured_apart(kind: str, options: dict[str, Any]) -> float:
+    """0 where a model on the CPU, planned for GPUs, has the graph that it has on the GPU; else
+    infinite."""
+    captured = []
+    for place in (devices.HOST, devices.of_kind(kind)):
+        torch.manual_seed(0)
+        model = GPT(layers=2).to(place)
+        x, y = (one.to(place) for one in models.batch_for(model, 8))
+        found = driver.build(
+            model, flatten_call(model, (x,), {}, y),
+            Options.given({
+                "loss_fn": models.loss_for(model), "stages": 2, "microbatches": 4,
+                "optimizer": partial(torch.optim.AdamW, lr=1e-3), "costs": "estimated",
+                "cluster": pdcompile.Cluster.local(2, kind=kind), "progress": False,
+                **options,
+            }),
+        )  # fmt: skip
+        captured.append((found.capture.train, found.capture.eval, found.plan.stages))
+    return 0.0 if captured[0] == captured[1] else math.inf
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Forecast and measured memory of every rank, and seconds of a step, with a GPU for each process.
 
-    torchrun --nproc-per-node=2 benchmarks/gpu_ranks.py [MODEL ...] [--schedule 1f1b] [--steps 8]
+    torchrun --nproc-per-node=2 benchmarks/gpu_ranks.py [MODEL ...] [--schedule 1f1b] [--steps 3]
     PDCOMPILE_SHARE_GPUS=1 torchrun --nproc-per-node=2 benchmarks/gpu_ranks.py
     torchrun --nproc-per-node=2 benchmarks/gpu_ranks.py --device cpu --tiny
 
