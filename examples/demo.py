@@ -4,6 +4,9 @@ Two processes train a byte-level GPT on the source text of Python's standard lib
 under a memory limit that neither device could hold the whole model in: once with 1F1B, once with
 2BW.  Afterwards plain PyTorch repeats both in one process, and every loss and every final weight
 has to be equal, bit for bit.  Results lie in out/demo.
+
+With --gpus the processes have a GPU each (PDCOMPILE_SHARE_GPUS=1: they share one), over NCCL, and
+plain PyTorch has one too.  Torch is told to use deterministic kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 # As many threads a process as torchrun gives; different counts round differently.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products on GPUs
 
 import torch
 from rich.console import Console
@@ -35,7 +40,7 @@ import gpt
 
 RANKS = 2
 MICROBATCHES = 8
-MEMORY = "32 MB"
+MEMORY = {"cpu": "32 MB", "cuda": "100 MB"}  # cuBLAS takes up to 64 MiB of a GPU
 SCHEDULES = ("1f1b", "2bw")
 WARM_UP = 2  # first steps, which throughput leaves out
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
@@ -47,19 +52,25 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=40, help="minibatches a schedule (default 40)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="default out/demo")
+    parser.add_argument(
+        "--gpus", dest="kind", action="store_const", const="cuda", default="cpu",
+        help="a GPU for each process",
+    )  # fmt: skip
     given = parser.parse_args()
     if given.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}")
-    if "RANK" in os.environ:
-        return worker(given.steps, given.out)
-    return launch(given.steps, given.out)
+    torch.use_deterministic_algorithms(given.kind != "cpu")
+    run = worker if "RANK" in os.environ else launch
+    return run(given.steps, given.out, given.kind)
 
 
 # -- in each of the two ranks ---------------------------------------------------------------------
 
 
-def worker(steps: int, out: Path) -> int:
+def worker(steps: int, out: Path, kind: str) -> int:
     first = os.environ["RANK"] == "0"
+    here = pdcompile.Cluster.auto()
+    cluster = replace(here, devices=tuple(replace(one, kind=kind) for one in here.devices))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     for schedule in SCHEDULES:
         workload = gpt.build()
@@ -69,7 +80,8 @@ def worker(steps: int, out: Path) -> int:
             optimizer=OPTIMIZER,
             schedule=schedule,
             microbatches=MICROBATCHES,
-            memory=MEMORY,
+            cluster=cluster,
+            memory=MEMORY[kind],
         ) as pipe:
             pipe.prepare(workload.example_inputs, target=workload.example_target())
             if first:
@@ -98,6 +110,7 @@ def train(
     console: Console,
     *,
     visible: bool,
+    device: str = "cpu",
 ) -> tuple[list[float], float]:
     """Every loss, and the seconds of the steps after the warm-up (the last drain included)."""
     results = []
@@ -113,7 +126,7 @@ def train(
             if i == WARM_UP:
                 float(results[-1].loss)
                 began = time.perf_counter()
-            results.append(trainer.step(inputs, target=target))
+            results.append(trainer.step(inputs.to(device), target=target.to(device)))
             if i % 10 == 0:
                 # Looking at a loss waits for it, so only now and then.
                 bar.update(task, description=f"{title}  loss {float(results[-1].loss):.3f}")
@@ -137,20 +150,20 @@ def digest(state: Mapping[str, torch.Tensor]) -> str:
 # -- in the process that was started --------------------------------------------------------------
 
 
-def launch(steps: int, out: Path) -> int:
+def launch(steps: int, out: Path, kind: str) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     workload = gpt.build()
     count = sum(parameter.numel() for parameter in workload.model.parameters())
     console.print(
         f"A GPT of {count:,} parameters on {len(gpt.corpus()):,} bytes of Python's own source; "
-        f"{RANKS} ranks of {MEMORY} each, gloo."
+        f"{RANKS} ranks of {MEMORY[kind]} each, {'gloo' if kind == 'cpu' else 'NCCL'}."
     )
     out.mkdir(parents=True, exist_ok=True)
     for schedule in SCHEDULES:
         (out / f"{schedule}.json").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-        __file__, "--steps", str(steps), "--out", str(out),
+        __file__, "--steps", str(steps), "--out", str(out), *(["--gpus"] if kind != "cpu" else []),
     ]  # fmt: skip
     done = subprocess.run(command, check=False)
     if done.returncode != 0:
@@ -169,13 +182,13 @@ def launch(steps: int, out: Path) -> int:
         table.add_column(name, justify="left" if not name or name[0] in "la" else "right")
     tokens = workload.example_inputs.numel()
     for threads in (1, os.cpu_count() or 1):
-        rate = tokens / eager_seconds(threads)
+        rate = tokens / eager_seconds(threads, kind)
         table.add_row(f"one process, {threads} thread{'s' * (threads > 1)}", "", "", f"{rate:,.0f}")
     torch.set_num_threads(1)
     equal = True
     for schedule in SCHEDULES:
         ran = json.loads((out / f"{schedule}.json").read_text(encoding="utf-8"))
-        losses, weights = reference(schedule, steps, console)
+        losses, weights = reference(schedule, steps, console, kind)
         verdict, same = compare(ran, losses, weights)
         equal &= same
         found = [float.fromhex(loss) for loss in ran["losses"]]
@@ -204,9 +217,10 @@ def launch(steps: int, out: Path) -> int:
     return 1
 
 
-def reference(schedule: str, steps: int, console: Console) -> tuple[list[float], str]:
+def reference(schedule: str, steps: int, console: Console, kind: str) -> tuple[list[float], str]:
     """The same training in one process, in plain PyTorch."""
     workload = gpt.build()
+    workload.model.to(kind)
     with pdcompile.reference(
         workload.model,
         loss_fn=workload.loss_fn,
@@ -215,7 +229,7 @@ def reference(schedule: str, steps: int, console: Console) -> tuple[list[float],
         microbatches=MICROBATCHES,
     ) as plain:
         title = f"{schedule} in plain PyTorch"
-        losses, _ = train(plain, workload, steps, title, console, visible=True)
+        losses, _ = train(plain, workload, steps, title, console, visible=True, device=kind)
         return losses, digest(plain.full_state_dict())
 
 
@@ -228,17 +242,19 @@ def compare(ran: dict[str, Any], losses: list[float], weights: str) -> tuple[str
     return "equal, bit for bit", True
 
 
-def eager_seconds(threads: int, steps: int = 5) -> float:
+def eager_seconds(threads: int, kind: str, steps: int = 5) -> float:
     """Seconds of one ordinary training step on the whole minibatch, without pdcompile."""
     torch.set_num_threads(threads)
     workload = gpt.build()
-    optimizer = OPTIMIZER(workload.model.parameters())
+    optimizer = OPTIMIZER(workload.model.to(kind).parameters())
     for i, (inputs, target) in zip(range(steps + 1), workload.stream(), strict=False):
         if i == 1:
             began = time.perf_counter()
         optimizer.zero_grad()
-        gpt.loss_fn(workload.model(inputs), target).backward()
+        loss = gpt.loss_fn(workload.model(inputs.to(kind)), target.to(kind))
+        loss.backward()
         optimizer.step()
+        loss.item()  # has been computed
     return (time.perf_counter() - began) / steps
 
 
