@@ -11,9 +11,9 @@ from typing import Any, Literal, Never
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, check_example, resize, resolve_batch
-from pdcompile.cluster import HOST_KIND, Cluster
+from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
-from pdcompile.eager.autocast import on_gpu, other_region
+from pdcompile.eager.autocast import other_region
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
@@ -214,14 +214,11 @@ def _verified(
     layout: BatchLayout,
     options: Options,
 ) -> Verification:
-    region = plan.training.autocast or ""
     try:
-        found = verify(
+        return verify(
             captured, plan, sources, model, flat, layout, options.loss_fn,
             mode=options.verify, loss_reduction=options.loss_reduction,
         )  # fmt: skip
-        on_host = device_of(model, flat).type == HOST_KIND
-        return replace(found, in_place_of=region) if on_host and on_gpu(region) else found
     except VerifyError:
         if not captured.kept:
             raise

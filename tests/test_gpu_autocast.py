@@ -188,6 +188,16 @@ def test_opaque_modules_are_looked_at_in_the_cpus_region() -> None:
     assert dtypes(found)[name] == "bfloat16"  # on a GPU the norm before it gives float32
 
 
+def test_what_fails_in_the_cpus_region_is_planned_and_not_compared() -> None:
+    """As LSTMs do on CPUs that compute in float32 alone."""
+    model = Casting(lambda x: F.softmax(x, dim=-1).view(torch.float32))  # half as wide of bfloat16
+    with pytest.raises(TraceError):
+        planned(model, CPUS)
+    found = planned(model)
+    said = "not verified: in the CPU's autocast region, in place of cuda:bfloat16, the model itself"
+    assert str(found.verification).startswith(said)
+
+
 def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "fake_gpus_have_gradients", lambda: False)
     with pytest.raises(TraceError, match="does not record fake tensors of a GPU here"):

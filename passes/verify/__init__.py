@@ -15,10 +15,13 @@ from typing import Any, Literal
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.eager.autocast import on_gpu
 from pdcompile.eager.meta import unverifiable
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes.trace.comparison.steps import ModelFails
+from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.comparison import Comparison, difference_error
 from pdcompile.passes.verify.distinct_blocks import verify_blocks
 from pdcompile.passes.verify.full_batch import Reduction, full_batch_notes
@@ -60,6 +63,29 @@ def verify(
         VerifyError: something differs in sources that nobody edited, or a stage raises.
         SourceError: a source cannot be loaded.
     """
+    on_host = devices.is_host(device_of(model, flat))
+    region = (on_host and on_gpu(plan.training.autocast) and plan.training.autocast) or ""
+    given = capture, plan, sources, model, flat, layout, loss_fn, mode, loss_reduction
+    try:
+        return replace(_verified(*given), in_place_of=region)
+    except ModelFails as error:
+        if not region:
+            raise
+        reason = f"in the CPU's autocast region, in place of {region}, {error.message}"
+        return not_compared(reason, sources.edited)
+
+
+def _verified(
+    capture: Capture,
+    plan: Plan,
+    sources: Sources,
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    mode: Literal["auto", "full", "blocks", "off"],
+    loss_reduction: Reduction | None,
+) -> Verification:
     meta = unverifiable(model)
     if meta and mode == "auto":
         return not_compared(meta, sources.edited)
