@@ -8,7 +8,7 @@ are some 10 % below what stages take, and not by the same share everywhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.coarsen.spans import widest_users
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
@@ -38,6 +39,7 @@ from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.schedule.registry import kind_of, one_age_streams
 
 if TYPE_CHECKING:
     from torch import nn
@@ -193,11 +195,29 @@ class Planner:
 
         plan = fitting(searched, preferred, graphs.__getitem__, self.cluster)
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
-        return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))
+        notes = (*self.cluster.notes, *self._notes, *self._on_ages(plan, graphs))
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    @property
+    def _own_ages(self) -> bool:
+        """Whether weights of stages differ in age, so that no two may hold one parameter."""
+        return not any(kind_of(name).one_age for name in self.space.schedules)
+
+    def _on_ages(self, plan: Plan, graphs: Mapping[int, OpGraph]) -> Iterator[str]:
+        fqn, share = widest_users(graphs[plan.training.num_microbatches])
+        if self._own_ages and share > 1 / len(plan.stages):
+            yield (
+                f"all users of {fqn!r} are on one stage, with what is between the first and the "
+                f"last of them, {share:.0%} of the time: weights of stages differ in age under "
+                f"{plan.training.schedule!r}; schedule {one_age_streams()} shares them"
+            )
 
     def _problem(self, graphs: Mapping[int, OpGraph], m: int) -> PartitionProblem:
         free = (StageLimits(),) * (self.space.stages or len(self.cluster.devices))
-        return coarsen(graphs[m], free, num_microbatches=m, constraints=self.options.constraints)
+        return coarsen(
+            graphs[m], free, num_microbatches=m, constraints=self.options.constraints,
+            own_ages=self._own_ages,
+        )  # fmt: skip
 
     def _size(self, m: int) -> int:
         return -(-self.training.batch_size // m)

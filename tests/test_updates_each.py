@@ -19,6 +19,7 @@ from pdcompile.problem.constraints import Together
 from tests.helpers import models
 from tests.helpers.cases import case
 from tests.helpers.launch import processes, torchrun
+from tests.helpers.pipelines import by_hand, states_equal
 from tests.helpers.planned import with_warmup
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
@@ -223,11 +224,51 @@ def test_an_older_version_is_not_written() -> None:
 def test_what_needs_all_stages_at_once_is_refused_under_stash() -> None:
     model = models.gpt()
     with pytest.raises(PdcompileError, match="differ in age under 'stash'") as caught:
-        prepared(model, (), stages=2, **options_of(model, "stash"))
+        by_hand(model, 2, *models.batch_for(model, 4), **options_of(model, "stash")).prepare()
     assert "'2bw' or 'vsync'" in str(caught.value.remedy)
     pipe = prepared(models.mlp(), (), stages=2, **options_of(models.mlp(), "stash"))
     with pytest.raises(ConfigError, match="older weights"):
         pipe.forward_backward(torch.ones(4, 16), target=torch.ones(4, 16))
+
+
+class Scaled(nn.Module):
+    """Layers whose weights are used twice, by a norm and by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight / weight.norm())
+        return x
+
+
+def test_users_of_a_parameter_are_planned_on_one_stage_under_stash() -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    twin = copy.deepcopy(model)
+    options = options_of(models.mlp(), "stash")
+    x, y = models.batch_for("mlp", 4)
+    pipe = pdcompile.compile(model, stages=2, **options).prepare(x, target=y)
+    assert not pipe.plan.tied
+    assert not any("all users of" in note for note in pipe.plan.notes)
+    plain = pdcompile.reference(
+        twin, plan=pipe.plan, loss_fn=options["loss_fn"], optimizer=options["optimizer"]
+    )
+    for one in (pipe, plain):
+        for _ in range(5):
+            one.step(x, target=y)
+        one.flush()
+    assert states_equal(pipe.state_dict(), plain.state_dict()) == []
+
+
+def test_a_parameter_at_both_ends_takes_the_model_to_one_stage_under_stash() -> None:
+    model = models.gpt()
+    pipe = prepared(model, (), stages=2, **options_of(model, "stash"))
+    (note,) = (note for note in pipe.plan.notes if "all users of" in note)
+    assert note.startswith("all users of 'wte.weight' are on one stage")
+    assert note.endswith("schedule '2bw' or 'vsync' shares them")
 
 
 TRAIN = """

@@ -15,7 +15,7 @@ from pdcompile.errors import ConfigError, CostError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.neutral import Neutral
-from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
+from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans, join_users
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
@@ -33,6 +33,7 @@ def coarsen(
     objective: Literal["bottleneck", "flush"] = "bottleneck",
     memory: MemoryRule | None = None,
     constraints: Sequence[Constraint] = (),
+    own_ages: bool = False,
 ) -> PartitionProblem:
     """Items in topological order, the traffic between them, and everything that binds them.
 
@@ -40,6 +41,9 @@ def coarsen(
     `together`; `MaxStages` below the number of stages allows empty ones.  One item is pinned to
     the last stage: it holds the ops of the loss, or what makes the last of the model's output,
     and stands for the consumer of the whole output.
+
+    Args:
+        own_ages: weights of stages differ in age: all users of a parameter are on one.
 
     Raises:
         CostError: an op has no cost.
@@ -52,6 +56,8 @@ def coarsen(
     wishes = Wishes.resolve(graph, constraints)
     groups = Groups(len(graph.ops) + 1)
     join_spans(graph, groups)
+    if own_ages:
+        join_users(graph, groups)
     close_cycles(graph, groups)
     neutral = Neutral(graph, groups, b, wishes.marks(groups))
     neutral.run()

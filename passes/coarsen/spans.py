@@ -7,6 +7,7 @@ because ops of one group that reach each other through an outsider form a cycle 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
@@ -41,6 +42,7 @@ GRAD = "a gradient taken inside forward"
 OUTPUT = "the loss and the model's output"
 SPARSE = "a sparse gradient and what it belongs to"
 CAST = "uses of one weight that autocast casts once"
+AGE = "users of one parameter, which stages have at unlike ages"
 CYCLE = "ops between others that stay together"
 
 _FLAGS = ("register_hook", "retain_grad", "requires_grad_")
@@ -368,6 +370,36 @@ def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
         for i in readers:
             if i in sparse and not any(ancestors[other] >> i & 1 for other in dense):
                 groups.join([i, dense[-1] if dense else readers[0]], SPARSE)
+
+
+def join_users(graph: OpGraph, groups: Groups) -> None:
+    """Join all ops that use a trained parameter."""
+    for members in _users(graph).values():
+        groups.join(members, AGE)
+
+
+def widest_users(graph: OpGraph) -> tuple[str, float]:
+    """The trained parameter whose users are farthest apart, and the share of the graph's seconds
+    from the first to the last of them."""
+    costs = [op.cost for op in graph.ops]
+    times = [one.forward_seconds + one.backward_seconds if one else 0.0 for one in costs]
+    spans = {
+        fqn: math.fsum(times[members[0] : members[-1] + 1])
+        for fqn, members in _users(graph).items()
+        if len(members) > 1
+    }
+    fqn = max(spans, key=spans.__getitem__, default="")
+    return fqn, spans.get(fqn, 0.0) / (math.fsum(times) or 1.0)
+
+
+def _users(graph: OpGraph) -> dict[str, list[int]]:
+    """The ops that use each trained parameter."""
+    users: dict[str, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for fqn in op.used_tensors:
+            if graph.tensors[fqn].requires_grad:
+                users.setdefault(fqn, []).append(i)
+    return users
 
 
 # Ops that run in the lower precision; views of a weight are cast anew each time.
