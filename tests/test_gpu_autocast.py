@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ from pdcompile.errors import TraceError
 from pdcompile.options import Options
 from pdcompile.passes.trace import subject
 from pdcompile.plan import Plan
+from pdcompile.releases.gpu_casts import LOW, WIDEST, gpu_casts_on_cpu
+from pdcompile.releases.torch_internals import (
+    FakeTensorMode,
+    fake_gpus_have_gradients,
+    gpu_autocast_anywhere,
+    kernels_of_region,
+)
 from tests.helpers import models
 from tests.helpers.alike import WORKLOAD, Call
 
@@ -81,9 +89,9 @@ def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for(
     assert dtypes(there)["norm"] == "float32" == dtypes(there)[there.capture.train.loss or ""]
     assert list(dtypes(there)) == list(dtypes(here))
     assert not any("region" in note for note in there.plan.notes)
-    said = "bit for bit in the CPU's autocast region, in place of cuda:bfloat16 ("
+    said = "bit for bit on the CPU, with the casts of cuda:bfloat16 ("
     assert said in str(there.verification)
-    assert "in place of" not in str(here.verification)
+    assert "with the casts of" not in str(here.verification)
 
 
 @pytest.mark.parametrize("build", [models.gpt, models.unet, models.convnet, models.mlp])
@@ -176,7 +184,7 @@ def _loss(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out.float(), target)
 
 
-def test_opaque_modules_are_looked_at_in_the_cpus_region() -> None:
+def test_opaque_modules_have_the_dtypes_of_gpus() -> None:
     class Opaque(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * float(x.detach().abs().max() > 0)
@@ -185,7 +193,95 @@ def test_opaque_modules_are_looked_at_in_the_cpus_region() -> None:
     model.norm = nn.Sequential(model.norm, Opaque())  # type: ignore[assignment]
     found = planned(model)
     (name,) = (op.name for op in found.capture.train.ops if op.opaque)
-    assert dtypes(found)[name] == "bfloat16"  # on a GPU the norm before it gives float32
+    assert dtypes(found)[name] == "float32"  # as the norm before it gives on a GPU
+
+
+FULL = {"verify": "full"}  # the captured graph is compared with the model as well
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (
+            torch.zeros_like(x.float()).index_add(0, torch.arange(len(x)), F.softmax(x, -1).float())
+            if x.device.type == "cpu"
+            else torch.zeros_like(x.float()).index_add(
+                0, torch.arange(len(x), device=x.device), F.softmax(x, -1).float()
+            )
+        ),
+        lambda x: F.softmax(x, -1).to(torch.float32) * 2.7,  # a cast of nothing on a GPU
+        lambda x: x.exp() * (2 if x.exp().dtype == torch.float32 else 3),
+        torch.autocast("cuda", enabled=False)(lambda x: x.float() @ x.float().t() @ x.float()),
+        lambda x: x @ x.t() @ x if torch.is_autocast_enabled() else x,
+        lambda x: x.float() + x.float().to(torch.get_autocast_dtype("cuda")),
+    ],
+)
+def test_models_that_know_the_region_of_gpus_are_compared(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    assert planned(Casting(function), **FULL).verification is not None
+
+
+def test_measured_costs_open_the_region_quietly(
+    recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCOMPILE_CACHE", str(tmp_path))
+    planned(Casting(partial(F.softmax, dim=-1)), costs="measured", refine=True)
+    assert not [one for one in recwarn if "CUDA is not available" in str(one.message)]
+
+
+_X = torch.rand(4, 4) / 2 + 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(torch.acos, torch.exp, torch.log1p, torch.rsqrt, torch.reciprocal, F.softplus),
+        *(partial(one, dim=-1) for one in (torch.softmax, torch.log_softmax, torch.cumsum)),
+        *(torch.sum, torch.prod, torch.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm),
+        *(partial(one, dim=0) for one in (torch.sum, torch.norm, torch.logsumexp, torch.mean)),
+        *(lambda x: x**2, lambda x: 2**x, lambda x: x**x, lambda x: x + x.float(), F.gelu),
+        lambda x: x.sum(0, dtype=torch.float64),
+        lambda x: F.softmax(x, -1, dtype=torch.float16),
+        *(lambda x: F.layer_norm(x, (4,)), lambda x: F.group_norm(x, 2), F.cosine_similarity),
+        *(lambda x: F.rms_norm(x, (4,)), lambda x: F.cross_entropy(x, x.argmax(-1))),
+        *(torch.mm, torch.cdist, torch.dist, F.mse_loss, F.linear),
+        *(lambda x: torch.addr(x, x[0], x[1]), lambda x: F.prelu(x, x[0])),
+        lambda x: torch.einsum("ij,jk->ik", x, x),
+        lambda x: torch.mv(x, x[0]),
+        *(lambda x: torch.addcmul(x.float(), x, x), lambda x: torch.addcdiv(x, x, x)),
+        *(lambda x: torch.atan2(x, x.float()), lambda x: torch.dot(x[0], x[1])),
+        lambda x: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.long, device=x.device), x.float()),
+        *(lambda x: torch.cat([x, x]), lambda x: torch.stack([x, x]), torch.trace, F.dropout),
+        lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode="bilinear"),
+        lambda x: F.conv1d(x[None], x[None]),
+        lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    ],
+)  # fmt: skip
+def test_casts_on_the_cpu_are_those_of_gpus(function: Any, dtype: torch.dtype) -> None:
+    x = _X.to(dtype)
+    given = 2 if function in _OF_TWO else 1
+    assert fake_gpus_have_gradients()
+    with FakeTensorMode(), gpu_autocast_anywhere():
+        there = torch.empty(4, 4, dtype=dtype, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            wanted = function(*[there] * given).dtype
+    before = torch.exp(x).dtype
+    with gpu_casts_on_cpu(), torch.autocast("cuda", dtype=torch.bfloat16):
+        assert function(*[x] * given).dtype == wanted
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.exp(x).dtype == before
+
+
+_OF_TWO = (torch.mm, torch.cdist, torch.dist, F.mse_loss, F.linear, F.cosine_similarity)
+
+
+def test_all_casts_of_gpus_are_known() -> None:
+    """The lists of a new torch may have more ops than are told apart here."""
+    there = {name.partition(".")[0] for name in kernels_of_region("cuda")}
+    assert there >= LOW - {"cudnn_convolution", "cudnn_convolution_transpose"}
+    assert there >= WIDEST
 
 
 def test_what_fails_in_the_cpus_region_is_planned_and_not_compared() -> None:
@@ -209,5 +305,5 @@ def test_the_command_plans_for_gpus_in_their_region(call: Call) -> None:
     code, out, _ = call("plan", WORKLOAD, "--cluster", "1x2:a100", "--autocast", "bfloat16")
     said = " ".join(out.split())
     assert code == 0
-    assert "in place of cuda:bfloat16" in said
+    assert "with the casts of cuda:bfloat16" in said
     assert "captured in the autocast region" not in said

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, bound
 from pdcompile.passes.costs import CostedOp, Operand
@@ -66,7 +66,7 @@ def measure(
 ) -> Entry:
     """Times one op on a device for about `seconds` in all."""
     bench = _bench(call, model, b, device)
-    with grad_mode(call), devices.making(device):
+    with regions_of(call.op.autocast, device), grad_mode(call), devices.making(device):
         forward = took(bench.prepare, device, seconds / 2)
         backward = _backward(bench, seconds / 2) if call.differentiated else Took(0.0)
     return Entry(

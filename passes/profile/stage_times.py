@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.cluster import Cluster
-from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
@@ -88,7 +88,8 @@ def measure_stages(
     device = _device(plan, tensors)
     leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
     making = making_of_nothing(graph, stage_of_ops(graph, plan))
-    with preserved_rng(device), untouched(model, training=True):
+    regions = regions_of(plan.training.autocast, device)
+    with preserved_rng(device), untouched(model, training=True), regions:
         model.zero_grad(set_to_none=True)
         values: dict[str, torch.Tensor] = {}
         for k, cls in enumerate(stage_classes(sources)):

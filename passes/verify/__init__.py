@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.eager.autocast import on_gpu
+from pdcompile.eager.autocast import on_gpu, regions_of
 from pdcompile.eager.meta import unverifiable
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
@@ -63,15 +63,16 @@ def verify(
         VerifyError: something differs in sources that nobody edited, or a stage raises.
         SourceError: a source cannot be loaded.
     """
-    on_host = devices.is_host(device_of(model, flat))
-    region = (on_host and on_gpu(plan.training.autocast) and plan.training.autocast) or ""
+    region, device = plan.training.autocast or "", device_of(model, flat)
+    region = region if on_gpu(region) and devices.is_host(device) else ""
     given = capture, plan, sources, model, flat, layout, loss_fn, mode, loss_reduction
     try:
-        return replace(_verified(*given), in_place_of=region)
+        with regions_of(region, device):
+            return replace(_verified(*given), in_place_of=region)
     except ModelFails as error:
         if not region:
             raise
-        reason = f"in the CPU's autocast region, in place of {region}, {error.message}"
+        reason = f"on the CPU, with the casts of {region}, {error.message}"
         return not_compared(reason, sources.edited)
 
 

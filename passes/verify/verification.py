@@ -89,7 +89,7 @@ class Verification:
         if not self.differences:
             how = "bit for bit" if self.exact else "up to rounding"
             if self.in_place_of:
-                how += f" in the CPU's autocast region, in place of {self.in_place_of}"
+                how += f" on the CPU, with the casts of {self.in_place_of}"
             head = f"{edited}{self.blocks or 'the stages'} equal eager {how} ({self.compared})"
             return "\n".join([head, *rest])
         count = len(self.differences)

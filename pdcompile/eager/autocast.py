@@ -87,11 +87,13 @@ def autocast_region(text: str | None) -> AbstractContextManager[Any]:
 
 
 def regions_of(text: str | None, device: torch.device) -> AbstractContextManager[None]:
-    """Around code for which the region is opened and which runs on `device`: a GPU's regions are
-    the CPU's where that is the CPU, which casts most ops alike."""
-    from pdcompile.releases.torch_internals import gpu_autocast_on_cpu
+    """Around code for which the region is opened and which runs on `device`: where that is the CPU,
+    a GPU's regions cast there what they cast on a GPU."""
+    if not (on_gpu(text) and device.type == HOST_KIND):
+        return nullcontext()
+    from pdcompile.releases.gpu_casts import gpu_casts_on_cpu
 
-    return gpu_autocast_on_cpu() if on_gpu(text) and device.type == HOST_KIND else nullcontext()
+    return gpu_casts_on_cpu()
 
 
 def other_region(text: str | None, devices: Iterable[Device]) -> str:

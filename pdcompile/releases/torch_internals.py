@@ -9,9 +9,11 @@ where they are needed: they are older than the first of these releases, and the 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -152,18 +154,69 @@ def gpu_autocast_anywhere() -> Iterator[None]:
 
 @contextmanager
 def gpu_autocast_on_cpu() -> Iterator[None]:
-    """Regions of ``torch.autocast("cuda")`` are those of the CPU: what opens them runs there."""
+    """Regions of GPUs and of the CPU are of both, whoever made them and when: what opens them runs
+    on the CPU and is cast there, and a model that asks for the region of GPUs is told of it."""
     autocast: Any = torch.autocast
-    made = autocast.__init__
+    enter, leave = autocast.__enter__, autocast.__exit__
+    twins: list[Any] = []
 
-    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        made(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+    def __enter__(self: Any) -> Any:
+        other = {"cuda": "cpu", "cpu": "cuda"}.get(self.device)
+        twin = nullcontext() if other is None else autocast(other, self.fast_dtype, self._enabled)
+        twins.append(twin)
+        if other is not None:
+            enter(twin)
+        return enter(self)
 
-    autocast.__init__ = __init__
+    def __exit__(self: Any, *error: Any) -> Any:
+        twin = twins.pop()
+        found = leave(self, *error)
+        if isinstance(twin, autocast):
+            leave(twin, *error)
+        return found
+
+    autocast.__enter__, autocast.__exit__ = __enter__, __exit__
     try:
+        with gpu_autocast_anywhere():
+            yield
+    finally:
+        autocast.__enter__, autocast.__exit__ = enter, leave
+
+
+@functools.cache
+def kernels_of_region(kind: str) -> frozenset[str]:
+    """Names of the ATen ops that an autocast region of this kind of device casts, or widens."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[kind]
+    held = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return frozenset(name.removeprefix("aten::") for name in names if held(name, key))
+
+
+def op_of(name: str) -> OpOverload:
+    """The ATen op of a name as the dispatcher has it (``softmax.int``, ``exp``)."""
+    base, _, overload = name.partition(".")
+    found: OpOverload = getattr(getattr(torch.ops.aten, base), overload or "default")
+    return found
+
+
+@contextmanager
+def region_kernels(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """The CPU's autocast region calls these for ATen ops by name; None: casts nothing of one."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*overridden")  # it is what is asked for
+            for name, kernel in kernels.items():
+                library.impl(op_of(name), kernel or torch.library.fallthrough_kernel, "AutocastCPU")
         yield
     finally:
-        autocast.__init__ = made
+        library._destroy()
+
+
+def outside_autocast() -> Any:
+    """Around calls of a kernel of a region that it must not be called for again."""
+    key = torch._C.DispatchKey.AutocastCPU
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 def is_composite(op: OpOverload) -> bool:

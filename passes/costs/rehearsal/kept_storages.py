@@ -17,7 +17,13 @@ from torch import Tensor
 from pdcompile.ir.graph import Op, OpGraph, fingerprint
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, structural_key
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
-from pdcompile.passes.costs.rehearsal.rehearse import from_outside, outside, staged, storages_in
+from pdcompile.passes.costs.rehearsal.rehearse import (
+    cast_as_recorded,
+    from_outside,
+    outside,
+    staged,
+    storages_in,
+)
 from pdcompile.passes.costs.stage_ports import Ports
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step, operands
@@ -63,7 +69,7 @@ def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> Kept:
     if key not in _cache:
         if len(_cache) >= _CACHED_GRAPHS:
             del _cache[next(iter(_cache))]
-        with quiet_shape_errors():
+        with quiet_shape_errors(), cast_as_recorded(graph.ops):
             _cache[key] = _Walk(GraphIndex.of(graph, b), kernels).kept()
     return _cache[key]
 

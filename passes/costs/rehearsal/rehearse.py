@@ -10,8 +10,8 @@ estimated size.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pdcompile.eager.autocast import on_gpu, regions_of
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.eager.split_backward import Root, accumulate, first_part
@@ -28,7 +29,6 @@ from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
 from pdcompile.passes.costs.gpu_kernels import inside
-from pdcompile.passes.costs.rehearsal.gpu_casts import Run, with_casts
 from pdcompile.passes.costs.rehearsal.imitated_ops import (
     RECURRENT,
     Footprint,
@@ -140,7 +140,7 @@ def staged(
                 footprints[op.name] = guessed(call)
         elif kernels != HOST and (attention := fused_attention(call)) is not None:
             footprints[op.name] = attention
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad(), cast_as_recorded(ops):
         for op in ops:
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
@@ -149,15 +149,13 @@ def staged(
             fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        lookup: Any = fakes
-        make = partial(from_outside, index)
-        runs = {
-            op.name: with_casts(CostedOp(op, index), partial(run_op, lookup=lookup), make)
-            for op in ops
-            if op.name not in footprints
-        }
-        meter = _Meter(given, inside_of(kernels))
-        yield Stage(index, steps, ports, fakes, meter, footprints, runs)
+        yield Stage(index, steps, ports, fakes, _Meter(given, inside_of(kernels)), footprints)
+
+
+def cast_as_recorded(ops: Iterable[Op]) -> AbstractContextManager[None]:
+    """Around runs of ops on fake tensors, which are the CPU's: autograd's engine takes none of a
+    GPU where there is none."""
+    return regions_of(next((one.autocast for one in ops if on_gpu(one.autocast)), None), CPU)
 
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
@@ -236,7 +234,6 @@ class Stage:
     fakes: Fakes
     meter: _Meter
     footprints: Mapping[str, Footprint]
-    runs: Mapping[str, Run]  # of ops that have no footprint
 
     def run(self, *, splits: bool = False) -> Resident:
         names = (*outside([step.op for step in self.steps]), *self.ports.received)
@@ -323,9 +320,10 @@ class Stage:
         return result
 
     def result(self, op: Op, env: Mapping[str, Any]) -> Any:
+        lookup: Any = self.fakes
         if op.name not in self.footprints:
             try:
-                return self.runs[op.name](op, env)
+                return run_op(op, env, lookup)
             except Exception:
                 if op.mutates or op.buffers_written:
                     raise  # what plays an op writes nothing

@@ -1,0 +1,125 @@
+"""Casts of a GPU's autocast region on the CPU: ops are cast as a GPU's are, and run on the CPU.
+
+The two regions cast other ops (softmax, sums and norms are computed in float32 on a GPU alone).
+What was recorded in the one does not run in the other: a cast that does nothing on a GPU is not
+recorded, and the model may ask for the dtype of a result.  Torch lets every op be given another
+kernel of the CPU's region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.cluster import GPU_KIND, HOST_KIND
+from pdcompile.releases.torch_internals import (
+    OpOverload,
+    gpu_autocast_on_cpu,
+    kernels_of_region,
+    op_of,
+    outside_autocast,
+    pytree,
+    region_kernels,
+)
+
+# Those that torch's documentation has in float16 on a GPU and not on the CPU, and those that take
+# the widest dtype of their inputs; all others of a GPU's region are computed in float32.
+# fmt: off
+LOW = frozenset((
+    "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell", "addmv", "addr", "chain_matmul", "convolution", "cudnn_convolution",
+    "cudnn_convolution_transpose", "einsum", "gru_cell", "linalg_multi_dot", "lstm_cell", "mv",
+    "rnn_relu_cell", "rnn_tanh_cell",
+))
+WIDEST = frozenset((
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
+    "scatter_add", "tensordot", "vdot",
+))
+# fmt: on
+_WITH_DTYPE: dict[
+    str, Callable[..., Any]
+] = {  # float32 is what they are told, and not what their inputs are cast to
+    "norm.Scalar": lambda x, p=2: torch.ops.aten.norm.ScalarOpt_dtype(x, p, dtype=torch.float32),
+    "norm.ScalarOpt_dim": lambda x, p, dim, keepdim=False: torch.ops.aten.norm.ScalarOpt_dim_dtype(
+        x, p, dim, keepdim, dtype=torch.float32
+    ),
+}
+
+_open = False
+
+
+@contextmanager
+def gpu_casts_on_cpu() -> Iterator[None]:
+    """Regions of GPUs are open on the CPU too, and cast there what they cast on a GPU."""
+    global _open
+    if _open:
+        yield
+        return
+    there, here = kernels_of_region(GPU_KIND), kernels_of_region(HOST_KIND)
+    other: dict[str, Callable[..., Any] | None] = {name: _kernel(name) for name in there - here}
+    other |= {name: _kernel(name) for name in there & here if _base(name) in WIDEST}
+    other |= dict.fromkeys(here - there, None)
+    with region_kernels(other), gpu_autocast_on_cpu():
+        _open = True
+        try:
+            yield
+        finally:
+            _open = False
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    op, base = op_of(name), _base(name)
+    narrow = _WITH_DTYPE.get(name)
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with outside_autocast():
+            if narrow is not None:
+                return narrow(*args, **kwargs) if _casts(args[0]) else op(*args, **kwargs)
+            if base in LOW:
+                dtype = torch.get_autocast_dtype(HOST_KIND)
+            elif base in WIDEST:
+                dtype = _widest((args, kwargs))
+            elif any(argument.name == "dtype" for argument in op._schema.arguments):
+                return _in_float32(op, args, kwargs)
+            else:
+                dtype = torch.float32
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: _to(t, dtype), (args, kwargs))
+            return op(*args, **kwargs)
+
+    return cast
+
+
+def _base(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _casts(value: Any) -> bool:
+    """Whether a region casts it."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == HOST_KIND
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if _casts(tensor) else tensor
+
+
+def _widest(arguments: Any) -> torch.dtype:
+    dtypes = {tensor.dtype for tensor in pytree.tree_leaves(arguments) if _casts(tensor)}
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(HOST_KIND)
+
+
+def _in_float32(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op in float32, unless it is told another dtype."""
+    place = [argument.name for argument in op._schema.arguments].index("dtype")
+    told = kwargs.get("dtype", args[place] if len(args) > place else None)
+    if told is None and _casts(args[0]):
+        return op(*args[:place], **kwargs | {"dtype": torch.float32})
+    return op(*args, **kwargs)
