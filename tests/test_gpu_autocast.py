@@ -222,6 +222,40 @@ def test_models_that_know_the_region_of_gpus_are_compared(
     assert planned(Casting(function), **FULL).verification is not None
 
 
+class Routed(nn.Module):
+    """(b, 16) -> (b, 16), each sample by the layer that fits it best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        found = torch.zeros_like(x)
+        for k, layer in enumerate(self.layers):
+            rows = torch.where(weights.argmax(-1) == k)[0]
+            part = layer(x[rows]) * weights[rows, k][:, None]
+            found.index_add_(0, rows, part.to(found.dtype))
+        y: Tensor = self.out(found)
+        return y
+
+
+@pytest.mark.parametrize("model", [Routed(), Casting(lambda x: x * x[x > 0].sum())])
+def test_sizes_by_values_are_captured_without_a_gpu(model: nn.Module) -> None:
+    there, here = planned(model, **FULL), planned(model, CPUS)
+    assert [op.target for op in there.capture.train.ops if "to" not in op.target] == [
+        op.target for op in here.capture.train.ops if "to" not in op.target
+    ]
+
+
+def test_what_fails_on_a_gpu_fails_as_there() -> None:
+    with pytest.raises(TraceError, match="at least two devices, cuda:0 and cpu"):
+        planned(Casting(lambda x: x + torch.ones(16)))
+    with pytest.raises(TraceError, match="unsafe to autocast"):
+        planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
+
+
 def test_measured_costs_open_the_region_quietly(
     recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,11 @@ def gpus() -> int:
     return max(found, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if found and shares() else found
 
 
+def with_memory(device: torch.device) -> torch.device:
+    """The device itself, and the host in place of a GPU where there is none."""
+    return HOST if device.type == GPU and not torch.cuda.is_available() else device
+
+
 def gpu(index: int) -> torch.device:
     """The GPU of that number, in turn where they are shared."""
     return torch.device(GPU, index % torch.cuda.device_count() if shares() else index)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.hardware import devices
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.releases.torch_internals import (
@@ -54,7 +55,8 @@ def run(call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True
 
     The error of the run on fakes is raised where the real run fails too, writes its arguments,
     draws random numbers, returns a part of its arguments or no tensor, or has shapes that depend
-    on values.
+    on values.  Without the GPU of the fakes the real run is on the host, which refuses other calls
+    than a GPU does: an error that is not for want of values is then raised as it is.
     """
     try:
         return call(*args, **kwargs)
@@ -70,6 +72,8 @@ def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool)
     fakes = {id(t): t for t in tensors_among((args, kwargs))}
     size = sum(t.numel() * t.element_size() for t in fakes.values())
     if not fakes or size > MAX_BYTES:
+        return None
+    if not by_value and any(devices.with_memory(t.device) != t.device for t in fakes.values()):
         return None
     found: Any = None
     with no_dispatch_modes(), NoTorchFunction():
@@ -107,9 +111,10 @@ def _outcome(
 
 
 def _real(fake: Tensor, fill: Fill) -> Tensor:
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    device = devices.with_memory(fake.device)
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
     if 0 in made.stride():
-        made = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+        made = torch.empty(fake.shape, dtype=fake.dtype, device=device)
     fill(made)
     return made.requires_grad_(fake.requires_grad)
 

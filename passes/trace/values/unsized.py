@@ -122,7 +122,7 @@ class Unsized:
                 if unsized or not zeros or not fake.is_floating_point():
                     return None
                 with no_dispatch_modes():
-                    found = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+                    found = torch.zeros(fake.shape, dtype=fake.dtype, device=self._fakes.home)
                     found.requires_grad_(fake.requires_grad)
             reals[id(fake)] = found
         return reals
