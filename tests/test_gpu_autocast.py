@@ -17,7 +17,7 @@ import pdcompile
 from pdcompile.batch import flatten_call
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
-from pdcompile.errors import TraceError
+from pdcompile.errors import ConfigError, TraceError
 from pdcompile.options import Options
 from pdcompile.passes.trace import subject
 from pdcompile.plan import Plan
@@ -254,6 +254,13 @@ def test_what_fails_on_a_gpu_fails_as_there() -> None:
         planned(Casting(lambda x: x + torch.ones(16)))
     with pytest.raises(TraceError, match="unsafe to autocast"):
         planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
+
+
+def test_a_region_that_torch_switched_off_is_not_none() -> None:
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        region = torch.autocast("cuda", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="finds no GPU here and switches"):
+        planned(models.mlp(), autocast=region)
 
 
 def test_measured_costs_open_the_region_quietly(

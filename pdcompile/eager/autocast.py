@@ -33,6 +33,7 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
         return None
     if hasattr(given, "fast_dtype") and hasattr(given, "device"):
         if not getattr(given, "_enabled", True):
+            _check_switched_off(given)
             return None
         if not getattr(given, "_cache_enabled", True):
             raise ConfigError(
@@ -51,6 +52,19 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
             remedy="None, 'bfloat16', torch.bfloat16, torch.float16, or torch.autocast(…)",
         )
     return f"{device}:{name}"
+
+
+def _check_switched_off(given: Any) -> None:
+    """Raises ConfigError where torch may have switched a region off, and not the user."""
+    import torch
+
+    if str(given.device) == GPU_KIND and not torch.cuda.is_available():
+        raise ConfigError(
+            "torch finds no GPU here and switches every torch.autocast('cuda', …) off, so that "
+            "autocast= names no region",
+            remedy="give its dtype (autocast='bfloat16'), which is the region of the devices that "
+            "the plan is for, or None for no region",
+        )
 
 
 def on_gpu(text: str | None) -> bool:
