@@ -20,6 +20,8 @@ from pdcompile.driver import build
 from pdcompile.errors import ConfigError, TraceError
 from pdcompile.options import Options
 from pdcompile.passes.trace import subject
+from pdcompile.passes.trace.comparison.steps import ModelFails
+from pdcompile.passes.verify.comparison import Comparison
 from pdcompile.plan import Plan
 from pdcompile.releases.gpu_casts import LOW, WIDEST, gpu_casts_on_cpu
 from pdcompile.releases.torch_internals import (
@@ -325,14 +327,24 @@ def test_all_casts_of_gpus_are_known() -> None:
     assert there >= WIDEST
 
 
-def test_what_fails_in_the_cpus_region_is_planned_and_not_compared() -> None:
-    """As LSTMs do on CPUs that compute in float32 alone."""
+def test_ops_that_the_cpu_casts_otherwise_are_compared() -> None:
     model = Casting(lambda x: F.softmax(x, dim=-1).view(torch.float32))  # half as wide of bfloat16
     with pytest.raises(TraceError):
         planned(model, CPUS)
-    found = planned(model)
-    said = "not verified: in the CPU's autocast region, in place of cuda:bfloat16, the model itself"
-    assert str(found.verification).startswith(said)
+    assert "with the casts of cuda:bfloat16" in str(planned(model).verification)
+
+
+def test_what_fails_on_the_cpu_is_planned_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers do that have no kernel for the CPU in float16."""
+
+    def fails(*_: Any, **__: Any) -> int:
+        raise ModelFails("the model itself fails on these inputs")
+
+    monkeypatch.setattr(Comparison, "run", fails)
+    with pytest.raises(ModelFails):
+        planned(models.mlp(), CPUS)
+    said = "not verified: on the CPU, with the casts of cuda:bfloat16, the model itself fails"
+    assert str(planned(models.mlp()).verification).startswith(said)
 
 
 def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

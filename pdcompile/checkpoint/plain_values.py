@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.checkpoint.manifest import ANOTHER
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import CheckpointError
 from pdcompile.ir.targets import dtype_name
 
@@ -89,7 +90,7 @@ class Encoder:
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
             raise _cannot(value, name, f"is a tensor of type {type(value).__name__}")
         if self._inline:
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            flat = flat_bytes(value.detach().cpu())
             text = base64.b64encode(flat.numpy().tobytes()).decode()
             return {"values": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
         if id(value) in self._met:

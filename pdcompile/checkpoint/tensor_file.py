@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pdcompile.checkpoint.manifest import StoredFile, StoredTensor
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import CheckpointError
 
 _LENGTH = 8  # bytes that hold the header's length
@@ -147,7 +147,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = flat_bytes(tensor)
     return zlib.crc32(flat.numpy().data) if flat.numel() else 0
 
 

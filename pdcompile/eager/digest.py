@@ -19,14 +19,21 @@ _SAMPLE_BYTES = 64  # at the beginning, and as many at the end
 WriteState = tuple[int, int, int]  # version counter, address, digest
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The values of a dense tensor as a flat run of bytes, a copy unless they are one."""
+    dense = tensor.detach().contiguous()
+    # a dimension of size 1 may have any stride and still count as contiguous
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def digest(tensor: Tensor) -> int:
     """A 64-bit hash of all values; equal for equal bits in equal memory order."""
     if tensor.is_meta or not tensor.numel():
         return 0
     plain = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
-    flat = plain.permute(order).contiguous().reshape(-1)  # no copy where all lies side by side
-    return xxhash.xxh3_64_intdigest(devices.to_host(flat.view(torch.uint8)).numpy().data)
+    flat = flat_bytes(plain.permute(order))  # no copy where all lies side by side
+    return xxhash.xxh3_64_intdigest(devices.to_host(flat).numpy().data)
 
 
 def digest_here(tensor: Tensor) -> int:

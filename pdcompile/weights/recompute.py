@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 
 
@@ -88,5 +89,4 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal to the last bit; False on the meta device."""
     if one.is_meta or other.is_meta:
         return False
-    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)
+    return torch.equal(flat_bytes(one), flat_bytes(other))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.hardware import devices
 from pdcompile.runtime.transport.launch import WAIT, World
@@ -90,4 +91,4 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The values as a flat run of bytes on the CPU (a copy unless they already are one)."""
-    return devices.to_host(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(devices.to_host(tensor.detach()))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import ContractError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.schedule import Kind
@@ -70,11 +71,9 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
             remedy="keep all that reads its parameter on one stage (constraints=, or another "
             "plan), or leave sparse=True out",
         )
-    dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous()
-    if not dense.numel():
+    if not tensor.numel():
         return torch.zeros(1, dtype=torch.uint8, device=tensor.device)
-    # a dimension of size 1 may have any stride and still count as contiguous
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().permute(order))
 
 
 def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.releases.torch_internals import NoTorchFunction, is_functorch_wrapped_tensor
 
@@ -30,7 +31,7 @@ def digest(tensor: Tensor) -> str:
             plain = plain.to_dense()
         if plain.is_floating_point() or plain.is_complex():
             plain = plain.resolve_conj().resolve_neg() + 0
-        raw = plain.contiguous().cpu().reshape(-1).view(torch.uint8)
+        raw = flat_bytes(plain.cpu())
     found = hashlib.blake2b(raw.numpy().tobytes(), digest_size=16)
     found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     return found.hexdigest()
