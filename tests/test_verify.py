@@ -18,6 +18,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.comparison.step_values import distance
+from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
 from pdcompile.passes.verify import step_runs, verify
 from tests.helpers import models
 from tests.helpers.cuts import cut
@@ -113,6 +114,23 @@ def test_an_edit_that_changes_nothing_is_no_difference():
     plan = cut(found, [5])
     sources = edited(found, plan, "torch.relu(linear)", "torch.relu(linear) * 1")
     assert not verify(found, plan, sources, model, flat, layout, models.square_loss).differences
+
+
+@pytest.mark.parametrize("factor", [1.03, 1])
+def test_an_edit_is_not_hidden_by_the_rounding_of_the_general_path(factor):
+    model, flat, layout, _ = captured("mlp")
+    given = {"microbatch_size": 3, "autocast": "cpu:bfloat16"}
+    found = capture(model, flat, layout, models.square_loss, **given)
+    noted = (dataclasses.replace(one, notes=(GENERAL_PATH,)) for one in (found.train, found.eval))
+    train, evaluation = noted
+    found = dataclasses.replace(found, train=train, eval=evaluation)
+    plan = cut(found, [5])
+    plan = dataclasses.replace(
+        plan, training=dataclasses.replace(plan.training, autocast="cpu:bfloat16")
+    )
+    sources = edited(found, plan, "torch.relu(linear)", f"torch.relu(linear) * {factor}")
+    report = verify(found, plan, sources, model, flat, layout, models.square_loss)
+    assert bool(report.differences) == (factor != 1)
 
 
 def test_the_same_change_in_generated_sources_is_an_error():

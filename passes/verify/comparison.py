@@ -18,6 +18,7 @@ from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes.codegen import generate
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
@@ -66,7 +67,7 @@ class Comparison:
             VerifyError: graph and model differ, the model or a stage raises.
             SourceError: a source cannot be loaded.
         """
-        chains = self._chains()
+        chains = self._chains(self.sources)
         done = 0
         with restored_weights(self.model):
             for step, call in enumerate(calls):
@@ -100,10 +101,11 @@ class Comparison:
             rows=tuple(self.rows),
         )
 
-    def _chains(self) -> list[Chain]:
+    def _chains(self, sources: Sources) -> list[Chain]:
+        """Those of training and of evaluation."""
         on_stages, seed = staged(self.capture, self.plan), self.plan.training.seed
         return [
-            Chain(mode.graph, mode.edges, self.plan.tied, self.sources, self.model, seed)
+            Chain(mode.graph, mode.edges, self.plan.tied, sources, self.model, seed)
             for mode in (on_stages.train, on_stages.eval)
         ]
 
@@ -138,6 +140,15 @@ class Comparison:
         with preserved_rng(self.device), untouched(self.model, graph.training), regions:
             yield
 
+    def _unedited(self, chain: Chain, step: Step) -> StepValues:
+        """The values of the stages as they are generated: an edit may change less than rounding
+        does, and is no rounding."""
+        plain, in_eval = self._chains(generate(self.capture, self.plan))
+        plain = plain if chain.graph.training else in_eval
+        plain.begin(step.minibatch)
+        with self._around(step.graph):
+            return step.values(partial(stages, plain, step.call, self.plan))
+
     def _with_gradients(
         self, chain: Chain, step: Step, failed: ModelFails
     ) -> tuple[StepValues, StepValues]:
@@ -168,7 +179,10 @@ class Comparison:
         found = unlike_at(exact=self.exact)
         if found and GENERAL_PATH in graph.notes and not unlike_at(exact=False):
             self.rounded = True
-            return []
+            found = []
+        if not found and self.rounded and self.sources.edited:
+            unedited = self._unedited(chain, step)
+            return differences(graph, unedited, got, home, last, step=step.minibatch, exact=True)
         if not found or not self.exact:
             return found  # values that are equal up to rounding cannot be told by their content
         with self._around(graph):
