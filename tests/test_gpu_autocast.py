@@ -258,6 +258,14 @@ def test_what_fails_on_a_gpu_fails_as_there() -> None:
         planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
 
 
+def test_a_forward_that_differentiates_is_refused_in_words() -> None:
+    def force(x: Tensor) -> Tensor:
+        return x + torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
+
+    with pytest.raises(TraceError, match="differentiates, on fake tensors of a GPU"):
+        planned(Casting(force))
+
+
 def test_a_region_that_torch_switched_off_is_not_none() -> None:
     with pytest.warns(UserWarning, match="Disabling autocast"):
         region = torch.autocast("cuda", dtype=torch.bfloat16)

@@ -312,6 +312,9 @@ def run(
         hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
         if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
             said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
+        if "Cannot access accelerator device" in str(error):  # of autograd's engine
+            said = f"{what} differentiates, on fake tensors of a GPU, which takes a GPU"
+            hint = "have model and minibatch on a GPU, or plan without autocast"
         raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
     return output, loss
 
