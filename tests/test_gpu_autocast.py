@@ -251,9 +251,15 @@ def test_sizes_by_values_are_captured_without_a_gpu(model: nn.Module) -> None:
     ]
 
 
+def test_tensors_made_of_nothing_are_on_the_device_as_in_a_stage() -> None:
+    found = planned(Casting(lambda x: x + torch.ones(16).cumsum(0)))
+    assert found.makes_tensors(0) or found.makes_tensors(1)
+    assert "bit for bit" in str(found.verification)
+
+
 def test_what_fails_on_a_gpu_fails_as_there() -> None:
     with pytest.raises(TraceError, match="at least two devices, cuda:0 and cpu"):
-        planned(Casting(lambda x: x + torch.ones(16)))
+        planned(Casting(lambda x: x + torch.ones(16, 16, device="cpu")[x.argmax(-1)]))
     with pytest.raises(TraceError, match="unsafe to autocast"):
         planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.eager.modes import in_mode, modes
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import PdcompileError, TraceError
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
@@ -217,7 +218,10 @@ class _Run:
     @contextmanager
     def _around(self) -> Iterator[None]:
         """Opens everything that sees the run: interceptors, patched calls, modes."""
-        tape, device = self._tape, self._tape.fakes.device.type
+        tape, fakes = self._tape, self._tape.fakes
+        device = fakes.device.type
+        # What the model makes of nothing is on the device when a stage runs there.
+        making = nullcontext() if fakes.home == fakes.device else devices.making(fakes.device)
         with ExitStack() as stack:
             for each in (
                 *(interceptor.around() for interceptor in tape.interceptors),
@@ -227,6 +231,7 @@ class _Run:
                 autocast_region(self._subject.autocast or f"{device}:{OFF}"),
                 torch.enable_grad(),
                 self._mode,
+                making,
                 self._observer,
                 tape,
             ):  # fmt: skip
