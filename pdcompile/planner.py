@@ -204,8 +204,10 @@ class Planner:
         return not any(kind_of(name).one_age for name in self.space.schedules)
 
     def _on_ages(self, plan: Plan, graphs: Mapping[int, OpGraph]) -> Iterator[str]:
+        if not self._own_ages:
+            return
         fqn, share = widest_users(graphs[plan.training.num_microbatches])
-        if self._own_ages and share > 1 / len(plan.stages):
+        if share > 1 / len(plan.stages):
             yield (
                 f"all users of {fqn!r} are on one stage, with what is between the first and the "
                 f"last of them, {share:.0%} of the time: weights of stages differ in age under "

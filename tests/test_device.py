@@ -24,7 +24,7 @@ from pdcompile.runtime.device.of_rank import device_of
 from pdcompile.runtime.device.queued_device import QueuedDevice
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.transport.launch import DataPath
-from tests.helpers.alike import COMMON, PLANNED, Call, compiled
+from tests.helpers.alike import COMMON, PLANNED, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, mlp, unet
 from tests.helpers.simulated_gpu import GPU, Event, SimulatedGpu, Stream
@@ -534,7 +534,7 @@ def test_how_many_gpus_are_needed() -> None:
         assert len([*lacks_devices(given, alone=alone, gpus=gpus)]) == missing
 
 
-def test_another_autocast_region_is_refused_and_planned_for_with_a_note(call: Call) -> None:
+def test_another_autocast_region_is_refused() -> None:
     cpus = torch.autocast("cpu", dtype=torch.bfloat16)
     given = {"cluster": pdcompile.Cluster.local(2, kind="a100-80"), "autocast": cpus}
     other = "the autocast region of cpu, and that of a100-80 casts other ops"
@@ -542,8 +542,6 @@ def test_another_autocast_region_is_refused_and_planned_for_with_a_note(call: Ca
         compiled(mlp, **given)
     here = compiled(mlp, stages=2, autocast="bfloat16").prepare()
     assert not any("autocast" in note for note in here.plan.notes)
-    with pytest.raises(LaunchError):
-        compiled(mlp, **given).prepare()
 
 
 # -- names of devices ------------------------------------------------------------------------------

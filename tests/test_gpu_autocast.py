@@ -272,6 +272,13 @@ def test_a_forward_that_differentiates_is_refused_in_words() -> None:
         planned(Casting(force))
 
 
+def test_another_region_is_planned_for_with_a_note() -> None:
+    plan = planned(models.mlp(), autocast=torch.autocast("cpu", dtype=torch.bfloat16)).plan
+    assert plan.training.autocast == "cpu:bfloat16"
+    (note,) = (note for note in plan.notes if "region" in note)
+    assert note.startswith("the model was captured in the autocast region of cpu, and that of a100")
+
+
 def test_a_region_that_torch_switched_off_is_not_none() -> None:
     with pytest.warns(UserWarning, match="Disabling autocast"):
         region = torch.autocast("cuda", dtype=torch.bfloat16)

@@ -68,7 +68,7 @@ def verify(
     given = capture, plan, sources, model, flat, layout, loss_fn, mode, loss_reduction
     try:
         with regions_of(region, device):
-            return replace(_verified(*given), in_place_of=region)
+            return replace(_verified(*given), casts_of=region)
     except ModelFails as error:
         if not region:
             raise

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
-from pdcompile.eager.autocast import regions_of
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
@@ -136,8 +135,7 @@ class Comparison:
     @contextmanager
     def _around(self, graph: OpGraph) -> Iterator[None]:
         """Around runs, which leave the model as it was."""
-        regions = regions_of(self.plan.training.autocast, self.device)
-        with preserved_rng(self.device), untouched(self.model, graph.training), regions:
+        with preserved_rng(self.device), untouched(self.model, graph.training):
             yield
 
     def _unedited(self, chain: Chain, step: Step) -> StepValues:

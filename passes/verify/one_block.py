@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import output_leaves
-from pdcompile.eager.autocast import autocast_region, regions_of
+from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
@@ -121,8 +121,7 @@ class BlockComparison:
         """
         index = self.interface.index
         device = next((tensor.device for tensor in self.own.values()), devices.HOST)
-        regions = regions_of(self.plan.training.autocast, device)
-        with preserved_rng(device), torch.set_grad_enabled(self.graph.training), regions:
+        with preserved_rng(device), torch.set_grad_enabled(self.graph.training):
             expected = _side(self._eager_side, "the model's own module", None)
             got = _side(self._generated_side, "the generated block", f"stage_{index}.py")
         both = {name: one for name, one in expected.outputs.items() if name in got.outputs}

@@ -58,8 +58,8 @@ class Verification:
     `outputs`, `gradients` and `buffers` count the tensors of one step, training and evaluation
     together.  `steps` follow each other, with updated weights and buffers, each on its own
     inputs.  `blocks` names the blocks that were compared where the whole model does not fit, and
-    `left_out` the parts that were not compared.  `in_place_of` is the autocast region of a
-    GPU, where model and stages were compared on the CPU, in its region.  `notes` are intended
+    `left_out` the parts that were not compared.  `casts_of` is the autocast region of a
+    GPU, where model and stages were compared on the CPU, with its casts.  `notes` are intended
     differences from one full-batch step of eager, and hints at a wrong option.  `rows` count the
     tensors of each step.
     """
@@ -76,7 +76,7 @@ class Verification:
     graph: bool = False  # the captured graph was compared as well, apart from the stages
     blocks: str = ""
     left_out: tuple[str, ...] = ()
-    in_place_of: str = ""
+    casts_of: str = ""
     notes: tuple[str, ...] = ()
     rows: tuple[Compared, ...] = ()
 
@@ -87,9 +87,7 @@ class Verification:
         rest = [f"  not verified: {', '.join(self.left_out)}"] if self.left_out else []
         rest += [f"  note: {note}" for note in self.notes]
         if not self.differences:
-            how = "bit for bit" if self.exact else "up to rounding"
-            if self.in_place_of:
-                how += f" on the CPU, with the casts of {self.in_place_of}"
+            how = ("bit for bit" if self.exact else "up to rounding") + self.place
             head = f"{edited}{self.blocks or 'the stages'} equal eager {how} ({self.compared})"
             return "\n".join([head, *rest])
         count = len(self.differences)
@@ -98,6 +96,11 @@ class Verification:
         lines += [f"  {difference}" for difference in self.differences[:10]]
         lines += [f"  and {count - 10} more"] if count > 10 else []
         return "\n".join([*lines, *rest])
+
+    @property
+    def place(self) -> str:
+        """Where it was compared, in words; "" where that goes without saying."""
+        return f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
 
     @property
     def compared(self) -> str:

@@ -63,8 +63,7 @@ def _verdict(found: Verification) -> Text:
     if found.differences:
         count = len(found.differences)
         return Text(f"{who} differ from eager in {count} places", style="bold red")
-    how = "bit for bit" if found.exact else f"up to rounding ({ROUNDED})"
-    how += f" on the CPU, with the casts of {found.in_place_of}" if found.in_place_of else ""
+    how = ("bit for bit" if found.exact else f"up to rounding ({ROUNDED})") + found.place
     text = f"{who} equal eager {how}"
     text += f", {found.steps} steps on {found.steps} inputs" if found.steps > 1 else ""
     return Text(text, style="green")
