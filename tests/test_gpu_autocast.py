@@ -213,6 +213,7 @@ FULL = {"verify": "full"}  # the captured graph is compared with the model as we
         ),
         lambda x: F.softmax(x, -1).to(torch.float32) * 2.7,  # a cast of nothing on a GPU
         lambda x: x.exp() * (2 if x.exp().dtype == torch.float32 else 3),
+        lambda x: x * (2 if x.dtype == torch.bfloat16 else 3),
         torch.autocast("cuda", enabled=False)(lambda x: x.float() @ x.float().t() @ x.float()),
         lambda x: x @ x.t() @ x if torch.is_autocast_enabled() else x,
         lambda x: x.float() + x.float().to(torch.get_autocast_dtype("cuda")),
