@@ -28,6 +28,7 @@ from pdcompile.releases.torch_internals import (
     FakeTensorMode,
     fake_gpus_have_gradients,
     gpu_autocast_anywhere,
+    has_kernel,
     kernels_of_region,
 )
 from tests.helpers import models
@@ -263,6 +264,49 @@ def test_what_fails_on_a_gpu_fails_as_there() -> None:
         planned(Casting(lambda x: x + torch.ones(16, 16, device="cpu")[x.argmax(-1)]))
     with pytest.raises(TraceError, match="unsafe to autocast"):
         planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
+
+
+class Recurrent(nn.Module):
+    """(b, 16) -> (b, 16), by a recurrent layer or cell between two layers."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first, self.between, self.second = nn.Linear(16, 16), between, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.between(self.first(x))
+        while isinstance(found, tuple):
+            found = found[0]
+        out: Tensor = self.second(found)
+        return out
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [
+        *((one, "float16") for one in (nn.GRU, nn.LSTM, nn.RNN)),  # cuDNN's, in every region
+        *((one, "bfloat16") for one in (nn.GRUCell, nn.LSTMCell, nn.RNNCell)),
+    ],
+)
+def test_recurrent_layers_are_those_of_cudnn(
+    build: Callable[[int, int], nn.Module], dtype: str, meta: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = Recurrent(build(16, 16))
+    there = planned(model.to("meta") if meta else model)
+    found = set(dtypes(there).values()) - {"container"}
+    assert found == {"float32", "bfloat16", dtype}
+    assert not any(op.opaque for op in there.capture.train.ops)
+    assert not [one for one in recwarn if "opaque" in str(one.message)]
+    assert list(dtypes(there)) == list(dtypes(planned(Recurrent(build(16, 16)), CPUS)))
+    assert meta or "with the casts of cuda:bfloat16 (" in str(there.verification)
+
+
+def test_rules_of_layers_are_there_while_a_model_is_captured_alone() -> None:
+    before = torch.backends.cudnn.enabled
+    planned(Recurrent(nn.GRU(16, 16)))
+    assert torch.backends.cudnn.enabled is before
+    assert not has_kernel("gru.input", "AutocastCUDA")
 
 
 def test_a_forward_that_differentiates_is_refused_in_words() -> None:

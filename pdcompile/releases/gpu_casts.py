@@ -1,4 +1,4 @@
-"""Casts of a GPU's autocast region on the CPU: ops are cast as a GPU's are, and run on the CPU.
+"""A GPU's autocast region without a GPU: its casts on the CPU, and layers of cuDNN on fake tensors.
 
 The two regions cast other ops (softmax, sums and norms are computed in float32 on a GPU alone).
 What was recorded in the one does not run in the other: a cast that does nothing on a GPU is not
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pdcompile.cluster import GPU_KIND, HOST_KIND
 from pdcompile.releases.torch_internals import (
     OpOverload,
     gpu_autocast_on_cpu,
+    has_kernel,
     kernels_of_region,
     op_of,
     outside_autocast,
@@ -40,6 +42,9 @@ WIDEST = frozenset((
     "scatter_add", "tensordot", "vdot",
 ))
 # fmt: on
+# cuDNN computes them in float16 whatever the region's dtype is (_cudnn_rnn_cast_reflatten).
+_CUDNN = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+_LAYERS = tuple(f"{name}.{way}" for name in _CUDNN for way in ("input", "data"))
 _WITH_DTYPE: dict[
     str, Callable[..., Any]
 ] = {  # float32 is what they are told, and not what their inputs are cast to
@@ -63,12 +68,50 @@ def gpu_casts_on_cpu() -> Iterator[None]:
     other: dict[str, Callable[..., Any] | None] = {name: _kernel(name) for name in there - here}
     other |= {name: _kernel(name) for name in there & here if _base(name) in WIDEST}
     other |= dict.fromkeys(here - there, None)
+    other |= _layers(HOST_KIND)
     with region_kernels(other), gpu_autocast_on_cpu():
         _open = True
         try:
             yield
         finally:
             _open = False
+
+
+@contextmanager
+def layers_of_cudnn() -> Iterator[None]:
+    """Recurrent layers run on fake tensors of a GPU, with or without one, and give its dtypes.
+
+    cuDNN asks the driver, for fake tensors too; without cuDNN layers are made of fused cells, of
+    which torch has no shape rule for GRU's.
+    """
+    cell = "_thnn_fused_gru_cell"
+    rules = {} if has_kernel(cell, "Meta") else {cell: _fused_gru_cell}
+    before = torch.backends.cudnn.enabled
+    with region_kernels(rules, "Meta"), region_kernels(_layers(GPU_KIND), "AutocastCUDA"):
+        torch.backends.cudnn.enabled = False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.enabled = before
+
+
+def _fused_gru_cell(
+    input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *biases: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(b, 3h), (b, 3h), (b, h) -> the next state (b, h), and what backward needs (b, 5h)."""
+    (rows, width), dense = hx.shape, torch.contiguous_format
+    return torch.empty_like(hx, memory_format=dense), hx.new_empty(rows, 5 * width)
+
+
+def _layers(kind: str) -> dict[str, Callable[..., Any]]:
+    """The kernels of recurrent layers in a region of GPUs, for tensors on this kind of device."""
+    return {name: partial(_in_float16, op_of(name), kind) for name in _LAYERS}
+
+
+def _in_float16(op: OpOverload, kind: str, *args: Any) -> Any:
+    cast = partial(_to, dtype=torch.float16, kind=kind)
+    with outside_autocast():
+        return op(*pytree.tree_map_only(Tensor, cast, args))
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -97,18 +140,18 @@ def _base(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _casts(value: Any) -> bool:
-    """Whether a region casts it."""
+def _casts(value: Any, kind: str = HOST_KIND) -> bool:
+    """Whether a region for this kind of device casts it."""
     return (
         isinstance(value, Tensor)
-        and value.device.type == HOST_KIND
+        and value.device.type == kind
         and value.is_floating_point()
         and value.dtype != torch.float64
     )
 
 
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if _casts(tensor) else tensor
+def _to(tensor: Tensor, dtype: torch.dtype, kind: str = HOST_KIND) -> Tensor:
+    return tensor.to(dtype) if _casts(tensor, kind) else tensor
 
 
 def _widest(arguments: Any) -> torch.dtype:

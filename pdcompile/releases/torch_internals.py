@@ -187,9 +187,14 @@ def gpu_autocast_on_cpu() -> Iterator[None]:
 def kernels_of_region(kind: str) -> frozenset[str]:
     """Names of the ATen ops that an autocast region of this kind of device casts, or widens."""
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[kind]
-    held = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return frozenset(name.removeprefix("aten::") for name in names if held(name, key))
+    every = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    names = (name for library, _, name in every if library == "aten")
+    return frozenset(name for name in names if has_kernel(name, key))
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether the dispatcher has a kernel of this ATen op for this key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
 
 
 def op_of(name: str) -> OpOverload:
@@ -200,14 +205,20 @@ def op_of(name: str) -> OpOverload:
 
 
 @contextmanager
-def region_kernels(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
-    """The CPU's autocast region calls these for ATen ops by name; None: casts nothing of one."""
+def region_kernels(
+    kernels: Mapping[str, Callable[..., Any] | None], key: str = "AutocastCPU"
+) -> Iterator[None]:
+    """The CPU's autocast region calls these for ATen ops by name; None: casts nothing of one.
+
+    Args:
+        key: of the dispatcher, for the region of another device, or for what is not a region.
+    """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*overridden")  # it is what is asked for
             for name, kernel in kernels.items():
-                library.impl(op_of(name), kernel or torch.library.fallthrough_kernel, "AutocastCPU")
+                library.impl(op_of(name), kernel or torch.library.fallthrough_kernel, key)
         yield
     finally:
         library._destroy()
@@ -215,8 +226,9 @@ def region_kernels(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator
 
 def outside_autocast() -> Any:
     """Around calls of a kernel of a region that it must not be called for again."""
-    key = torch._C.DispatchKey.AutocastCPU
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = keys.add(torch._C.DispatchKey.AutocastCUDA)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def is_composite(op: OpOverload) -> bool:

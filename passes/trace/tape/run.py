@@ -40,6 +40,7 @@ from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.selections import Policy, Selections
+from pdcompile.releases.gpu_casts import layers_of_cudnn
 from pdcompile.releases.torch_internals import (
     FakeTensorMode,
     gpu_autocast_anywhere,
@@ -222,12 +223,14 @@ class _Run:
         device = fakes.device.type
         # What the model makes of nothing is on the device when a stage runs there.
         making = nullcontext() if fakes.home == fakes.device else devices.making(fakes.device)
+        layers = nullcontext() if devices.is_host(fakes.device) else layers_of_cudnn()
         with ExitStack() as stack:
             for each in (
                 *(interceptor.around() for interceptor in tape.interceptors),
                 watched(tape),
                 quiet_shape_errors(),
                 gpu_autocast_anywhere(),
+                layers,
                 autocast_region(self._subject.autocast or f"{device}:{OFF}"),
                 torch.enable_grad(),
                 self._mode,
