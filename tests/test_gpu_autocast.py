@@ -17,7 +17,7 @@ import pdcompile
 from pdcompile.batch import flatten_call
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
-from pdcompile.errors import ConfigError, TraceError
+from pdcompile.errors import ConfigError, TraceError, VerifyError
 from pdcompile.options import Options
 from pdcompile.passes.trace import subject
 from pdcompile.passes.trace.comparison.steps import ModelFails
@@ -260,8 +260,10 @@ def test_tensors_made_of_nothing_are_on_the_device_as_in_a_stage() -> None:
 
 
 def test_what_fails_on_a_gpu_fails_as_there() -> None:
-    with pytest.raises(TraceError, match="at least two devices, cuda:0 and cpu"):
+    with pytest.raises(TraceError, match="at least two devices, cuda:0 and cpu") as caught:
         planned(Casting(lambda x: x + torch.ones(16, 16, device="cpu")[x.argmax(-1)]))
+    assert "computes with a tensor of the CPU and one of a GPU" in caught.value.message
+    assert "device=x.device" in str(caught.value.remedy)
     with pytest.raises(TraceError, match="unsafe to autocast"):
         planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
 
@@ -315,6 +317,53 @@ def test_a_forward_that_differentiates_is_refused_in_words() -> None:
 
     with pytest.raises(TraceError, match="differentiates, on fake tensors of a GPU"):
         planned(Casting(force))
+
+
+def _on_gpu(x: Tensor) -> Tensor:
+    return x.sin() if x.is_cuda else x
+
+
+def _compared(x: Tensor) -> Tensor:
+    return x.sin() if x.device.type == "cuda" else x
+
+
+def _region_of_host(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.float() @ x.t().float() @ x.float()
+
+
+def _region_of_device(x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return x.float() @ x.t().float() @ x.float() + x.new_ones(16, device=x.device)
+
+
+@pytest.mark.parametrize(
+    ("function", "said", "remedy"),
+    [
+        (_on_gpu, "asks for the device of a tensor", "decide by an argument or an attribute"),
+        (_compared, "asks for the device of a tensor", "decide by an argument or an attribute"),
+        (_region_of_host, "opens torch.autocast('cpu', …)", "torch.autocast(x.device.type, …)"),
+    ],
+)
+def test_what_forward_asks_of_the_device_is_named(
+    function: Callable[[Tensor], Tensor], said: str, remedy: str
+) -> None:
+    with pytest.raises(VerifyError) as caught:
+        planned(Casting(function))
+    first = function.__code__.co_firstlineno
+    places = [f"{Path(__file__).name}:{first + n}" for n in (1, 2)]
+    assert f"forward {said}" in caught.value.message
+    assert "differs by up to" in caught.value.message
+    assert remedy in str(caught.value.remedy)
+    assert str(caught.value.where).endswith(tuple(places))
+
+
+def test_the_device_is_asked_without_harm() -> None:
+    found = planned(Casting(_region_of_device))
+    assert "with the casts of cuda:bfloat16 (" in str(found.verification)
+    assert found.capture.of_device == ()
+    kept = planned(Casting(_on_gpu), verify="off").capture.of_device
+    assert [part[:7] for part in kept] == ["forward", "decide ", "tests/t"]
 
 
 def test_another_region_is_planned_for_with_a_note() -> None:

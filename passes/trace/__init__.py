@@ -134,6 +134,7 @@ def capture(
         by_values=any(one.specialised or one.sized or one.asked_of_inputs for one in findings)
         or any(_by_values(graph) for graph in (found.train, found.eval)),
         unkept=_why_unkept(found, attempts.assumed.opaque, findings),
+        of_device=next(((*why, where) for f in findings for where, why in f.of_device.items()), ()),
     )
     return attached(found, model, flat, layout, loss_fn, size=size, autocast=autocast)
 

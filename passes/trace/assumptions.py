@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import CodeType
 
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.refusals import SizeByValues
+from pdcompile.passes.trace.refusals import Refusal, SizeByValues
 
 Site = tuple[tuple[CodeType, int], ...]  # a place in the running Python: frames up to the module
 Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before
@@ -118,6 +118,7 @@ class Findings:
     asked_of_inputs: the model would look into its inputs for a short cut.
     transformed: torch.func was used, whose calls differ between the modes.
     of_process: for each line, what of this process it asked for (a rank, the time).
+    of_device: for each line that another device may answer otherwise, the refusal that fits.
     """
 
     specialised: dict[str, str] = field(default_factory=dict)
@@ -127,3 +128,4 @@ class Findings:
     asked_of_inputs: bool = False
     transformed: bool = False
     of_process: dict[str, str] = field(default_factory=dict)
+    of_device: dict[str, Refusal] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from torch import nn
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.autocast import on_gpu, regions_of
 from pdcompile.eager.meta import unverifiable
+from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
@@ -74,6 +75,11 @@ def verify(
             raise
         reason = f"on the CPU, with the casts of {region}, {error.message}"
         return not_compared(reason, sources.edited)
+    except VerifyError as error:
+        if not (region and capture.of_device):
+            raise
+        message, remedy, where = capture.of_device
+        raise VerifyError(message.format(error.message), where=where, remedy=remedy) from error
 
 
 def _verified(

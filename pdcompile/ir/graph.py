@@ -128,7 +128,9 @@ class Capture:
     """The captures of both modes of a model, over the same parameters.
 
     `by_values`: some of it holds for the values of the example alone.  `unkept`: why no other
-    process may use it, "" where one may.  `kept`: the file that it was read from.
+    process may use it, "" where one may.  `kept`: the file that it was read from.  `of_device`:
+    message, remedy and line for a difference where the model runs on the CPU and the capture is for
+    GPUs; empty where it asks for no device.
     """
 
     train: OpGraph
@@ -137,4 +139,5 @@ class Capture:
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
     by_values: bool = False
     unkept: str = ""
+    of_device: tuple[str, ...] = ()
     kept: str = field(default="", compare=False)

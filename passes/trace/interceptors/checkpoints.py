@@ -8,7 +8,7 @@ draw other random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from pdcompile.errors import some
 from pdcompile.ir.graph import Op, TensorInfo
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.releases.torch_internals import CHECKPOINT_REGION, region_preserves_rng
 
 if TYPE_CHECKING:
@@ -108,8 +108,9 @@ def check_region(ops: list[Op], preserve: bool) -> None:
             )  # fmt: skip
 
 
-@contextmanager
-def _watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
+def _watched_regions(
+    start: Callable[[], Any], end: Callable[[Any, bool], None]
+) -> AbstractContextManager[None]:
     """Calls `end(start(), preserve_rng_state)` after each non-reentrant region that backward would
     run again."""
     home, name = CHECKPOINT_REGION
@@ -121,8 +122,4 @@ def _watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None])
         if recomputed:
             end(begun, region_preserves_rng(args, kwargs))
 
-    setattr(home, name, region)
-    try:
-        yield
-    finally:
-        setattr(home, name, plain)
+    return patched((home, name, region))

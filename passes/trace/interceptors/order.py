@@ -2,6 +2,7 @@
 
 from pdcompile.passes.trace.interceptors.arrays import Arrays
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
+from pdcompile.passes.trace.interceptors.device_questions import DeviceQuestions
 from pdcompile.passes.trace.interceptors.generators import Generators
 from pdcompile.passes.trace.interceptors.leaf_modules import LeafModules
 from pdcompile.passes.trace.interceptors.loops import ChosenLoops
@@ -32,4 +33,5 @@ INTERCEPTORS = (
     Arrays,
     ShortCuts,
     ProcessState,
+    DeviceQuestions,
 )

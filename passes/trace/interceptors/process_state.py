@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.interceptor import Interceptor
+from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.tape.observer import is_user, source_of_line
 
 if TYPE_CHECKING:
@@ -42,16 +42,15 @@ class ProcessState(Interceptor):
         self._dtype = torch.get_default_dtype()
         self._kernels = attention_kernels()
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self) -> AbstractContextManager[None]:
         noted = self.tape.fakes.findings.of_process
-        with ExitStack() as stack:
-            for owner, names, what in _ASKED:
-                for name in names:
-                    plain = vars(owner)[name]
-                    stack.callback(setattr, owner, name, plain)
-                    setattr(owner, name, _noting(plain, what, noted))
-            yield
+        return patched(
+            *(
+                (owner, name, _noting(getattr(owner, name), what, noted))
+                for owner, names, what in _ASKED
+                for name in names
+            )
+        )
 
     def recorded(self, source: str) -> None:
         """Raises TraceError where an op at `source` runs under other switches.

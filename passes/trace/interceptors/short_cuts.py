@@ -19,7 +19,7 @@ import torch
 from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.interceptors.mode_flag import autograd_as_run
-from pdcompile.passes.trace.tape.interceptor import Interceptor
+from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.values.constants import evaluate
 
 GENERAL_PATH = (
@@ -74,8 +74,5 @@ def as_eager(
             findings.asked_of_inputs = True
             return not always
 
-        setattr(module, QUESTION, is_fake_tensor)
-        try:
+        with patched((module, QUESTION, is_fake_tensor)):
             yield
-        finally:
-            setattr(module, QUESTION, plain)

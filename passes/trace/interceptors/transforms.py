@@ -19,7 +19,7 @@ from pdcompile.ir.graph import Op, Ref
 from pdcompile.ir.targets import name_of
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.fake_tensors import tensors_in
-from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.passes.trace.tape.observer import effects, storage_key, written_by
 from pdcompile.releases.torch_internals import (
     TRANSFORM_LEVELS,
@@ -185,13 +185,8 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
 
 
-@contextmanager
-def _patched(transforms: Transforms) -> Iterator[None]:
+def _patched(transforms: Transforms) -> AbstractContextManager[None]:
     """Patches torch.func so that transforms open levels and get fake tensors."""
-    plain = [
-        (home, name, getattr(home, name))
-        for home, name in (*TRANSFORM_LEVELS, *TRANSFORM_WRAPS, VJP)
-    ]
 
     def level(enter: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
@@ -224,11 +219,6 @@ def _patched(transforms: Transforms) -> Iterator[None]:
     changes = (
         *((place, level) for place in TRANSFORM_LEVELS),
         *((place, wrap) for place in TRANSFORM_WRAPS),
+        (VJP, begun),
     )
-    for (home, name), change in (*changes, (VJP, begun)):
-        setattr(home, name, change(getattr(home, name)))
-    try:
-        yield
-    finally:
-        for home, name, was in plain:
-            setattr(home, name, was)
+    return patched(*((home, name, change(getattr(home, name))) for (home, name), change in changes))

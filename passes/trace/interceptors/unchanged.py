@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.releases.torch_internals import MODULE_MOVE, NoTorchFunction, no_dispatch_modes
 
 _BY_ONE = frozenset(("mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__",
@@ -43,8 +43,7 @@ def _writes_nothing(
     return tensor.is_floating_point() and not torch.is_grad_enabled()
 
 
-@contextmanager
-def _without_empty_moves() -> Iterator[None]:
+def _without_empty_moves() -> AbstractContextManager[None]:
     """Makes ``module.to(dtype)`` do nothing where all tensors have the dtype and device already.
 
     It would assign every parameter's ``data`` to itself.
@@ -59,8 +58,4 @@ def _without_empty_moves() -> Iterator[None]:
                 return self
         return plain(self, change, *args)
 
-    setattr(home, name, move)
-    try:
-        yield
-    finally:
-        setattr(home, name, plain)
+    return patched((home, name, move))

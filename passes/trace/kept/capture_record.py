@@ -50,6 +50,7 @@ def to_bytes(header: Header, found: Capture) -> bytes:
         "attributes": [list(place) for place in found.attributes],
         "numbers": list(found.numbers),
         "by_values": found.by_values,
+        "of_device": list(found.of_device),
         "train": _graph_record(found.train),
         "eval": None if same else _graph_record(found.eval),
     }
@@ -59,7 +60,7 @@ def to_bytes(header: Header, found: Capture) -> bytes:
 def from_bytes(data: bytes, where: str) -> tuple[Header, Capture]:
     """What `to_bytes` wrote.  Raises PlanError: it is no capture."""
     document = jsonio.loads(data, where=where)
-    names = {"header", "attributes", "numbers", "by_values", "train", "eval"}
+    names = {"header", "attributes", "numbers", "by_values", "of_device", "train", "eval"}
     if not isinstance(document, dict) or set(document) != names:
         raise PlanError("not a capture", where=where)
     header = jsonio.decode(Header, document["header"], where=where)
@@ -69,6 +70,7 @@ def from_bytes(data: bytes, where: str) -> tuple[Header, Capture]:
         attributes = msgspec.convert(document["attributes"], tuple[tuple[str, ...], ...])
         numbers = msgspec.convert(document["numbers"], tuple[str, ...])
         by_values = msgspec.convert(document["by_values"], bool)
+        of_device = msgspec.convert(document["of_device"], tuple[str, ...])
     except msgspec.ValidationError as wrong:
         raise PlanError(str(wrong).lower(), where=where) from wrong
     train = _graph(document["train"], f"{where}: train")
@@ -78,7 +80,7 @@ def from_bytes(data: bytes, where: str) -> tuple[Header, Capture]:
         if other is None
         else _graph(other, f"{where}: eval")
     )
-    return header, Capture(train, evaluation, attributes, numbers, by_values)
+    return header, Capture(train, evaluation, attributes, numbers, by_values, of_device=of_device)
 
 
 def number_digests(model: nn.Module, names: tuple[str, ...]) -> tuple[tuple[str, str], ...] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
 Proceed = Callable[..., Any]  # the next interceptor, or the tape, with the same arguments
+
+
+@contextmanager
+def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes (owner, name, value) have these values inside."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    for place in places:
+        setattr(*place)
+    try:
+        yield
+    finally:
+        for place in before:
+            setattr(*place)
 
 
 class Interceptor:

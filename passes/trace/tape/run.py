@@ -320,6 +320,9 @@ def run(
         hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
         if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
             said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
+        if "at least two devices" in str(error) and tape.fakes.home != tape.fakes.device:
+            said = f"{what} computes with a tensor of the CPU and one of a GPU: {error}"
+            hint = "make tensors on the device of an input: torch.ones(n, device=x.device)"
         if "Cannot access accelerator device" in str(error):  # of autograd's engine
             said = f"{what} differentiates, on fake tensors of a GPU, which takes a GPU"
             hint = "have model and minibatch on a GPU, or plan without autocast"

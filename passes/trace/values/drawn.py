@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.passes.trace.values import real_shapes
 from pdcompile.passes.trace.values.scalars import Scalar
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
@@ -73,12 +73,10 @@ class DrawnInPython(Interceptor):
             stack.enter_context(python_draws.watched(self._drawn))
             for home, name in sorted(self.tape.assumed.drawing):
                 stack.enter_context(self._replaced(home, name))
-            torch.from_numpy = from_numpy
-            stack.callback(setattr, torch, "from_numpy", plain)
+            stack.enter_context(patched((torch, "from_numpy", from_numpy)))
             yield
 
-    @contextmanager
-    def _replaced(self, home: str, name: str) -> Iterator[None]:
+    def _replaced(self, home: str, name: str) -> AbstractContextManager[None]:
         module = sys.modules[home]
         function = getattr(module, name)
 
@@ -89,11 +87,7 @@ class DrawnInPython(Interceptor):
             own = f"{function.__module__}.{function.__name__}"
             return self._recorded(own, function, args, kwargs)
 
-        setattr(module, name, instead)
-        try:
-            yield
-        finally:
-            setattr(module, name, function)
+        return patched((module, name, instead))
 
     def _drawn(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function of the generators."""
