@@ -80,13 +80,14 @@ def positions(capture: Capture) -> list[int]:
     return [p for p in range(1, len(graph.ops)) if p not in inside]
 
 
-def run_pipeline_file(sources: Sources) -> None:
-    """What `python pipeline.py` does, without a process of its own."""
+def run_pipeline_file(sources: Sources) -> str:
+    """What `python pipeline.py` does and prints, without a process of its own."""
     modules = {f"stage_{k}": module_of(cls) for k, cls in enumerate(stage_classes(sources))}
     space = {"__name__": "pipeline", "__file__": "/nowhere/pipeline.py"}
-    with patch.dict(sys.modules, modules), redirect_stdout(io.StringIO()):
+    with patch.dict(sys.modules, modules), redirect_stdout(io.StringIO()) as printed:
         exec(compile(sources.files["pipeline.py"], "pipeline.py", "exec"), space)
         space["main"]()
+    return printed.getvalue()
 
 
 def filled(stage: nn.Module, model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pdcompile import Cluster, ConfigError, InfeasibleError, Workload
+from pdcompile.eager.autocast import NO_CASTS
 from pdcompile.export import Export, export, source_of
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.export.configurations import _with_tensors
@@ -228,6 +229,17 @@ def test_other_models_and_schedules(
     run = trained(tmp_path, ranks)
     assert run.code == 0, run
     assert run.output.endswith("equal\n")
+
+
+@pytest.mark.parametrize(("kind", "said"), [("a100-80", True), ("cpu", False)])
+def test_a_script_for_gpus_that_would_cast_nothing_does_not_begin(
+    kind: str, said: bool, tmp_path: Path
+) -> None:
+    cluster = Cluster.local(2, kind=kind)
+    made("mlp", 2, "torch-pipelining", tmp_path, cluster=cluster, autocast="bfloat16")
+    run = trained(tmp_path, 2)
+    assert (run.code == 1) == said, run
+    assert (NO_CASTS in run.output) == said
 
 
 @pytest.mark.slow

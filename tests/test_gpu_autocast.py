@@ -17,6 +17,7 @@ import pdcompile
 from pdcompile.batch import flatten_call
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
+from pdcompile.eager.autocast import NO_CASTS
 from pdcompile.errors import ConfigError, TraceError, VerifyError
 from pdcompile.options import Options
 from pdcompile.passes.trace import subject
@@ -33,6 +34,7 @@ from pdcompile.releases.torch_internals import (
 )
 from tests.helpers import models
 from tests.helpers.alike import WORKLOAD, Call
+from tests.test_codegen_wild import run_pipeline_file
 
 GPUS = pdcompile.Cluster.local(2, kind="a100-80")
 CPUS = pdcompile.Cluster.local(2)
@@ -467,6 +469,15 @@ def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TraceError, match="does not record fake tensors of a GPU here"):
         planned(models.mlp())
     assert planned(models.mlp(), CPUS).plan.training.autocast == "cpu:bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_files_for_gpus_say_that_they_cast_nothing_on_the_cpu() -> None:
+    there, here = planned(models.mlp()).sources, planned(models.mlp(), CPUS).sources
+    assert NO_CASTS in run_pipeline_file(there)
+    assert "casts nothing" not in run_pipeline_file(here)
+    on_a_gpu = 'if torch.cuda.is_available():\n        torch.set_default_device("cuda")'
+    assert on_a_gpu in there.files["pipeline.py"]
 
 
 def test_the_command_plans_for_gpus_in_their_region(call: Call) -> None:

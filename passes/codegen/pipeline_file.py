@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, GraphInput, OpGraph
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
@@ -42,6 +43,14 @@ def fill(stages, model):
                     raise SystemExit(f"{what}: call main(model) of pipeline.py with the model")
                 stage.set_submodule(path, model.get_submodule(path))
 '''
+
+
+_ON_GPU = [
+    Line("if torch.cuda.is_available():", depth=1),
+    Line('torch.set_default_device("cuda")', depth=2),
+    Line("else:", depth=1),
+    Line(f'print("{NO_CASTS}")', depth=2),
+]
 
 
 _OWN = (
@@ -129,12 +138,15 @@ def _made_up(graph: OpGraph, item: GraphInput) -> str:
 def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     count = len(interfaces)
     made = ", ".join(f"Stage{k}()" for k in range(count))
-    kept = _has_opaque(interfaces)
+    kept, gpu = _has_opaque(interfaces), on_gpu(plan.training.autocast)
     lines = [
         Line("def main(model=None):" if kept else "def main():"),
-        *_inside("torch.manual_seed(0)", f"stages = [{made}]"),
+        *_inside("torch.manual_seed(0)"),
+        *(_ON_GPU if gpu else []),
+        *_inside(f"stages = [{made}]"),
         *(_inside("fill(stages, model)") if kept else []),
         *_inside("for k, stage in enumerate(stages):"),
+        *([Line("stage.to(torch.get_default_device())", depth=2)] if kept and gpu else []),
         Line('load(stage, Path(__file__).with_name(f"stage_{k}.pt"))', depth=2),
         *_ties(plan, interfaces),
         Line(),

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.codegen.header import model_name
@@ -77,6 +78,9 @@ def _words(
         "FUNCTION": source.function,
         "PLACE": source.place,
         "    FILL\n": "    fill(parts.values(), copy.deepcopy(model))\n" if opaque else "",
+        "    CASTS\n": f'    if not cuda:\n        raise SystemExit("{NO_CASTS}")\n'
+        if on_gpu(training.autocast)
+        else "",
         "    TIE\n": "    groups = tied_groups()\n" if plan.tied else "",
         "        SUM\n": "        sum_tied(parts, groups)\n" if plan.tied else "",
         "        OWN\n": ""

@@ -191,6 +191,7 @@ def main():
         raise SystemExit(f"start it with torchrun --nproc-per-node={max(RANKS) + 1}")
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    CASTS
     dist.init_process_group("nccl" if cuda else "gloo")
     model, model_loss, batches = workload()
     model.to(device).train()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 OFF = "off"
+# What files for GPUs say where their tensors are on the CPU.
+NO_CASTS = "on the CPU torch.autocast('cuda') casts nothing: dtypes are not those of a GPU"
 _DTYPES = ("bfloat16", "float16")
 
 
