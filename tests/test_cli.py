@@ -156,7 +156,7 @@ def test_error_as_json(tmp_path: Path, call: Call) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "status", "begin"),
-    [(InfeasibleError, "infeasible", "infeasible"), (NotFoundError, "unknown", "not found")],
+    [(InfeasibleError, "infeasible", "infeasible"), (NotFoundError, "unknown", "error")],
 )
 def test_no_plan_has_its_own_exit_code(
     kind: type[InfeasibleError],

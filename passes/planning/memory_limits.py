@@ -81,8 +81,8 @@ def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | Non
 def with_remedy(error: InfeasibleError, found: PlannedLimit) -> InfeasibleError:
     """The same refusal, with that limit in place of those of the planner's formula."""
     known = three_digits(found.least, up=False)[1]
-    known = f"; with less than {known} there is none" if found.least else ""
-    memory = f"{found.text} of memory on every stage (a plan was found for that{known})"
+    known = f" (less than {known} never is)" if found.least else ""
+    memory = f"{found.text} of memory on every stage, which is enough{known}"
     return type(error)(
         error.message, where=error.where, remedy=", or ".join([memory, *error.others])
     )
@@ -236,11 +236,10 @@ def _over_ledgers(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -
     stage = max(over, key=lambda s: over[s])
     limit = problem.stages[stage].memory_bytes
     return NotFoundError(
-        f"stage {stage} has {format_bytes(limit or 0)} of memory, and the schedule of the best "
-        f"plan by the planner's formula needs {format_bytes((limit or 0) + over[stage])} there: "
-        "weights, gradients, optimizer state and activations fit, but not what comes on top for a "
-        "moment (receive slots, sends in flight, temporaries of the optimizer's step); no other "
-        "plan was found that fits, and it is not proved that there is none",
+        "no plan was found that fits, and it is not proved that there is none: weights, gradients, "
+        f"optimizer state and activations fit into the {format_bytes(limit or 0)} of stage "
+        f"{stage}, and what its schedule holds beside them for a moment (receive slots, sends in "
+        f"flight, temporaries of the optimizer's step) is {format_bytes(over[stage])} too much",
         where=f"stage {stage}",
         remedy=f"add {format_bytes(over[stage])} of memory on stage {stage}",
     )

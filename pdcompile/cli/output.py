@@ -118,9 +118,9 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     if as_json:
         emit_json(error_document(error))
     infeasible = isinstance(error, InfeasibleError)
-    kind = "not found" if isinstance(error, NotFoundError) else "infeasible"
+    proved = infeasible and not isinstance(error, NotFoundError)
     text = Text()
-    text.append(f"{kind if infeasible else 'error'}: ", style="bold red")
+    text.append(f"{'infeasible' if proved else 'error'}: ", style="bold red")
     text.append(error.message)
     for label, line in error.details():
         text.append(f"\n  {label}: ", style="bold")
