@@ -12,10 +12,10 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.stages.assemble import assemble, fingerprint
 from pdcompile.plan import Certificate, Plan, Training
-from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
 from tests.helpers.graphs import chain, residual
 
-CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, "exact graph")
+CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, ANY_CUT)
 
 
 def problem_of(graph: OpGraph, *speeds: float) -> PartitionProblem:
@@ -45,7 +45,7 @@ def test_stages_hold_ops_in_order_with_their_sums() -> None:
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
     (edge,) = plan.edges
     assert (edge.value, edge.source, edge.targets, edge.bytes) == ("linear_2", 0, (1,), 4 * 8 * 4)
-    assert plan.certificate.scope.startswith("5 items of 5 ops")
+    assert plan.certificate.scope.startswith("cuts between 5 groups of the 5 ops")
 
 
 def test_tied_parameters_are_held_by_both_stages() -> None:

@@ -24,7 +24,7 @@ from pdcompile.passes.schedules import memory_rule
 from pdcompile.plan import Certificate, Plan, check
 from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import measure, violations
-from pdcompile.problem import PartitionProblem
+from pdcompile.problem import ANY_CUT, PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.schedule.registry import kind_of
 from tests.helpers.graphs import chain, residual
@@ -262,7 +262,7 @@ def worse(number: int) -> Plan:
             if one.objective > best * 1.02 and (found is None or one.objective < found.objective):
                 found = one
     assert found is not None
-    claim = Certificate(found.objective, found.objective, "optimal", "CP-SAT", 0.1, "exact graph")
+    claim = Certificate(found.objective, found.objective, "optimal", "CP-SAT", 0.1, ANY_CUT)
     plan = assemble(graph, problem, found, claim, good.training, cluster)
     return replace(plan, problem=problem)
 

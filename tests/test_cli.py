@@ -285,7 +285,7 @@ def test_constraints_reach_the_plan_and_explain(tmp_path: Path, call: Call) -> N
     flags = ("--cluster", "1x2", "--costs", "estimated", "-o", plan_path)
     assert call("plan", target, *flags, "--pin", "0=0", "--cut-at", "2", "--cut-at", "0")[0] == 0
     plan = json.loads(Path(plan_path).read_text(encoding="utf-8"))
-    assert "under Pin('0', 0), CutAt('2', '0')" in plan["certificate"]["scope"]
+    assert "constraints Pin('0', 0), CutAt('2', '0')" in plan["certificate"]["scope"]
     out = call("explain", plan_path)[1]
     assert "without Pin('0', 0)" in out
     assert "without CutAt('2', '0')" in out

@@ -220,7 +220,7 @@ def test_constants_run_where_their_only_reader_is() -> None:
     problem = problem_of(g.build(end, loss=end))
     where = item_of(problem)
     assert where["steps"] == where["row"] == where["places"] != where["tokens"]
-    assert "moved ops take 1.00 us" in problem.scope
+    assert "1.00 us of ops moved" in problem.scope
 
 
 def test_views_of_parameters_go_with_their_only_reader() -> None:

@@ -113,7 +113,7 @@ def test_forbidden_stages_and_fewer_stages() -> None:
     )  # fmt: skip
     found, _ = partition(problem)
     assert {found.stage_of[where[name]] for name in ("up_0", "down_0")} == {1}
-    assert "under Forbid('h.0', 0, -1)" in problem.scope
+    assert "constraints Forbid('h.0', 0, -1)" in problem.scope
     problem = problem_of(graph, MaxStages(2), stages=3)
     assert (problem.max_stages, problem.allow_empty) == (2, True)
     assert len(set(partition(problem)[0].stage_of)) <= 2
@@ -143,7 +143,7 @@ def test_cuts_lie_at_borders_alone(stages: int) -> None:
         parts = {where[f"{name}_{block}"] for name in ("up", "gelu", "down", "add")}
         assert len({found.stage_of[item] for item in parts}) == 1
     assert found.stage_of[where["head"]] == found.stage_of[where["cross_entropy"]] == stages - 1
-    assert certificate.scope.endswith("under CutAt('h.*')")
+    assert certificate.scope.endswith("constraints CutAt('h.*')")
     free = partition(problem_of(graph, stages=stages))[0]
     assert (free.objective < found.objective) == (stages == 2)  # that cut divides a block
 

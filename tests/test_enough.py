@@ -76,7 +76,7 @@ def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
     assert isinstance(unknown, NotFoundError)
     assert "it is not proved that there is none" in unknown.message
     found = planned(graph, with_memory(Cluster.local(2), named(unknown)), schedule="2bw")
-    assert "memory by formula and by the ledger of the schedule" in found.certificate.scope
+    assert "memory by the planner's formula and by the schedule's ledger" in found.certificate.scope
 
 
 def test_what_if_names_such_a_limit_too() -> None:

@@ -21,6 +21,7 @@ from pdcompile.plan import (
     TiedParameter,
     Training,
 )
+from pdcompile.problem import ANY_CUT
 
 PLAN = Plan(
     fingerprint="abc",
@@ -36,7 +37,7 @@ PLAN = Plan(
     tied=(TiedParameter("wte.weight", (0, 2), 64),),
     training=Training("1f1b", 4, 16, (2, 1, 0), max_grad_norm=1.0),
     cluster=Cluster.parse("3").to_toml(),
-    certificate=Certificate(2.0, 2.0, "optimal", "brute force", 0.1, "exact graph"),
+    certificate=Certificate(2.0, 2.0, "optimal", "brute force", 0.1, ANY_CUT),
     forecast=Forecast(2.0, 8.0, 0.25, (1, 2, 3), (MemoryLedger(1, 2, 3, 4, 5, 6, 7),) * 3),
     notes=("batch norm counts microbatches",),
 )

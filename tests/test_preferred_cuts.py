@@ -168,7 +168,7 @@ def test_with_room_only_the_chosen_plan_is_rehearsed(
     assert rehearsed == [2]
     assert replace(plan, certificate=due.certificate) == due
     assert plan.certificate.scope == due.certificate.scope
-    assert ("by the ledger" in plan.certificate.scope) == (memory is not None)
+    assert ("by the schedule's ledger" in plan.certificate.scope) == (memory is not None)
 
 
 def test_a_plan_whose_ledgers_exceed_what_seemed_to_be_room_is_searched_for_again(

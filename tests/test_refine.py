@@ -33,11 +33,12 @@ from pdcompile.passes.planning.refine import (
 )
 from pdcompile.passes.profile.stage_times import StageTimes, measure_stages
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.problem import ANY_CUT
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.workload import Workload
 from tests.helpers import models
 
-CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, "exact graph")
+CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, ANY_CUT)
 
 
 def costed(seconds: Sequence[float]) -> OpGraph:

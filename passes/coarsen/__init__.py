@@ -18,7 +18,15 @@ from pdcompile.passes.coarsen.neutral import Neutral
 from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans, join_users
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
-from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem import (
+    ANY_CUT,
+    ONE_GROUP,
+    OUTPUT_WISH,
+    MemoryRule,
+    PartitionProblem,
+    StageLimits,
+    Wish,
+)
 from pdcompile.problem.constraints import Constraint, describe
 from pdcompile.units import format_seconds
 
@@ -108,12 +116,12 @@ def _microbatch_size(graph: OpGraph) -> int:
 def _scope(
     graph: OpGraph, groups: Groups, moved_seconds: float, constraints: Sequence[Constraint]
 ) -> str:
-    under = f"under {', '.join(map(describe, constraints))}" if constraints else ""
+    under = f"constraints {', '.join(map(describe, constraints))}" if constraints else ""
     if not groups.reasons:
-        return under or "exact graph"
+        return under or ANY_CUT
     rules = ", ".join(f"{reason} ({n})" for reason, n in sorted(groups.reasons.items()))
     items = len(groups.members())
-    text = f"{items} items of {len(graph.ops)} ops; one stage for: {rules}"
+    text = f"cuts between {items} groups of the {len(graph.ops)} ops; {ONE_GROUP}{rules}"
     if moved_seconds:
-        text += f"; moved ops take {format_seconds(moved_seconds)} in all"
+        text += f"; {format_seconds(moved_seconds)} of ops moved into other groups"
     return f"{text}; {under}" if under else text

@@ -41,7 +41,7 @@ from pdcompile.passes.partition.space.search_branches import (
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan, too_large
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.passes.planning.memory_limits import has_room, within_ledgers
+from pdcompile.passes.planning.memory_limits import SCOPE, has_room, within_ledgers
 from pdcompile.passes.planning.search.line_search import LineSearch
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
@@ -63,9 +63,8 @@ QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank 
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "linear program over the order of tasks"
-LEDGERS = "memory by formula and by the ledger of the schedule"
-LEAVES = "where ranks hold several stages, a gradient passes each of them"
-RULES = f"contiguous ranks; {LEDGERS}"
+LEAVES = "a gradient through each stage, where ranks hold several"
+RULES = f"each stage on ranks in a row; {SCOPE}"
 
 
 class Listening(Protocol):
@@ -370,7 +369,7 @@ def _numbered(problem: PartitionProblem) -> bool:
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
     """The scope of the certificate, besides coarsening."""
     orders, every_order = arrangements(cluster)
-    parts = [str(space), LEDGERS if space.placement else RULES]
+    parts = [str(space), SCOPE if space.placement else RULES]
     if space.placement or space.sharing:
         parts.append(LEAVES)
     if len(orders) > 1 and every_order and not space.in_order:
@@ -386,7 +385,7 @@ def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
     ranks = len(cluster.devices)
     counts = space.counts(ranks)
     if space.replicas == "any" and len(counts) < ranks:
-        yield f"of replica counts {counts[0]} to {counts[-1]} only {len(counts)}"
+        yield f"{len(counts)} of the replica counts {counts[0]} to {counts[-1]}"
 
 
 def passed_over(seconds: float, chosen: Candidate, fastest: float, other: Candidate) -> str:

@@ -99,8 +99,8 @@ def _least(problem: PartitionProblem) -> tuple[int, int]:
 
 ROUNDS = 8
 FAR = 0.7  # of a limit by the formula: then ledgers, which have more, hardly ever exceed it
-SCOPE = "memory by formula and by the ledger of the schedule"
-LOOSER = "the bound is by the formula"
+SCOPE = "memory by the planner's formula and by the schedule's ledger"
+LOOSER = "a bound by the formula alone"
 
 
 def within_ledgers(

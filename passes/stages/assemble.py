@@ -23,7 +23,7 @@ from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
-from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
@@ -342,5 +342,5 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
 
 def _scope(coarsening: str, search: str) -> str:
     """One sentence: what coarsening kept together, and what the search adds to it."""
-    parts = [part for part in (coarsening, search) if part and part != "exact graph"]
-    return "; ".join(dict.fromkeys(parts)) or "exact graph"
+    parts = [part for part in (coarsening, search) if part and part != ANY_CUT]
+    return "; ".join(dict.fromkeys(parts)) or ANY_CUT

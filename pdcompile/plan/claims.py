@@ -231,9 +231,9 @@ def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
 def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:
     """The scope says what was kept together and what was asked for."""
     path, ops = "certificate.scope", sum(len(item.ops) for item in problem.items)
-    said = re.search(r"(\d+) items of (\d+) ops", scope)
+    said = re.search(r"(\d+) groups of the (\d+) ops", scope)
     if said is None and any(len(item.ops) > 1 for item in problem.items):
-        yield path, f"says nothing of the {len(problem.items)} items of {ops} ops", AGAIN
+        yield path, f"says nothing of the {len(problem.items)} groups of the {ops} ops", AGAIN
     if said is not None and said.groups() != (str(len(problem.items)), str(ops)):
         yield path, f"{said.group()}, and the problem has {len(problem.items)} of {ops}", AGAIN
     for wish in problem.wishes:

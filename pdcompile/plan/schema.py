@@ -38,7 +38,7 @@ class Certificate:
     status: Literal["optimal", "feasible"]
     prover: str  # "brute force" | "dynamic program over all ideals" | "CP-SAT" | "relaxation"
     seconds: float  # wall time of the search
-    scope: str  # "exact graph" or the coarsening rules that hold
+    scope: str  # of which plans it speaks: "all plans with …"
     fastest_seconds: float | None = None
 
     @property

@@ -105,6 +105,9 @@ class MemoryRule:
 
 
 #: the text of the wish that coarsening adds: what makes the loss or output is pinned
+# Parts of a certificate's scope, which "; " separates: "among all plans with ...".
+ANY_CUT = "cuts between any two ops"
+ONE_GROUP = "in one group: "
 OUTPUT_WISH = "the loss or output on the last stage"
 
 
@@ -151,7 +154,7 @@ class PartitionProblem:
     num_microbatches: int = 1
     objective: Literal["bottleneck", "flush"] = "bottleneck"
     allow_empty: bool = False
-    scope: str = "exact graph"
+    scope: str = ANY_CUT
     forbidden: tuple[tuple[int, int], ...] = ()
     max_stages: int | None = None
     wishes: tuple[Wish, ...] = ()

@@ -141,12 +141,17 @@ class SearchSpace:
         return tuple(StageOption(r, more) for r in self.counts(ranks) for more in again)
 
     def __str__(self) -> str:
-        """What a certificate's scope says of it."""
+        """What a certificate's scope says of it; of spaces with shared ranks, what is other."""
+        own = self._parts()
+        others = ([part for part in one._parts() if part not in own] for one in self.sharing)
+        return "; ".join([*own, *(f"or {', '.join(parts)}" for parts in others)])
+
+    def _parts(self) -> list[str]:
         again = "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
         if self.recomputed:
             again = f"on stages {', '.join(str(s) for s, on in enumerate(self.recomputed) if on)}"
         where = "on ranks" if self.straight else "at places"
-        parts = [
+        return [
             f"{'any number of' if self.stages is None else self.stages} stages"
             + (" in the order of ranks" if self.in_order else ""),
             *([f"{where} {_listed(self.placement)}"] if self.placement else []),
@@ -155,9 +160,7 @@ class SearchSpace:
             f"schedules {', '.join(map(name_of, self.schedules))}",
             f"microbatches {', '.join(map(str, self.microbatches))}",
             f"extra warm-up {', '.join(map(str, self.extra_warmup))}",
-            *(f"or {one}" for one in self.sharing),
         ]
-        return "; ".join(parts)
 
 
 def _fits(space: SearchSpace) -> bool:

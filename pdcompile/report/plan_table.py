@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
+from pdcompile.problem import ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
 from pdcompile.schedule.registry import kind_of, name_of
@@ -214,6 +215,15 @@ def _fastest(certificate: Certificate) -> str:
     return f" (the fastest plan found takes {format_seconds(fastest)}, {known})"
 
 
+def in_words(scope: str) -> str:
+    """Of which plans a certificate speaks, and why they are not all plans."""
+    parts = scope.split("; ")
+    why = [part.removeprefix(ONE_GROUP) for part in parts if part.startswith(ONE_GROUP)]
+    plans = [part for part in parts if not part.startswith(ONE_GROUP)]
+    reasons = f". Ops share a group, and so a stage, for: {'; '.join(why)}" if why else ""
+    return f"all plans with {'; '.join(plans)}{reasons}"
+
+
 def certificate_line(plan: Plan) -> Text:
     """Objective, bound, gap, prover, scope and seconds, as one sentence; and one of the forecast,
     where that is longer than what is certified."""
@@ -227,7 +237,7 @@ def certificate_line(plan: Plan) -> Text:
         f", {format_seconds(certificate.objective_seconds)} {what}, "
         f"lower bound {format_seconds(certificate.bound_seconds)}, "
         f"gap {100 * certificate.gap:.2g} %{_fastest(certificate)}; by {certificate.prover} "
-        f"in {format_seconds(certificate.seconds)}; scope: {certificate.scope}"
+        f"in {format_seconds(certificate.seconds)}, among {in_words(certificate.scope)}"
     )
     forecast = 0.0 if plan.forecast is None else plan.forecast.step_seconds
     seconds = forecast / (plan.training.num_microbatches if stream else 1)

@@ -115,7 +115,7 @@ def verdict(answer: Solution, unit: str) -> Text:
         text.append(f": {shown[0]}, lower bound {shown[1]}, gap {100 * answer.gap:.2g} %")
     if answer.reason:
         text.append(f": {answer.reason}")
-    text.append(f"; by {answer.prover} in {format_seconds(answer.seconds)}; scope: {answer.scope}")
+    text.append(f"; by {answer.prover} in {format_seconds(answer.seconds)}, among {answer.scope}")
     return text
 
 

@@ -13,6 +13,7 @@ from pdcompile.plan import (
     TiedParameter,
     Training,
 )
+from pdcompile.problem import ANY_CUT
 from pdcompile.schedule.recorded import RecordedEvent
 
 
@@ -68,7 +69,7 @@ def plan(*, forecast: bool = True, schedule: str = "1f1b", status: str = "optima
         cluster=Cluster.local(2, memory="4 MB").to_toml(),
         certificate=Certificate(
             22.5e-3, 22.5e-3 if status == "optimal" else 20e-3, status, "CP-SAT", 0.31,
-            "exact graph",
+            ANY_CUT,
         ),
         forecast=Forecast(22.5e-3, 711.0, 0.2, (262_144, 262_144), (ledger, ledger))
         if forecast

@@ -11,7 +11,7 @@ from pdcompile.cluster import Cluster, Device
 from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
 from pdcompile.report import labels
-from pdcompile.report.plan_table import limits
+from pdcompile.report.plan_table import in_words, limits
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
@@ -159,7 +159,7 @@ def proof_in_terms(plan: Plan) -> Iterator[tuple[str, str]]:
         fastest = format_seconds(one.fastest_seconds)
         yield "fastest plan found", f"{fastest}; its cuts lie less well, see --cut-tolerance"
     yield "prover", f"{one.prover}, in {format_seconds(one.seconds)}"
-    yield "scope", f"{one.scope}: the proof holds for plans that keep this together"
+    yield "scope", f"the proof speaks of {in_words(one.scope)}"
     yield (
         "forecast",
         (
