@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,20 @@ def test_every_number_has_a_source(name: str) -> None:
     assert machines.devices[0].memory_bytes
     assert name in machines.notes[0]
     assert Cluster.from_toml(machines.to_toml()) == machines
+
+
+def test_the_page_shows_a_file_that_is_read() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    cluster = Cluster.from_toml(text)
+    assert {(one.kind, one.memory_bytes) for one in cluster.devices} == {("a100-80", 80 * 10**9)}
+    assert [(level.name, level.size) for level in cluster.levels] == [
+        ("nvlink", 4),
+        ("infiniband", 2),
+    ]
+    for keyword in ("_DeviceRow", "_LevelRow"):
+        names_of_keys = {one.name for one in fields(getattr(pdcompile.cluster, keyword))}
+        assert all(re.search(rf"^{key} = ", text, re.MULTILINE) for key in names_of_keys)
 
 
 def test_hosts_and_devices_of_a_name() -> None:
