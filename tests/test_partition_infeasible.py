@@ -50,8 +50,8 @@ def test_an_item_larger_than_every_device() -> None:
     assert "cannot hold" in text
     assert "smallest conflict: the 1.00 kB of memory of each of stages 0–1" in text
     for s in (0, 1):  # on either stage it needs a neighbour's 20 bytes as well
-        assert f"1820 bytes of memory on stage {s}" in text
-    assert "1820 bytes of memory on every stage" in text
+        assert f"1.82 kB of memory on stage {s}" in text
+    assert "1.82 kB of memory on every stage" in text
 
 
 def test_versions_and_optimizer_are_named() -> None:
@@ -73,8 +73,8 @@ def test_sum_too_large() -> None:
     text = refusal(sized([300] * 4, [1000, 1000]))
     assert "together have 2.00 kB" in text
     assert "needs 2.40 kB" in text
-    assert "1200 bytes of memory on every stage" in text
-    assert "1800 bytes of memory on stage 0" in text  # 600 is all that stage 1 can take
+    assert "1.2 kB of memory on every stage" in text
+    assert "1.8 kB of memory on stage 0" in text  # 600 is all that stage 1 can take
 
 
 def test_fits_in_sum_but_not_contiguously() -> None:
@@ -84,7 +84,7 @@ def test_fits_in_sum_but_not_contiguously() -> None:
     assert "in sum, but not cut into 3 pieces" in text
     assert "smallest conflict: the 500 B" in text
     for stage, enough in ((0, 1000), (1, 1200), (2, 1000)):
-        assert f"{enough} bytes of memory on stage {stage}" in text
+        assert f"{enough / 1000:g} kB of memory on stage {stage}" in text
         for less in (0, 1):
             changed: list[int | None] = list(limits)
             changed[stage] = enough - less
@@ -92,7 +92,7 @@ def test_fits_in_sum_but_not_contiguously() -> None:
                 refusal(sized(sizes, changed))
             else:
                 assert partition(sized(sizes, changed))
-    assert "1000 bytes of memory on every stage" in text
+    assert "1 kB of memory on every stage" in text
 
 
 def test_a_device_without_memory() -> None:

@@ -27,7 +27,7 @@ from pdcompile.plan.embedded import inconsistencies, unusable_numbers
 from pdcompile.plan.evaluate import memory
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import DEFAULT
-from pdcompile.units import format_bytes
+from pdcompile.units import format_bytes, three_digits
 
 EXPLAIN_SECONDS = 5.0
 
@@ -289,7 +289,7 @@ def _of_one_stage(problem: PartitionProblem, stage: int, oracle: Oracle) -> str 
     if stage_of is None:
         return None
     need = memory(problem, stage_of)[stage]
-    text = f"{readable_bytes(need)} of memory on stage {stage}"
+    text = f"{three_digits(need)[1]} of memory on stage {stage}"
     return text if proved else f"{text} (fewer may do)"
 
 
@@ -300,9 +300,10 @@ def _of_all_stages(problem: PartitionProblem, oracle: Oracle) -> str | None:
     if sufficient is None:
         return None
     where = "every stage" if len(limited) == len(problem.stages) else "every stage with a limit"
-    text = f"{readable_bytes(sufficient)} of memory on {where}"
+    text = f"{three_digits(sufficient)[1]} of memory on {where}"
     if not proved:
-        text += f" (less than {readable_bytes(least)} cannot do)" if least else " (fewer may do)"
+        never = three_digits(least, up=False)[1]
+        text += f" (less than {never} cannot do)" if least else " (fewer may do)"
     return text
 
 
@@ -375,12 +376,6 @@ def memory_cost(stages: Collection[int]) -> Callable[[Segments], Cost]:
         return cost
 
     return of
-
-
-def readable_bytes(num_bytes: int) -> str:
-    """The exact number, to be pasted, and one of three digits."""
-    exact = f"{num_bytes} bytes"
-    return exact if num_bytes < 10_000 else f"{exact} ({format_bytes(math.ceil(num_bytes))})"
 
 
 def _limited(problem: PartitionProblem) -> list[int]:

@@ -31,6 +31,7 @@ from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
 from pdcompile.passes.verify.one_block import BlockComparison, BlockTensors
 from pdcompile.passes.verify.verification import Compared, Difference, Verification, mode_of
 from pdcompile.plan import Plan
+from pdcompile.units import format_bytes
 
 COPIES = 4  # of a block's weights: the made-up ones, those that run, and gradients of two sides
 
@@ -114,7 +115,7 @@ def _leave_out_large(found: Sequence[BlockUse], capture: Capture, budget: int) -
     for one in found:
         weight = sum(size for fqn, size in sizes.items() if below(fqn, one.path))
         if COPIES * weight > budget:
-            one.reason = f"{COPIES * weight:,} bytes are more than half of the free memory"
+            one.reason = f"{format_bytes(COPIES * weight)} is more than half of the free memory"
 
 
 def _compared(

@@ -110,7 +110,7 @@ def test_a_node_too_large_is_named_and_the_bytes_it_says_are_enough() -> None:
     problem = chain(3, memory_bytes=19.5)
     answer = solve(problem)
     assert answer.status == "infeasible"
-    assert "node 0 alone needs 20 bytes" in answer.reason
+    assert "node 0 alone needs 20 B" in answer.reason
     enough = int(answer.reason.split("; ")[1].split()[0])
     assert solve(replace(problem, memory_bytes=float(enough))).status == "optimal"
 
@@ -120,7 +120,7 @@ def test_the_least_memory_is_named_where_the_sum_is_too_large() -> None:
     answer = solve(problem)
     assert answer.status == "infeasible"
     # Two nodes a stage, recomputed: 2·(19 + 2) with two microbatches in flight.
-    assert answer.reason.endswith("42 bytes on each device would be enough")
+    assert answer.reason.endswith("42 B on each device would be enough")
     assert solve(replace(problem, memory_bytes=42.0)).status == "optimal"
     assert solve(replace(problem, memory_bytes=41.0)).status == "infeasible"
 

@@ -36,6 +36,7 @@ from pdcompile.passes.published.solution import (
     StageSolution,
     relative_gap,
 )
+from pdcompile.units import format_bytes
 
 __all__ = ["solve"]
 
@@ -274,7 +275,7 @@ class _Solver:
         if self.problem.straight:
             text += ", no replication"
         if self.problem.memory_bytes is not None:
-            text += f", {self.problem.memory_bytes:.0f} bytes a worker"
+            text += f", {format_bytes(self.problem.memory_bytes)} a worker"
         if self.problem.fewer:
             # Exact where the inner tables say how many workers a stage can do with.
             exact = len(self.levels) <= 2 and self.problem.memory_bytes is None

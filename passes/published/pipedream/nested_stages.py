@@ -51,7 +51,7 @@ from pdcompile.passes.published.pipedream.level_tables import (
 )
 from pdcompile.passes.published.pipedream.profile_cuts import CutSegments, Floats
 from pdcompile.passes.published.pipedream_model import HierarchyProblem
-from pdcompile.units import format_bytes
+from pdcompile.units import format_bytes, three_digits
 
 TOLERANCE = 1e-10  # relative: a plan within this of what is refuted counts as optimal
 EXACT = 1e-9  # relative: the smallest memory is named up to this
@@ -350,7 +350,7 @@ def unfit(
         return None
     # One worker for everything is a plan.
     _, least, _ = smallest_threshold(attempt, limit, float(segments.held[0, -1]), exact=EXACT)
-    help_text = f"at least {format_bytes(least)} ({math.ceil(least)} bytes) would be needed"
+    help_text = f"at least {three_digits(math.ceil(least))[1]} would be needed"
     heaviest = max(problem.graph.nodes, key=lambda n: n.activation_bytes + n.parameter_bytes)
     single = heaviest.activation_bytes + heaviest.parameter_bytes
     if single > limit:

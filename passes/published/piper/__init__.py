@@ -23,7 +23,7 @@ from pdcompile.passes.published.piper.states import Space, all_ideals, ideals_ar
 from pdcompile.passes.published.piper.table_search import EXACT, LeastMemory, PiperPlan, TableSearch
 from pdcompile.passes.published.piper_model import MenuProblem
 from pdcompile.passes.published.solution import ROUNDING, Progress, Solution
-from pdcompile.units import format_bytes
+from pdcompile.units import format_bytes, three_digits
 
 __all__ = ["solve"]
 
@@ -247,7 +247,7 @@ class _Solve:
         if node is not None:
             complete = True
             reason = (
-                f"node {problem.nodes[node[0]].id!r} alone needs {math.ceil(node[1])} bytes with "
+                f"node {problem.nodes[node[0]].id!r} alone needs {format_bytes(node[1])} with "
                 f"one microbatch in flight, a device has {limit}"
             )
         else:
@@ -263,8 +263,8 @@ class _Solve:
             reason = f"no plan was found in which {problem.devices} devices of {limit} hold all "
             reason += "nodes, and it is not proved that there is none"
         if unlimited is not None:
-            helps = math.ceil(least.least_limit(unlimited[1]))
-            return self._without(proved, f"{reason}; {helps} bytes on each device would be enough")
+            helps = three_digits(math.ceil(least.least_limit(unlimited[1])))[1]
+            return self._without(proved, f"{reason}; {helps} on each device would be enough")
         return self._without(
             proved,
             f"{problem.devices} devices are too few for the tensor-parallel degrees of the "
