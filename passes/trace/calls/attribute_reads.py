@@ -20,6 +20,7 @@ from torch import nn
 
 import pdcompile
 from pdcompile.eager.modes import switching
+from pdcompile.passes.trace.tape.interceptor import patched
 
 _OURS = tuple({
     str(Path(pdcompile.__file__).parent), str(Path(__file__).resolve().parents[3] / "passes"),
@@ -86,9 +87,8 @@ class AttributeReads:
                 self._assigned((*self._owners[id(owner)], name), _present(owner, name))
             put(owner, name, value)
 
-        for name, function in (("__getattribute__", read), ("__setattr__", write)):
-            self._stack.callback(_put_back, kind, name, vars(kind).get(name))
-            setattr(kind, name, function)
+        watching = patched((kind, "__getattribute__", read), (kind, "__setattr__", write))
+        self._stack.enter_context(watching)
 
     def close(self) -> None:
         """Stops watching."""
@@ -128,13 +128,6 @@ def watched_attributes(reads: AttributeReads) -> Iterator[None]:
 
 def _present(owner: Any, name: str) -> Any:
     return getattr(owner, "__dict__", {}).get(name)
-
-
-def _put_back(kind: type, name: str, own: Any) -> None:
-    if own is None:
-        delattr(kind, name)
-    else:
-        setattr(kind, name, own)
 
 
 def _is_plain_object(value: Any) -> bool:

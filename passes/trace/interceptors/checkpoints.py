@@ -33,11 +33,17 @@ class Checkpoints(Interceptor):
         return proceed(cls, plain, args)
 
     def around(self) -> AbstractContextManager[None]:
-        """Checks regions that are not reentrant."""
-        ops = self.tape.ops
-        return _watched_regions(
-            lambda: len(ops), lambda start, preserve: check_region(ops[start:], preserve)
-        )
+        """Checks regions that are not reentrant, where backward would run them again."""
+        home, name = CHECKPOINT_REGION
+        plain = getattr(home, name)
+
+        def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+            start, recomputed = len(self.tape.ops), torch.is_grad_enabled()
+            yield from plain(*args, **kwargs)
+            if recomputed:
+                check_region(self.tape.ops[start:], region_preserves_rng(args, kwargs))
+
+        return patched((home, name, region))
 
 
 def _reentrant(tape: Tape, function: Any, preserve: bool, *inputs: Any) -> Any:
@@ -106,20 +112,3 @@ def check_region(ops: list[Op], preserve: bool) -> None:
                 refusals.RECOMPUTED_DRAW[0].format(f"{op.module_path or shown!r}"),
                 where=op.source, remedy=refusals.RECOMPUTED_DRAW[1],
             )  # fmt: skip
-
-
-def _watched_regions(
-    start: Callable[[], Any], end: Callable[[Any, bool], None]
-) -> AbstractContextManager[None]:
-    """Calls `end(start(), preserve_rng_state)` after each non-reentrant region that backward would
-    run again."""
-    home, name = CHECKPOINT_REGION
-    plain = getattr(home, name)
-
-    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
-        begun, recomputed = start(), torch.is_grad_enabled()
-        yield from plain(*args, **kwargs)
-        if recomputed:
-            end(begun, region_preserves_rng(args, kwargs))
-
-    return patched((home, name, region))

@@ -7,7 +7,7 @@ constants of the graph.  Such calls do not pass torch, so the states of the gene
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from pdcompile.errors import TraceError
 from pdcompile.ir import python_draws
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.interceptor import Interceptor
+from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.tape.observer import locate
 
 
@@ -71,10 +71,19 @@ class Generators(Interceptor):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Guards the generators, and restores them at the end."""
-        tape = self.tape
-        with guarded() as self._sentinel, not_reseeded(self._draws, tape.where):
-            yield
+        """Guards the generators, and restores them at the end.
+
+        Inside, torch.initial_seed is refused: the seed would become a constant of the graph.
+        """
+        sentinel = self._sentinel = Sentinel()
+        seeds = [(home, "initial_seed", _refuse_seed) for home in (torch, torch.random)]
+        try:
+            with patched(*seeds), not_reseeded(self._draws, self.tape.where):
+                yield
+            sentinel.check("forward, after its last operator")
+            sentinel.check_torch("forward")
+        finally:
+            sentinel.restore()
 
     def _draws(self) -> int:
         return sum(op.draw is not None for op in self.tape.ops)
@@ -84,31 +93,14 @@ class Generators(Interceptor):
             self._sentinel.check(source)
 
 
-@contextmanager
-def guarded() -> Iterator[Sentinel]:
-    """A sentinel whose generators are restored at the end; enter it outside of all modes.
-
-    Inside, torch.initial_seed is refused: the seed would become a constant of the graph.
-    """
-    sentinel = Sentinel()
-    plain = torch.random.initial_seed
-    try:
-        torch.initial_seed = torch.random.initial_seed = _refuse_seed
-        yield sentinel
-        sentinel.check("forward, after its last operator")
-        sentinel.check_torch("forward")
-    finally:
-        torch.initial_seed = torch.random.initial_seed = plain
-        sentinel.restore()
-
-
 def _refuse_seed() -> NoReturn:
     message, remedy = refusals.SEED
     raise OutsideDraw(message, where=locate(None)[0], remedy=remedy)
 
 
-@contextmanager
-def not_reseeded(draws: Callable[[], int], where: Callable[[], str | None]) -> Iterator[None]:
+def not_reseeded(
+    draws: Callable[[], int], where: Callable[[], str | None]
+) -> AbstractContextManager[None]:
     """Refuses seeding torch's generator inside, or restoring a state that was drawn from since.
 
     Both would make eager draw the same numbers again, while each draw of a graph has its own.
@@ -117,13 +109,8 @@ def not_reseeded(draws: Callable[[], int], where: Callable[[], str | None]) -> I
         draws: returns the number of draws so far.
         where: returns the line of the model that is running.
     """
-    functions: Any = torch.random
-    plain = functions.default_generator
-    functions.default_generator = _Unchanged(plain, draws, where)
-    try:
-        yield
-    finally:
-        functions.default_generator = plain
+    instead = _Unchanged(torch.default_generator, draws, where)
+    return patched((torch.random, "default_generator", instead))
 
 
 class _Unchanged:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import torch
 from torch import nn
 
 from pdcompile.passes.trace.calls.attribute_reads import AttributeReads
+from pdcompile.passes.trace.tape.interceptor import patched
 
 
 @contextmanager
@@ -30,34 +31,22 @@ def watched_flag(model: nn.Module, reads: AttributeReads) -> Iterator[Callable[[
         asked.append(True)
         return enabled
 
-    with _answered(note):
+    with answered(note):
         yield lambda: any(asked) or reads.modes()
 
 
-@contextmanager
-def autograd_as_run(training: bool) -> Iterator[None]:
-    """Answers a model that asks whether autograd is on as when its stages run.
+def answered(answer: Callable[[bool], bool]) -> AbstractContextManager[None]:
+    """Changes what a model hears that asks whether autograd is on.
 
-    Recording has autograd on in both modes, evaluation runs without it.  Torch itself gets the
-    true answer: what it does then is captured op by op.
+    Torch itself gets the true answer: what it does then is captured op by op.
     """
-    with _answered(lambda enabled: enabled and training):
-        yield
-
-
-@contextmanager
-def _answered(answer: Callable[[bool], bool]) -> Iterator[None]:
     plain = torch.is_grad_enabled
 
     def is_grad_enabled() -> bool:
         enabled = plain()
         return answer(enabled) if _asked_by_model() else enabled
 
-    torch.is_grad_enabled = is_grad_enabled
-    try:
-        yield
-    finally:
-        torch.is_grad_enabled = plain
+    return patched((torch, "is_grad_enabled", is_grad_enabled))
 
 
 def _asked_by_model() -> bool:

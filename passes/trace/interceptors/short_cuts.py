@@ -18,7 +18,7 @@ import torch
 
 from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.assumptions import Findings
-from pdcompile.passes.trace.interceptors.mode_flag import autograd_as_run
+from pdcompile.passes.trace.interceptors.mode_flag import answered
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.values.constants import evaluate
 
@@ -62,17 +62,15 @@ def as_eager(
         always: say no for inputs too; the capture then holds for the values of the example.
     """
     module: Any = sys.modules.get(ASKED)
-    plain = getattr(module, QUESTION, None)
-    with autograd_as_run(training):
-        if plain is None:
-            yield
-            return
+    plain: Any = getattr(module, QUESTION, None)
 
-        def is_fake_tensor(x: Any) -> bool:
-            if not plain(x) or constant(x):
-                return False
-            findings.asked_of_inputs = True
-            return not always
+    def is_fake_tensor(x: Any) -> bool:
+        if not plain(x) or constant(x):
+            return False
+        findings.asked_of_inputs = True
+        return not always
 
-        with patched((module, QUESTION, is_fake_tensor)):
-            yield
+    places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
+    # Recording has autograd on in both modes, evaluation runs without it.
+    with answered(lambda enabled: enabled and training), patched(*places):
+        yield

@@ -23,7 +23,21 @@ class UnchangedTensors(Interceptor):
         return args[0] if _writes_nothing(func, args, kwargs) else proceed(func, args, kwargs)
 
     def around(self) -> AbstractContextManager[None]:
-        return _without_empty_moves()
+        """Makes ``module.to(dtype)`` do nothing where all tensors have the dtype and device.
+
+        It would assign every parameter's ``data`` to itself.
+        """
+        home, name = MODULE_MOVE
+        plain = getattr(home, name)
+
+        def move(self: nn.Module, change: Callable[[Tensor], Tensor], *args: Any) -> Any:
+            tensors = (*self.parameters(), *self.buffers())
+            with torch.no_grad(), no_dispatch_modes(), NoTorchFunction():
+                if all(change(tensor) is tensor for tensor in tensors):
+                    return self
+            return plain(self, change, *args)
+
+        return patched((home, name, move))
 
 
 def _writes_nothing(
@@ -41,21 +55,3 @@ def _writes_nothing(
         return False
     # An in-place operation on a tensor that requires grad would be part of its history.
     return tensor.is_floating_point() and not torch.is_grad_enabled()
-
-
-def _without_empty_moves() -> AbstractContextManager[None]:
-    """Makes ``module.to(dtype)`` do nothing where all tensors have the dtype and device already.
-
-    It would assign every parameter's ``data`` to itself.
-    """
-    home, name = MODULE_MOVE
-    plain = getattr(home, name)
-
-    def move(self: nn.Module, change: Callable[[Tensor], Tensor], *args: Any) -> Any:
-        tensors = (*self.parameters(), *self.buffers())
-        with torch.no_grad(), no_dispatch_modes(), NoTorchFunction():
-            if all(change(tensor) is tensor for tensor in tensors):
-                return self
-        return plain(self, change, *args)
-
-    return patched((home, name, move))

@@ -42,6 +42,7 @@ from pdcompile.passes.trace.kept.capture_record import (
 from pdcompile.passes.trace.kept.description import Undescribed, described
 from pdcompile.passes.trace.kept.source_files import changed_since_start, loaded_files
 from pdcompile.passes.trace.kept.structure_record import NotWritten
+from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.warn import warn
 
 LEAST_SECONDS = 5.0  # of a capture that is kept: of others, looking costs what it saves
@@ -251,8 +252,5 @@ def noted_warnings() -> Iterator[list[str]]:
             texts.append(str(message))
         show(message, category, *rest, **named)
 
-    warnings.showwarning = noted
-    try:
+    with patched((warnings, "showwarning", noted)):
         yield texts
-    finally:
-        warnings.showwarning = show

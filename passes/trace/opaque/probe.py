@@ -6,8 +6,8 @@ keeps for backward, its random draws and floating-point operations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from pdcompile.passes.trace.opaque.observed_calls import (
 )
 from pdcompile.passes.trace.remedies import remedy
 from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import (
     effects,
@@ -239,8 +240,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         info = self.table.tensors[self.table.fqns[id(self.table.objects[fqn])]]
         return any(name.startswith(f"{self._path}.") for name in (info.fqn, *info.aliases))
 
-    @contextmanager
-    def calls(self) -> Iterator[None]:
+    def calls(self) -> AbstractContextManager[None]:
         """Watches the calls of opaque modules while this is open."""
         plain = nn.Module.__call__
 
@@ -258,11 +258,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._calls[path] = number + 1
             return self._watched(plain, module, (path, number), args, kwargs)
 
-        nn.Module.__call__ = __call__  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = plain  # type: ignore[method-assign]
+        return patched((nn.Module, "__call__", __call__))
 
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
         inputs = tensors_among((args, kwargs))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -19,14 +20,10 @@ Proceed = Callable[..., Any]  # the next interceptor, or the tape, with the same
 @contextmanager
 def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes (owner, name, value) have these values inside."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-    for place in places:
-        setattr(*place)
-    try:
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(patch.object(*place))
         yield
-    finally:
-        for place in before:
-            setattr(*place)
 
 
 class Interceptor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
 from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
+from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
 from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
@@ -373,16 +374,12 @@ def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
     return found
 
 
-@contextmanager
-def watched(tape: Tape) -> Iterator[None]:
+def watched(tape: Tape) -> AbstractContextManager[None]:
     """Patches calls that pass no torch function, so that the tape sees them: modules,
     autograd.Function, TorchScript functions, assignments to modules."""
     plain_call = nn.Module.__call__
     plain_setattr = nn.Module.__setattr__
-    script: Any = torch.jit.ScriptFunction
-    plain_script = script.__call__
-    function = torch.autograd.Function
-    plain_apply = vars(function)["apply"]
+    plain_apply = vars(torch.autograd.Function)["apply"]
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return tape.call_module(plain_call, self, args, kwargs)
@@ -402,14 +399,9 @@ def watched(tape: Tape) -> Iterator[None]:
         tape.assigned.setdefault((id(self), name), tape.where())
         plain_setattr(self, name, value)
 
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
-    nn.Module.__setattr__ = __setattr__  # type: ignore[method-assign]
-    script.__call__ = run_inline
-    function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain_call  # type: ignore[method-assign]
-        nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
-        script.__call__ = plain_script
-        function.apply = plain_apply  # type: ignore[method-assign]
+    return patched(
+        (nn.Module, "__call__", __call__),
+        (nn.Module, "__setattr__", __setattr__),
+        (torch.jit.ScriptFunction, "__call__", run_inline),
+        (torch.autograd.Function, "apply", classmethod(apply)),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -72,13 +72,14 @@ class DrawnInPython(Interceptor):
         with ExitStack() as stack:
             stack.enter_context(python_draws.watched(self._drawn))
             for home, name in sorted(self.tape.assumed.drawing):
-                stack.enter_context(self._replaced(home, name))
+                module = sys.modules[home]
+                recorded = self._recording(getattr(module, name))
+                stack.enter_context(patched((module, name, recorded)))
             stack.enter_context(patched((torch, "from_numpy", from_numpy)))
             yield
 
-    def _replaced(self, home: str, name: str) -> AbstractContextManager[None]:
-        module = sys.modules[home]
-        function = getattr(module, name)
+    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's that draws, as one op."""
 
         @functools.wraps(function)
         def instead(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ class DrawnInPython(Interceptor):
             own = f"{function.__module__}.{function.__name__}"
             return self._recorded(own, function, args, kwargs)
 
-        return patched((module, name, instead))
+        return instead
 
     def _drawn(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function of the generators."""
