@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -87,22 +90,15 @@ def _digests(tensors: list[Tensor]) -> frozenset[str]:
 
 def stage_line() -> str:
     """The line of generated source that is running, as "stage_1.py:34"; "" for none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        found = _STAGE_FILE.fullmatch(frame.f_code.co_filename)
-        if found is not None:
-            return f"{found[1]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return next(_stage_lines(traceback.walk_stack(sys._getframe(1))), "")
 
 
 def line_of_traceback(error: BaseException) -> str | None:
     """The innermost line of generated source that an exception passed through."""
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        match = _STAGE_FILE.fullmatch(trace.tb_frame.f_code.co_filename)
-        if match is not None:
-            found = f"{match[1]}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    return [None, *_stage_lines(traceback.walk_tb(error.__traceback__))][-1]
+
+
+def _stage_lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+    for frame, line in frames:
+        if found := _STAGE_FILE.fullmatch(frame.f_code.co_filename):
+            yield f"{found[1]}:{line}"

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -67,14 +68,12 @@ def instruction_of(frame: FrameType) -> int:
 
 def source_of_traceback(error: BaseException) -> str | None:
     """The innermost line of user code that an exception passed through."""
-    found = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if is_user(file):
-            found = f"{_shorten(file)}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return found
+    found = [
+        source_of_line(frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_user(frame.f_code.co_filename)
+    ]
+    return found[-1] if found else None
 
 
 def source_of_line(file: str, line: int) -> str:
