@@ -7,6 +7,7 @@ training comes between.  Any other use, asking for its shape included, is refuse
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, TensorInfo, Value, written_buffers
+from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.releases.torch_internals import FakeTensor
@@ -58,17 +60,15 @@ class KeptTensors:
         Args:
             names: id of a tensor that the recording made -> name of the value.
         """
-        by_name = {op.name: op for op in ops}
         for place, tensor in _attribute_tensors(model):
             if id(tensor) in self._kept or not isinstance(tensor, FakeTensor):
                 continue
-            name = names.get(id(tensor))
+            name = names.get(id(tensor), "")
             computation, fixed = None, False
-            if name is not None and name in by_name:
-                closure = _closure(name, by_name, values)
-                if closure is not None:
-                    computation = computations.of(name)
-                    fixed = all(_fixed(op, ops, tensors) for op in closure)
+            closure = _closure(name, ops, values)
+            if closure is not None:
+                computation = computations.of(name)
+                fixed = all(_fixed(op, ops, tensors) for op in closure)
             self._kept[id(tensor)] = _KeptTensor(tensor, place, computation, fixed)
 
     def expire(self, model: nn.Module) -> None:
@@ -111,28 +111,17 @@ def is_memo(
     tensor: torch.Tensor,
 ) -> bool:
     """Whether a tensor of a recording depends on nothing that changes between calls."""
-    closure = _closure(names.get(id(tensor), ""), {op.name: op for op in ops}, values)
+    closure = _closure(names.get(id(tensor), ""), ops, values)
     return closure is not None and all(_fixed(op, ops, tensors) for op in closure)
 
 
-def _closure(name: str, by_name: Mapping[str, Op], values: Mapping[str, Value]) -> list[Op] | None:
+def _closure(name: str, ops: Sequence[Op], values: Mapping[str, Value]) -> list[Op] | None:
     """The ops that a value is computed by; None where inputs, draws or writes are among them."""
-    found: dict[str, Op] = {}
-    stack = [name]
-    while stack:
-        current = stack.pop()
-        if current in found:
-            continue
-        op = by_name.get(current)
-        if op is None or op.opaque or op.draw is not None or op.mutates or op.buffers_written:
+    found, others = needed_ops(ops, (name,), lambda n: values[n].storage if n in values else -1)
+    for op in found:
+        if op.opaque or op.draw is not None or op.mutates or op.buffers_written:
             return None
-        found[current] = op
-        stack.extend(op.inputs)
-    storages = {values[n].storage for n in found if values[n].is_tensor}
-    for op in by_name.values():
-        if any(values[n].storage in storages for n in op.mutates if values[n].is_tensor):
-            return None
-    return list(found.values())
+    return None if others else found
 
 
 def _fixed(op: Op, ops: Sequence[Op], tensors: Mapping[str, TensorInfo]) -> bool:
@@ -144,18 +133,20 @@ def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_modules"):
-                yield from _tensors(value, f"{path}.{name}" if path else name, _DEPTH)
+                for keys, tensor in tensors_within(value, _DEPTH):
+                    place = f"{path}.{name}" if path else name
+                    yield place + "".join(f"[{key!r}]" for key in keys), tensor
 
 
-def _tensors(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_within(
+    value: Any, depth: int, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors, with keys that lead there, in containers, which may contain themselves."""
     if isinstance(value, torch.Tensor):
-        yield place, value
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, f"{place}[{key!r}]", depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _tensors(item, f"{place}[{i}]", depth - 1)
+        yield path, value
+    elif depth and isinstance(value, dict | list | tuple | set | deque):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_within(item, depth - 1, (*path, key))
 
 
 def _replace(value: Any, new: Any, depth: int) -> Any:

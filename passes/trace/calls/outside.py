@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.calls.memos import tensors_within
 from pdcompile.passes.trace.tape.observer import is_user, source_of_class, source_of_code
 from pdcompile.releases.torch_internals import FakeTensor
 
@@ -121,7 +122,7 @@ class Outside:
                 if before.get(name, self) is value or str(name).startswith("__"):
                     continue
                 counted = _is_number(value) and _is_number(before.get(name))
-                if counted or any(not memo(t) for t in _fakes_in(value, _DEPTH)):
+                if counted or any(not memo(t) for t in _fakes_in(value)):
                     shown = f"{prefix}[{name!r}]" if isinstance(place, dict) else f"{prefix}{name}"
                     raise refusals.error(refusals.CHANGED_OUTSIDE, shown, where)
 
@@ -168,12 +169,12 @@ def _content(place: Any) -> Any:
 def _clean(place: Any, before: Any) -> None:
     now = _content(place)
     if isinstance(place, list | deque | set):
-        if any(True for item in now for _ in _fakes_in(item, _DEPTH)):
+        if any(map(_fakes_in, now)):
             place.clear()
             (place.update if isinstance(place, set) else place.extend)(before)
         return
     for name, value in now.items():
-        if not any(True for _ in _fakes_in(value, _DEPTH)):
+        if not _fakes_in(value):
             continue
         if isinstance(place, dict):
             if name in before:
@@ -190,9 +191,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _fakes_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, FakeTensor):
-        yield value
-    elif depth and isinstance(value, dict | list | tuple | set | deque):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _fakes_in(item, depth - 1)
+def _fakes_in(value: Any) -> list[torch.Tensor]:
+    found = (tensor for _, tensor in tensors_within(value, _DEPTH))
+    return [tensor for tensor in found if isinstance(tensor, FakeTensor)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.passes.trace.tape.results import with_items
 from pdcompile.releases.torch_internals import NoTorchFunction
 
 
@@ -96,13 +96,4 @@ def _filled(result: Any, outputs: Any) -> Any:
     """The same structure with fakes for its tensors."""
     if isinstance(result, Tensor):
         return next(outputs)
-    if isinstance(result, dict):
-        found = copy.copy(result)
-        for key, item in result.items():
-            found[key] = _filled(item, outputs)
-        return found
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(_filled(item, outputs) for item in result))
-    if isinstance(result, tuple | list):
-        return type(result)(_filled(item, outputs) for item in result)
-    return result
+    return with_items(result, lambda _, item: _filled(item, outputs))

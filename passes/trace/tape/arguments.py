@@ -19,6 +19,19 @@ def literal_argument(value: Any) -> Argument:
     return to_argument(value, _no_tensor, None)
 
 
+def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A plain tuple, list, dict or slice with other parts; the value itself where none changes."""
+    kind = type(value)
+    if kind is dict:
+        return {key: change(item) for key, item in value.items()}
+    if kind is slice:
+        return slice(change(value.start), change(value.stop), change(value.step))
+    if kind is not tuple and kind is not list:
+        return value
+    items = [change(item) for item in value]
+    return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+
+
 def to_argument(
     value: Any, tensor: Callable[[torch.Tensor], Argument], device: torch.device | None
 ) -> Argument:

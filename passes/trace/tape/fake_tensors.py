@@ -14,6 +14,7 @@ from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.calls.memos import KeptTensors
 from pdcompile.passes.trace.refusals import NO_PARAMETER
+from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.releases.torch_internals import (
@@ -92,14 +93,7 @@ class FakeTensors:
         """The same structure with fakes for real tensors."""
         if isinstance(value, torch.Tensor):
             return self._fake(value)
-        if type(value) is tuple:
-            return tuple(self.faked(item) for item in value)
-        if type(value) is list:
-            items = [self.faked(item) for item in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-        if type(value) is dict:
-            return {key: self.faked(item) for key, item in value.items()}
-        return value
+        return with_parts(value, self.faked)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._value or id(tensor) in self._attribute:
@@ -180,9 +174,6 @@ class FakeTensors:
 
     def add(self, name: str, fake: torch.Tensor) -> None:
         """Enters a value; a tensor that has a name already gets the new one."""
-        old = self._value.get(id(fake))
-        if old is not None:
-            self._born_requiring.setdefault(old, self._born_requiring[old])
         self._value[id(fake)] = name
         self.objects[name] = fake
         self._born_requiring[name] = fake.requires_grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -51,23 +51,10 @@ class Results:
         return result
 
     def _items(self, op: Op, container: str, result: Any, written: set[int]) -> Any:
-        if isinstance(result, dict):
-            found = {
-                key: self._item(op, container, key, item, written) for key, item in result.items()
-            }
-            if type(result) is dict:
-                return found
-            named = copy.copy(result)  # of the same class, with what the class adds to a dict
-            for key, item in found.items():
-                named[key] = item
-            return named
-        if not isinstance(result, tuple | list):
-            return result
-        items = [self._item(op, container, i, item, written) for i, item in enumerate(result)]
-        if isinstance(result, tuple) and hasattr(result, "_fields"):
-            return type(result)(*items)
         try:
-            return type(result)(items)
+            return with_items(
+                result, lambda key, item: self._item(op, container, key, item, written)
+            )
         except TypeError as error:
             kind = type(result).__qualname__
             raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
@@ -95,3 +82,16 @@ class Results:
             return self._tensor(part.name, item, written)
         self._fakes.add_container(part.name)
         return self._items(part, part.name, item, written)
+
+
+def with_items(result: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A dict, tuple or list of the same class with other items, by (key, item); else the value."""
+    if isinstance(result, dict):
+        found = copy.copy(result)  # with what the class adds to a dict
+        for key, item in result.items():
+            found[key] = change(key, item)
+        return found
+    if not isinstance(result, tuple | list):
+        return result
+    items = [change(i, item) for i, item in enumerate(result)]
+    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)

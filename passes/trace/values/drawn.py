@@ -21,6 +21,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.passes.trace.values import real_shapes
 from pdcompile.passes.trace.values.scalars import Scalar
@@ -168,9 +169,7 @@ class DrawnInPython(Interceptor):
 
 def _tensor(value: Any) -> Any:
     """An index with tensors in place of arrays."""
-    if type(value) is tuple:
-        return tuple(map(_tensor, value))
-    return value.tensor if type(value) is DrawnArray else value
+    return value.tensor if type(value) is DrawnArray else with_parts(value, _tensor)
 
 
 def _raise(error: TraceError) -> NoReturn:

@@ -136,8 +136,10 @@ def _form(result: Any) -> Any:
 
 def rebuilt(result: Any, device: torch.device) -> Any:
     """The same result on fake tensors; to be called in the fake mode."""
-    if not isinstance(result, Tensor):
-        return type(result)(rebuilt(item, device) for item in result)
-    made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
-    # An op's result is not a leaf: the model may write into it.
-    return made.requires_grad_().clone() if result.requires_grad else made
+
+    def fake(real: Tensor) -> Tensor:
+        made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        # An op's result is not a leaf: the model may write into it.
+        return made.requires_grad_().clone() if real.requires_grad else made
+
+    return pytree.tree_map_only(Tensor, fake, result)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 
 
@@ -90,10 +91,4 @@ def numbers(argument: Any) -> Any:
     """An argument with numbers in place of `Scalar` objects."""
     if type(argument) is Scalar:
         return argument._number()
-    if type(argument) is slice:
-        return slice(*map(numbers, (argument.start, argument.stop, argument.step)))
-    if type(argument) in (tuple, list):
-        return type(argument)(map(numbers, argument))
-    if type(argument) is dict:
-        return {key: numbers(item) for key, item in argument.items()}
-    return argument
+    return with_parts(argument, numbers)
