@@ -1,12 +1,15 @@
-"""The refusals of capture: message and remedy of each in one place."""
+"""The refusals of capture: message and remedy of each in one place, and remedies for errors that
+the user's Python raised, by the arguments it was given."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
+from pdcompile.batch import as_one_argument
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.tape.observer import locate
 from pdcompile.releases.torch_internals import (
@@ -30,6 +33,12 @@ class NeverOpaque(TraceError):
 
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
+LOSS_AS_TENSOR = (
+    "return the loss as the tensor that it is, without item() or float(): gradients need it"
+)
+LOSS_WITH_PARAMETERS = (
+    "let the model hold the module that has it, and return the loss (no loss_fn then)"
+)
 NO_PARAMETER = " that requires grad and is not a parameter of the model"
 APART = ", or move these lines into a submodule, which is then opaque"
 READ: Refusal = (
@@ -175,10 +184,18 @@ class Unrepeatable(TraceError):
         self.opaque_path = path
 
 
+Kind = TypeVar("Kind", bound=TraceError)
+
+
 def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:
     """The TraceError for a refusal."""
     kind = SizeByValues if refusal is BY_VALUE else TraceError
     return kind(refusal[0].format(offender), where=where, remedy=refusal[1])
+
+
+def as_kind(kind: type[Kind], told: TraceError) -> Kind:
+    """The same error as one of another class."""
+    return kind(told.message, where=told.where, remedy=told.remedy)
 
 
 @contextmanager
@@ -201,3 +218,42 @@ def as_refusals(func: Any, boundary: CodeType | None) -> Iterator[None]:
 def name_of(func: Any) -> str:
     """The name of a function in messages; runs no code of the user."""
     return str(getattr(func, "__name__", type(func).__name__))
+
+
+def remedy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The remedy for an error that forward raised."""
+    if len(args) == 1 and not kwargs:
+        hint = as_one_argument(args[0])
+        if hint:
+            return hint
+    for name, given in (*enumerate(args), *kwargs.items()):
+        if _numbers(given):
+            which = f"argument {name}" if isinstance(name, int) else f"{name}="
+            return f"{which} is a list of numbers: pass a tensor, torch.tensor(…)"
+    return "run the model once on the example inputs without pdcompile"
+
+
+def remedy_of_loss(target: Any) -> str:
+    """The remedy for an error that loss_fn raised."""
+    if target is None:
+        return "there was no target: pass target=… to step (example_target= to compile)"
+    if _numbers(target):
+        return "the target is a list of numbers: pass a tensor, torch.tensor(target)"
+    return "run model and loss_fn once on the example inputs and target without pdcompile"
+
+
+def tell_of_loss(refusal: TraceError) -> None:
+    """Rewords a refusal for loss_fn, which was running when it arose."""
+    refusal.message = re.sub("^forward ", "loss_fn ", refusal.message)
+    refusal.remedy = (refusal.remedy or "").removesuffix(APART) or None
+    if refusal.message.endswith(("(item)", "(__float__)")):
+        refusal.remedy = LOSS_AS_TENSOR
+    elif refusal.message.endswith(NO_PARAMETER):
+        refusal.remedy = LOSS_WITH_PARAMETERS
+
+
+def _numbers(given: Any) -> bool:
+    """Whether a value is a list of numbers, or of such lists."""
+    if not isinstance(given, list) or not given:
+        return False
+    return all(isinstance(part, bool | int | float) or _numbers(part) for part in given)

@@ -13,9 +13,8 @@ from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.eager.autocast import on_gpu
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
-from pdcompile.passes.trace.calls.caches import caches
 from pdcompile.passes.trace.calls.memos import KeptTensors
-from pdcompile.passes.trace.calls.outside import Outside
+from pdcompile.passes.trace.calls.outside import Outside, caches
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.releases.known_results import KnownResults
 from pdcompile.releases.torch_internals import fake_gpus_have_gradients

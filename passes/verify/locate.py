@@ -12,9 +12,8 @@ from dataclasses import replace
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.content_watch import Watch
+from pdcompile.passes.trace.comparison.content_watch import Replay, Watch, replay
 from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare_mode
-from pdcompile.passes.trace.comparison.replay import Replay, replay
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 from pdcompile.passes.trace.comparison.steps import Loss, Outputs, Step
 from pdcompile.passes.verify.step_runs import stages

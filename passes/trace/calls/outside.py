@@ -1,11 +1,13 @@
 """State of the user's code outside of the model: globals, class attributes, closures, objects.
 
 A recording must leave none of its fake tensors there, or the user's own next call would find one in
-a table.  A number there that calls change is state of the model, and refused.
+a table or a functools cache.  A number there that calls change is state of the model, and refused.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
 import sys
 from collections import deque
@@ -25,6 +27,8 @@ from pdcompile.releases.torch_internals import FakeTensor
 _MOST = 20_000  # places
 _LARGE = 10_000  # containers with more items are data, not tables of forward
 _DEPTH = 3  # of containers in a value
+_NOT_USERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")
+_CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 
 class Outside:
@@ -194,3 +198,31 @@ def _is_number(value: Any) -> bool:
 def _fakes_in(value: Any) -> list[torch.Tensor]:
     found = (tensor for _, tensor in tensors_within(value, _DEPTH))
     return [tensor for tensor in found if isinstance(tensor, FakeTensor)]
+
+
+def caches() -> list[Any]:
+    """All functions of this process that functools.lru_cache or cache wraps."""
+    # Twice as fast as looking at the types of all objects: an object refers to its type.
+    return [found for found in gc.get_referrers(_CACHE) if type(found) is _CACHE]
+
+
+@contextmanager
+def emptied(known: list[Any]) -> Iterator[None]:
+    """Clears the caches among `known` that were filled inside.
+
+    Otherwise a helper that caches a tensor (an index of relative positions) would return the fake
+    of one recording to the next one, and to the user's own calls.
+    """
+    before = [cache.cache_info().misses for cache in known]
+    try:
+        yield
+    finally:
+        for cache, misses in zip(known, before, strict=True):
+            if cache.cache_info().misses != misses and _is_cache_of_user(cache):
+                cache.cache_clear()
+
+
+def _is_cache_of_user(cache: Any) -> bool:
+    home = str(getattr(cache, "__module__", "")).split(".")
+    # A logging module caches which messages the user has seen (warning_once).
+    return home[-1] != "logging" and home[0] not in _NOT_USERS

@@ -15,7 +15,7 @@ from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, Op, OpGraph
-from pdcompile.passes.trace.comparison.replay import first_difference
+from pdcompile.passes.trace.comparison.content_watch import first_difference
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.subject import device_of

@@ -1,6 +1,7 @@
 """One step of the model in plain PyTorch and one of its graph, on the same tensors.
 
-Every draw has a stream of its own (`pdcompile.eager.randomness`), as the stages have them.
+Every draw has a stream of its own (`pdcompile.eager.randomness`), as the stages have them: eager
+draws from one generator, and a branch that is not taken draws nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,11 +17,10 @@ from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall, output_leaves
 from pdcompile.eager.autocast import autocast_region, region_dtype
-from pdcompile.eager.randomness import DrawScope
+from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.ir.execution import execute, materialise
-from pdcompile.ir.graph import LeftOut, OpGraph, Ref, leaves
-from pdcompile.passes.trace.comparison.draw_streams import StreamLookup, opaque_paths, seeding
+from pdcompile.ir.execution import Lookup, execute, materialise
+from pdcompile.ir.graph import LeftOut, Op, OpGraph, Ref, leaves
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.observer import source_of_traceback
@@ -164,3 +165,39 @@ def _model_runs() -> Iterator[None]:
             where=source_of_traceback(error),
             remedy="run the model once without pdcompile",
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLookup(Lookup):
+    """Finds the model's modules; those that are opaque run inside a scope of draws."""
+
+    scope: DrawScope
+    opaque: frozenset[str]
+
+    def module(self, path: str) -> Any:
+        module = Lookup.module(self, path)
+        return partial(_inside, self.scope, module) if path in self.opaque else module
+
+
+def _inside(scope: DrawScope, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with scope:
+        return module(*args, **kwargs)
+
+
+def opaque_paths(graph: OpGraph) -> frozenset[str]:
+    """Paths of the modules that are one op each and draw inside as they do in eager."""
+    return frozenset(op.module_path for op in graph.ops if op.opaque)
+
+
+def seeding(graph: OpGraph, seed: int, minibatch: int) -> Callable[[], None]:
+    """Seeds the first op (of microbatch 0) at once, and each later one when it is called again."""
+    reseed(seed_of(seed, minibatch, 0, "", -1))
+    waiting: Iterator[Op] = iter(graph.ops)
+
+    def seed_next() -> None:
+        op = next(waiting, None)
+        if op is not None and op.draw is not None and not op.opaque:
+            reseed(seed_of(seed, minibatch, 0, op.module_path, op.draw))
+
+    seed_next()
+    return seed_next

@@ -101,14 +101,11 @@ def summed_apart(
 def check_region(ops: list[Op], preserve: bool) -> None:
     """Raises NeverOpaque where a second run of these ops would not only repeat the first."""
     for op in ops:
-        shown = op.target.rpartition(".")[2]
         if op.buffers_written:
-            raise refusals.NeverOpaque(
-                refusals.RECOMPUTED_WRITE[0].format(f"{op.module_path or shown!r}"),
-                where=op.source, remedy=refusals.RECOMPUTED_WRITE[1],
-            )  # fmt: skip
-        if op.draw is not None and not preserve:
-            raise refusals.NeverOpaque(
-                refusals.RECOMPUTED_DRAW[0].format(f"{op.module_path or shown!r}"),
-                where=op.source, remedy=refusals.RECOMPUTED_DRAW[1],
-            )  # fmt: skip
+            refusal = refusals.RECOMPUTED_WRITE
+        elif op.draw is not None and not preserve:
+            refusal = refusals.RECOMPUTED_DRAW
+        else:
+            continue
+        shown = repr(op.module_path or op.target.rpartition(".")[2])
+        raise refusals.as_kind(refusals.NeverOpaque, refusals.error(refusal, shown, op.source))

@@ -24,8 +24,7 @@ class OutsideDraw(TraceError):
 
 
 def _outside(generator: str, where: str | None) -> OutsideDraw:
-    message, remedy = refusals.OUTSIDE_RANDOM
-    return OutsideDraw(message.format(generator), where=where, remedy=remedy)
+    return refusals.as_kind(OutsideDraw, refusals.error(refusals.OUTSIDE_RANDOM, generator, where))
 
 
 class Sentinel:
@@ -94,8 +93,7 @@ class Generators(Interceptor):
 
 
 def _refuse_seed() -> NoReturn:
-    message, remedy = refusals.SEED
-    raise OutsideDraw(message, where=locate(None)[0], remedy=remedy)
+    raise refusals.as_kind(OutsideDraw, refusals.error(refusals.SEED, "", locate(None)[0]))
 
 
 def not_reseeded(

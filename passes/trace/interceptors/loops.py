@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Site
@@ -103,8 +104,7 @@ class ChosenLoops(Interceptor):
         while isinstance(name, Ref) and name.name in ops:
             op: Op = ops[name.name]
             if op.name in self._chosen:
-                error = refusals.error(refusals.BY_VALUE, "a loop", self.tape.where())
-                found = Loops(error.message, where=error.where, remedy=error.remedy)
+                found = refusals.as_kind(Loops, self._refusal("a loop"))
                 found.site = self._chosen[op.name]
                 raise found
             if op.target.rpartition(".")[2] not in _THROUGH or not op.args:
@@ -165,7 +165,7 @@ class ChosenLoops(Interceptor):
         """Whether this mask is empty in an iteration that forward leaves out."""
         return self._hit is None or storage_key(mask) in self._gates
 
-    def _refusal(self, what: str) -> Exception:
+    def _refusal(self, what: str) -> TraceError:
         return refusals.error(refusals.BY_VALUE, what, self.tape.where())
 
 

@@ -16,7 +16,7 @@ from pdcompile.ir.graph import Op, Ref, Value, rewritten, walk
 from pdcompile.passes.trace.assumptions import Decision, Key
 from pdcompile.passes.trace.merge.conditional_code import renamed
 from pdcompile.passes.trace.merge.slices import numbered
-from pdcompile.passes.trace.tape.naming import Names
+from pdcompile.passes.trace.tape.results import Names
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording

@@ -36,7 +36,7 @@ from pdcompile.passes.trace.opaque.observed_calls import (
     made_by,
     same_values,
 )
-from pdcompile.passes.trace.remedies import remedy
+from pdcompile.passes.trace.refusals import remedy
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.module_table import ModuleTable

@@ -10,7 +10,7 @@ import torch
 from pdcompile.batch.structure import Instance, Part, Tree, flatten_output, unknown_in
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, DictOf, ListOf, Ref
-from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR
+from pdcompile.passes.trace.refusals import LOSS_AS_TENSOR
 
 
 def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, Tree]:

@@ -1,20 +1,50 @@
-"""Results of ops: every tensor in one gets a name before the model's Python sees it."""
+"""Results of ops: every tensor in one gets a name, and what an op writes is found by its memory."""
 
 from __future__ import annotations
 
+import builtins
 import copy
+import keyword
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.graph import Argument, Op, Ref, walk
+from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, alias, tensors_in
-from pdcompile.passes.trace.tape.naming import Names
 from pdcompile.passes.trace.tape.observer import part_of, storage_key
+
+_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
+    "self", "torch", "nn", "F", "operator", "math", "draw", "loss",
+}  # fmt: skip
+
+
+class Names:
+    """Makes unique identifiers that are not in `used`."""
+
+    def __init__(self, used: Iterable[str] = ()) -> None:
+        self._next: dict[str, int] = {}
+        self._used = set(used)
+
+    def new(self, text: str) -> str:
+        """An unused identifier that reads like `text`."""
+        base = re.sub(r"[^0-9a-zA-Z]+", "_", text).strip("_") or "value"
+        if base[0].isdigit():
+            base = f"_{base}"
+        if base not in _TAKEN and base not in self._used:
+            self._used.add(base)
+            return base
+        while True:
+            self._next[base] = self._next.get(base, 0) + 1
+            name = f"{base}_{self._next[base]}"
+            if name not in self._used:
+                self._used.add(name)
+                return name
 
 
 class Results:
@@ -95,3 +125,30 @@ def with_items(result: Any, change: Callable[[Any, Any], Any]) -> Any:
         return result
     items = [change(i, item) for i, item in enumerate(result)]
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+
+
+def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple[str, ...]:
+    """Canonical FQNs of the buffers in written storages.
+
+    Raises:
+        TraceError: a parameter is written, or a buffer that shares its memory with another one.
+    """
+    fqns = fakes.model_tensors_at(written)
+    for fqn in fqns:
+        info = fakes.table.tensors[fqn]
+        if info.kind != "buffer":
+            raise refusals.error(refusals.WRITTEN[info.kind], fqn, source)
+        other = fakes.table.shares_memory(fqn)
+        if other is not None:
+            raise refusals.error(refusals.SHARED_BUFFER, f"{fqn} (shared with {other})", source)
+    fakes.findings.written.update(fqns)
+    return tuple(fqns)
+
+
+def mutated(fakes: FakeTensors, written: set[int], arguments: Argument) -> tuple[str, ...]:
+    """Values in written storages: those among the arguments, else the newest of each storage."""
+    names = dict.fromkeys(ref.name for ref in walk(arguments, Ref))
+    found = [name for name in names if fakes.storage_of(name) in written]
+    covered = {fakes.storage_of(name) for name in found}
+    found += fakes.values_at(written - covered)
+    return tuple(found)

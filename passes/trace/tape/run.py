@@ -20,9 +20,9 @@ from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
-from pdcompile.passes.trace.calls.caches import emptied
 from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.passes.trace.calls.memos import is_memo
+from pdcompile.passes.trace.calls.outside import emptied
 from pdcompile.passes.trace.calls.python_state import State, write_rebound
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.merge import value_sizes
@@ -30,8 +30,7 @@ from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
-from pdcompile.passes.trace.refusals import ForwardRaised
-from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
+from pdcompile.passes.trace.refusals import ForwardRaised, remedy, remedy_of_loss, tell_of_loss
 from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors

@@ -25,15 +25,18 @@ from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
-from pdcompile.passes.trace.tape.arguments import to_arguments, without_defaults
-from pdcompile.passes.trace.tape.calls import NO_OP_CASTS, open_autocast, target_of
+from pdcompile.passes.trace.tape.arguments import (
+    NO_OP_CASTS,
+    open_autocast,
+    target_of,
+    to_arguments,
+    without_defaults,
+)
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
 from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
-from pdcompile.passes.trace.tape.naming import Names
 from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
-from pdcompile.passes.trace.tape.results import Results
-from pdcompile.passes.trace.tape.writes import mutated, written_tensors
+from pdcompile.passes.trace.tape.results import Names, Results, mutated, written_tensors
 from pdcompile.passes.trace.values.example_sizes import ExampleSizes
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.unsized import Unsized

@@ -105,7 +105,7 @@ class DrawnInPython(Interceptor):
         refusal = self._refusal(frame.f_code.co_name)
         if places <= self.tape.assumed.drawing:
             raise refusal
-        found = DrawsInside(refusal.message, where=refusal.where, remedy=refusal.remedy)
+        found = refusals.as_kind(DrawsInside, refusal)
         found.names = frozenset(places)
         raise found
 

@@ -18,12 +18,14 @@ from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.values.checks import check, number, require
 from pdcompile.passes.trace.values.packed import Packed
 from pdcompile.passes.trace.values.reads import (
     DIFFERS,
+    check,
     file_and_line,
     may_be_opaque,
+    number,
+    require,
     values_of_example,
 )
 from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key

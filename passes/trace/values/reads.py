@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Ref
+from pdcompile.ir.graph import CHECK, Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Decision, Site
 from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, parameter_share
-from pdcompile.passes.trace.tape.calls import is_public
+from pdcompile.passes.trace.tape.arguments import is_public
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import locate
-from pdcompile.passes.trace.values.checks import check, decision
 from pdcompile.passes.trace.values.constants import evaluate, read
 from pdcompile.passes.trace.values.scalars import Scalar
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
@@ -139,7 +138,7 @@ class ValueReads(Interceptor):
             trial.begun = True
             return trial.value
         if site not in tape.assumed.reads:
-            undecided = Undecided(refusal.message, where=refusal.where, remedy=refusal.remedy)
+            undecided = refusals.as_kind(Undecided, refusal)
             undecided.site = site
             raise undecided
         expected = tape.assumed.reads[site]
@@ -222,3 +221,28 @@ def file_and_line(where: str | None) -> str:
 def _some_number(name: str, dtype: torch.dtype) -> Any:
     whole = name in ("__int__", "__index__") or not dtype.is_floating_point
     return 0 if whole and name != "__float__" else 0.0
+
+
+def check(tape: Tape, tensor: torch.Tensor, message: str, *, holds: bool = True) -> None:
+    """Records an op that raises where the value of a tensor is not `holds`."""
+    require(tape, tensor if holds else tape.call(torch.logical_not, (tensor,)), message)
+
+
+def require(tape: Tape, condition: torch.Tensor | Ref, message: str) -> None:
+    """Records an op that raises where a value is false."""
+    tape.begin()
+    tape.record("function", CHECK, "check", (condition, message), {}, None, None)
+
+
+def number(tape: Tape, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
+    """Records an op whose result is a Python number or bool, or a tuple of them."""
+    tape.begin()
+    tape.record(kind, target, base or target.rpartition(".")[2], args, {}, None, None)
+    return Ref(tape.ops[-1].name)
+
+
+def decision(tape: Tape, tensor: torch.Tensor) -> tuple[str, str, int]:
+    """Records a read as a Python bool: (the op, the running module, the number of its call)."""
+    if tensor.dtype is not torch.bool:
+        tensor = tape.call(torch.ne, (tensor, 0))
+    return number(tape, "method", "item", (tensor,), "decided").name, *tape.stack[-1]
