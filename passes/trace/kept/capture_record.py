@@ -40,47 +40,67 @@ class Header:
     schema: str = SCHEMA
 
 
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A graph, with what its own JSON leaves out."""
+
+    graph: Any
+    sizes: SizeRange
+    output: Any
+
+    @staticmethod
+    def of(graph: OpGraph) -> _Graph:
+        output = structure_record.to_record(graph.output_spec)
+        return _Graph(graph_json.to_record(graph), graph.sizes, output)
+
+    def read(self, where: str) -> OpGraph:
+        graph = graph_json.from_record(OpGraph, self.graph, where)
+        try:
+            output = structure_record.from_record(self.output)
+        except structure_record.NotWritten as wrong:
+            raise PlanError(str(wrong), where=where) from wrong
+        return replace(graph, sizes=self.sizes, output_spec=output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """The file of a capture; `eval` is None where it is as `train`."""
+
+    header: Header
+    attributes: tuple[tuple[str, ...], ...]
+    numbers: tuple[str, ...]
+    by_values: bool
+    of_device: tuple[str, ...]
+    train: _Graph
+    eval: _Graph | None
+
+
 def to_bytes(header: Header, found: Capture) -> bytes:
     """The file of a capture.  Raises NotWritten: its output has no form in a file."""
     same = replace(found.eval, training=found.train.training) == found.train
     same = same and found.eval.output_spec == found.train.output_spec
     same = same and found.eval.sizes == found.train.sizes
-    document = {
-        "header": jsonio.encode(header),
-        "attributes": [list(place) for place in found.attributes],
-        "numbers": list(found.numbers),
-        "by_values": found.by_values,
-        "of_device": list(found.of_device),
-        "train": _graph_record(found.train),
-        "eval": None if same else _graph_record(found.eval),
-    }
-    return msgspec.json.encode(document)
+    evaluation = None if same else _Graph.of(found.eval)
+    return msgspec.json.encode(_Document(
+        header, found.attributes, found.numbers, found.by_values, found.of_device,
+        _Graph.of(found.train), evaluation,
+    ))  # fmt: skip
 
 
 def from_bytes(data: bytes, where: str) -> tuple[Header, Capture]:
     """What `to_bytes` wrote.  Raises PlanError: it is no capture."""
-    document = jsonio.loads(data, where=where)
-    names = {"header", "attributes", "numbers", "by_values", "of_device", "train", "eval"}
-    if not isinstance(document, dict) or set(document) != names:
-        raise PlanError("not a capture", where=where)
-    header = jsonio.decode(Header, document["header"], where=where)
-    if header.schema != SCHEMA:
+    document = jsonio.decode(_Document, jsonio.loads(data, where=where), where=where)
+    if document.header.schema != SCHEMA:
         raise PlanError(f"not a capture of format {SCHEMA}", where=where)
-    try:
-        attributes = msgspec.convert(document["attributes"], tuple[tuple[str, ...], ...])
-        numbers = msgspec.convert(document["numbers"], tuple[str, ...])
-        by_values = msgspec.convert(document["by_values"], bool)
-        of_device = msgspec.convert(document["of_device"], tuple[str, ...])
-    except msgspec.ValidationError as wrong:
-        raise PlanError(str(wrong).lower(), where=where) from wrong
-    train = _graph(document["train"], f"{where}: train")
-    other = document["eval"]
-    evaluation = (
-        replace(train, training=not train.training)
-        if other is None
-        else _graph(other, f"{where}: eval")
-    )
-    return header, Capture(train, evaluation, attributes, numbers, by_values, of_device=of_device)
+    train = document.train.read(f"{where}: train")
+    if document.eval is None:
+        evaluation = replace(train, training=not train.training)
+    else:
+        evaluation = document.eval.read(f"{where}: eval")
+    return document.header, Capture(
+        train, evaluation, document.attributes, document.numbers, document.by_values,
+        of_device=document.of_device,
+    )  # fmt: skip
 
 
 def number_digests(model: nn.Module, names: tuple[str, ...]) -> tuple[tuple[str, str], ...] | None:
@@ -103,23 +123,3 @@ def example_digest(flat: FlatCall) -> str:
     leaves: Mapping[str, Any] = flat.leaves
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     return "; ".join(f"{path} {digest_of_values(leaf)}" for path, leaf in tensors.items())
-
-
-def _graph_record(graph: OpGraph) -> dict[str, Any]:
-    return {
-        "graph": graph_json.to_record(graph),
-        "sizes": jsonio.encode(graph.sizes),
-        "output": structure_record.to_record(graph.output_spec),
-    }
-
-
-def _graph(data: Any, where: str) -> OpGraph:
-    if not isinstance(data, dict) or set(data) != {"graph", "sizes", "output"}:
-        raise PlanError("not a captured graph", where=where)
-    graph = graph_json.from_record(OpGraph, data["graph"], where)
-    try:
-        output = structure_record.from_record(data["output"])
-    except structure_record.NotWritten as wrong:
-        raise PlanError(str(wrong), where=where) from wrong
-    sizes = jsonio.decode(SizeRange, data["sizes"], where=where)
-    return replace(graph, sizes=sizes, output_spec=output)
