@@ -27,25 +27,8 @@ def check_model(model: Any) -> None:
         )
     for path, module in model.named_modules():
         where = path or "the model"
-        name = type(module).__name__
-        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
-            raise TraceError(f"{where} is wrapped in {name}", where=where, remedy=_WRAPPERS[name])
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(
-                f"{where} is a TorchScript module", where=where, remedy="pass the Python module"
-            )
-        if getattr(vars(module).get("train"), "__module__", "").startswith("torch.export"):
-            raise TraceError(
-                f"{where} was made by torch.export, and has no training mode",
-                where=where,
-                remedy="pass the Python module",
-            )
-        if module._compiled_call_impl is not None:
-            raise TraceError(
-                f"{where} was compiled in place by module.compile()",
-                where=where,
-                remedy="pass the model before module.compile()",
-            )
+        if flaw := _flaw(module):
+            raise TraceError(f"{where} {flaw[0]}", where=where, remedy=flaw[1])
         _refuse_hidden(path, module)
         if not path and has_backward_hook(module):
             raise backward_hook(where)
@@ -67,6 +50,20 @@ def check_model(model: Any) -> None:
                 remedy="store it dense: tensor.to_dense()",
             )
     _refuse_shared_memory(dict(tensors))
+
+
+def _flaw(module: nn.Module) -> tuple[str, str] | None:
+    """Why a module cannot be captured, and what to pass instead; None where it can."""
+    cls = type(module)
+    if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
+        return f"is wrapped in {cls.__name__}", _WRAPPERS[cls.__name__]
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a TorchScript module", "pass the Python module"
+    if getattr(vars(module).get("train"), "__module__", "").startswith("torch.export"):
+        return "was made by torch.export, and has no training mode", "pass the Python module"
+    if module._compiled_call_impl is not None:
+        return "was compiled in place by module.compile()", "pass the model before module.compile()"
+    return None
 
 
 def has_backward_hook(module: nn.Module) -> bool:

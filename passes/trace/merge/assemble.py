@@ -25,8 +25,7 @@ def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, trainin
     output = merge.any([recording.output for recording in recordings], "the model's output")
     loss = merge.any([recording.loss for recording in recordings], "the loss")
     tensors = merge.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
-    roots = (output, Ref(loss)) if loss is not None else output
-    ops = prune(ops, roots)
+    ops = prune(ops, (output, None if loss is None else Ref(loss)))
     ops = ops if training else _with_autograd(ops)
     kept = {op.name for op in ops} | {entry.name for entry in first.inputs}
     values = {name: value for name, value in values.items() if name in kept}

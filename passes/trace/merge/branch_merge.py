@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import Op, Ref, Value, rewritten, walk
 from pdcompile.passes.trace.assumptions import Decision, Key
-from pdcompile.passes.trace.merge.conditional_code import renamed
+from pdcompile.passes.trace.merge.conditional_code import form_of, renamed
 from pdcompile.passes.trace.merge.slices import numbered
 from pdcompile.passes.trace.tape.results import Names
 
@@ -327,8 +327,7 @@ def _check_pure(ops: Sequence[Op], decisions: Sequence[Decision]) -> None:
 
 def with_end(recording: Recording) -> list[Op]:
     """The ops, and one more that reads what the model returns."""
-    loss = Ref(recording.loss) if recording.loss is not None else None
-    return [*recording.ops, Op("", "function", "output", (recording.output, loss))]
+    return [*recording.ops, Op("", "function", "output", recording.returned)]
 
 
 def refs_of(op: Op) -> list[str]:
@@ -344,17 +343,6 @@ def with_refs(op: Op, names: Sequence[str]) -> Op:
         (op.args, op.kwargs), lambda part: Ref(next(following)) if type(part) is Ref else part
     )
     return replace(op, args=args, kwargs=kwargs)
-
-
-def form_of(op: Op) -> Any:
-    """The op without names, for comparison."""
-    args, kwargs = rewritten(
-        (op.args, op.kwargs), lambda part: Ref("") if type(part) is Ref else part
-    )
-    return replace(
-        op, name="", variable="", call_index=0, args=args, kwargs=kwargs,
-        mutates=("",) * len(op.mutates),
-    )  # fmt: skip
 
 
 def _common(

@@ -20,11 +20,11 @@ from pdcompile.passes.trace.merge.branch_merge import (
     BranchMerge,
     CannotMerge,
     MergedBranches,
-    form_of,
     refs_of,
     with_end,
     with_refs,
 )
+from pdcompile.passes.trace.merge.conditional_code import form_of
 from pdcompile.passes.trace.values.reads import Undecided
 
 if TYPE_CHECKING:

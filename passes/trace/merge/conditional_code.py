@@ -37,7 +37,7 @@ def left_out(
     before: dict[str, str] = {}
     rest = list(reversed(empty))
     for op in usual:
-        if rest and _form(op, before) == _form(rest[-1], names):
+        if rest and form_of(op, before) == form_of(rest[-1], names):
             names[rest.pop().name] = op.name
             continue
         if not _works_on_nothing(op, values, single):
@@ -56,11 +56,24 @@ def left_out(
     return None if rest else (skipped, names, before)
 
 
-def renamed(argument: Any, names: Mapping[str, str]) -> Any:
-    """The argument with other names in its Refs."""
-    return rewritten(
-        argument, lambda part: Ref(names.get(part.name, part.name)) if type(part) is Ref else part
-    )
+def renamed(argument: Any, names: Mapping[str, str] | None) -> Any:
+    """The argument with other names in its Refs; None: without any."""
+
+    def other(part: Any) -> Any:
+        if type(part) is not Ref:
+            return part
+        return Ref("" if names is None else names.get(part.name, part.name))
+
+    return rewritten(argument, other)
+
+
+def form_of(op: Op, names: Mapping[str, str] | None = None) -> Op:
+    """The op for comparison: without its own name, and with other names of values or none."""
+    mutates = renamed(tuple(map(Ref, op.mutates)), names)
+    return replace(
+        op, name="", variable="", call_index=0, args=renamed(op.args, names),
+        kwargs=renamed(op.kwargs, names), mutates=tuple(ref.name for ref in mutates),
+    )  # fmt: skip
 
 
 def with_gates(
@@ -83,18 +96,6 @@ def with_gates(
             op = replace(op, args=args)
         made.append(op)
     return tuple(made), known
-
-
-def _form(op: Op, names: Mapping[str, str]) -> Any:
-    return replace(
-        op,
-        name="",
-        variable="",
-        call_index=0,
-        args=renamed(op.args, names),
-        kwargs=renamed(op.kwargs, names),
-        mutates=tuple(names.get(name, name) for name in op.mutates),
-    )
 
 
 def _works_on_nothing(op: Op, values: Mapping[str, Value], single: Mapping[str, Value]) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.merge.conditional_code import left_out, renamed, with_gates
 from pdcompile.passes.trace.merge.open_sizes import with_open_sizes
 from pdcompile.passes.trace.values.reads import Undecided
@@ -127,7 +126,7 @@ def _at_many_sizes(
         usual, everything, one, some, nothing = opened
     if not all(_same(usual, other) for other in (everything, one, some or one)):
         return None
-    values = varied(usual.values, [everything.values, one.values], _roots(usual))
+    values = varied(usual.values, [everything.values, one.values], usual.returned)
     if values is None:
         return None
     skipped: set[str] = set()
@@ -136,14 +135,10 @@ def _at_many_sizes(
         if found is None:
             return None
         skipped, names, before = found
-        if renamed(_roots(less), names) != renamed(_roots(usual), before):
+        if renamed(less.returned, names) != renamed(usual.returned, before):
             return None
     return Tried(average_sizes, replace(usual, values=values), frozenset(skipped), some is not None)
 
 
-def _roots(recording: Recording) -> tuple[Any, ...]:
-    return recording.output, Ref(recording.loss) if recording.loss else None
-
-
 def _same(one: Recording, other: Recording) -> bool:
-    return _roots(one) == _roots(other) and same_ops(one.ops, other.ops)
+    return one.returned == other.returned and same_ops(one.ops, other.ops)

@@ -48,6 +48,7 @@ from pdcompile.passes.trace.tape.observer import (
     storage_key,
     written_by,
 )
+from pdcompile.passes.trace.values.examples import shuffled
 from pdcompile.releases.torch_internals import TorchDispatchMode, is_functorch_wrapped_tensor
 
 
@@ -81,17 +82,12 @@ def probe(
 
 
 def _shuffled(flat: FlatCall) -> FlatCall:
-    generator = torch.Generator().manual_seed(0)
-
-    def shuffled(leaf: Tensor) -> Tensor:
-        values = leaf.detach().reshape(-1)
-        order = torch.randperm(values.numel(), generator=generator)
-        mixed = values[order.to(values.device)].reshape(leaf.shape)
-        return torch.empty_like(leaf).copy_(mixed).requires_grad_(leaf.requires_grad)
-
-    return FlatCall(
-        {p: shuffled(x) if isinstance(x, Tensor) else x for p, x in flat.leaves.items()}, flat.spec
-    )
+    leaves = dict(flat.leaves)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            mixed = torch.empty_like(leaf).copy_(shuffled(leaf.detach()))
+            leaves[path] = mixed.requires_grad_(leaf.requires_grad)
+    return FlatCall(leaves, flat.spec)
 
 
 def _run(

@@ -227,10 +227,7 @@ def _equal(module: nn.Module, twin: nn.Module) -> bool:
         return False
     if not alike or list(module._buffers) != list(twin._buffers):
         return False
-    mine, theirs = _tensors(module), _tensors(twin)
-    if list(mine) != list(theirs):
-        return False
-    if any(mine[n].shape != theirs[n].shape or mine[n].dtype != theirs[n].dtype for n in mine):
+    if _tensors(module) != _tensors(twin):
         return False
     return all(
         name in vars(twin) and _same(value, vars(twin)[name])
@@ -253,11 +250,10 @@ def _plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | None)
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in (*parameters, *buffers)]
 
 
 def _same(a: Any, b: Any) -> bool:

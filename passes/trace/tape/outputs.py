@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pdcompile.batch.step_result import own_loss
 from pdcompile.batch.structure import Instance, Part, Tree, flatten_output, unknown_in
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, DictOf, ListOf, Ref
@@ -88,8 +89,8 @@ def find_loss(
                 remedy=remedy,
             )
     else:
-        loss = _loss_in(output)
-        if loss is None:
+        loss = own_loss(output)
+        if loss is None or loss.dim():
             return None
     found = name(loss)
     if not isinstance(found, Ref):
@@ -113,13 +114,3 @@ def _no_scalar(loss: Any) -> tuple[str, str]:
         f"a {type(loss).__name__}",
         "return the loss alone; let the model return other results",
     )
-
-
-def _loss_in(output: Any) -> torch.Tensor | None:
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, dict):
-        candidates.append(output.get("loss"))
-    for candidate in candidates:
-        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0:
-            return candidate
-    return None

@@ -71,6 +71,11 @@ class Recording:
     after: State | None = None  # of the model, where the run changed it
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
+    @property
+    def returned(self) -> tuple[Argument, Argument]:
+        """The output and the loss."""
+        return self.output, Ref(self.loss) if self.loss is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:

@@ -72,17 +72,10 @@ class Examples:
         another order, zeros, ones, and zeros and ones in turn."""
         for given in itertools.islice(self.calls(), 1):
             yield given
-            with no_dispatch_modes():
-                shuffled = {name: _shuffled(leaf) for name, leaf in given.items()}
-                zeros = {name: torch.zeros_like(leaf) for name, leaf in given.items()}
-                ones = {name: torch.ones_like(leaf) for name, leaf in given.items()}
-                mixed = {
-                    name: (torch.arange(leaf.numel(), device=leaf.device) % 2)
-                    .view(leaf.shape)
-                    .to(leaf.dtype)
-                    for name, leaf in given.items()
-                }
-            yield from (shuffled, zeros, ones, mixed)
+            for make in (shuffled, torch.zeros_like, torch.ones_like, _mixed):
+                with no_dispatch_modes():
+                    made = {name: make(leaf) for name, leaf in given.items()}
+                yield made
 
 
 def _continuous(leaf: Tensor) -> bool:
@@ -92,16 +85,12 @@ def _continuous(leaf: Tensor) -> bool:
 def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
     """Integers of the example, by path, as nested lists: of inputs whose values may make the model
     fail, because they are checked or are lengths."""
-
-    def storage_of(name: str) -> int:
-        return graph.values[name].storage
-
     wanted: set[str] = set()
     for i, op in enumerate(graph.ops):
         lengths = op.inputs[1:2] if op.target.endswith("_pack_padded_sequence") else ()
         read = op.inputs if op.target == CHECK else lengths
         if read:
-            wanted |= needed_ops(graph.ops[:i], read, storage_of)[1]
+            wanted |= needed_ops(graph.ops[:i], read, lambda name: graph.values[name].storage)[1]
     found = {}
     for entry in graph.inputs:
         leaf = call.leaves[entry.path]
@@ -111,6 +100,12 @@ def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
     return found
 
 
-def _shuffled(leaf: Tensor) -> Tensor:
+def _mixed(leaf: Tensor) -> Tensor:
+    numbers = torch.arange(leaf.numel(), device=leaf.device) % 2
+    return numbers.view(leaf.shape).to(leaf.dtype)
+
+
+def shuffled(leaf: Tensor) -> Tensor:
+    """The same numbers in another order."""
     order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(0))
     return leaf.reshape(-1)[order.to(leaf.device)].reshape(leaf.shape)
