@@ -11,20 +11,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-import pdcompile
 from pdcompile.eager.modes import switching
 from pdcompile.passes.trace.tape.interceptor import patched
+from pdcompile.passes.trace.tape.observer import OURS
 
-_OURS = tuple({
-    str(Path(pdcompile.__file__).parent), str(Path(__file__).resolve().parents[3] / "passes"),
-})  # fmt: skip
 _INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
 
@@ -105,7 +101,7 @@ class AttributeReads:
             return
         if isinstance(getattr(type(owner), name, None), cached_property):
             return
-        if name == "training" and sys._getframe(2).f_code.co_filename.startswith(_OURS):
+        if name == "training" and sys._getframe(2).f_code.co_filename.startswith(OURS):
             return
         self._read.add((*place, name))
         if id(value) not in self._owners and _is_plain_object(value):

@@ -2,7 +2,9 @@
 
 A later call may use such a tensor only where it would compute the same again: a memo of a
 constant (a table of positions), or, in evaluation, of the model's own tensors, as long as no
-training comes between.  Any other use, asking for its shape included, is refused.
+training comes between.  Any other use, asking for its shape included, is refused.  Two calls are
+compared by hashes of what they compute, without names: their results have to be equal, although
+only one of them runs the ops that make such a tensor.
 """
 
 from __future__ import annotations
@@ -16,10 +18,18 @@ import torch
 from torch import nn
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Op, TensorInfo, Value, written_buffers
+from pdcompile.ir.graph import (
+    Argument,
+    Attr,
+    Op,
+    Ref,
+    TensorInfo,
+    Value,
+    rewritten,
+    written_buffers,
+)
 from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.releases.torch_internals import FakeTensor
 
 _DEPTH = 4  # of containers in an attribute
@@ -39,6 +49,87 @@ class _KeptTensor:
     fixed: bool
 
 
+class Computations:
+    """Hashes of the computations of all values; an in-place write changes those in its storage.
+
+    Args:
+        known: computations of values that an earlier call made and kept.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        values: Mapping[str, Value],
+        known: Mapping[str, int],
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        self._ops = ops
+        self._values = values
+        self._tensors = tensors
+        self._of: dict[str, int] = dict(known)
+        self._attributes: dict[str, int] = {}
+        self._members: dict[int, list[str]] = {}  # storage -> values in it so far
+        self.effects: list[int] = []  # draws and writes, in their order
+        for name, value in values.items():
+            if name not in self._of and value.producer is None:
+                self._of[name] = hash(("input", name))
+            if name in self._of and value.is_tensor:
+                self._members.setdefault(value.storage, []).append(name)
+        for op in ops:
+            self._enter(op)
+
+    def again(self, name: str) -> tuple[int | None, bool]:
+        """(the computation of a value, None where inputs, draws or writes are part of it; whether
+        it depends on nothing that training changes)."""
+        found, others = needed_ops(self._ops, (name,), self._storage)
+        for op in found:
+            if op.opaque or op.draw is not None or op.mutates or op.buffers_written:
+                return None, False
+        if others:
+            return None, False
+        used = {fqn for op in found for fqn in op.used_tensors}
+        trained = any(self._tensors[fqn].kind == "parameter" for fqn in used)
+        return self._of[name], not trained and used.isdisjoint(written_buffers(self._ops))
+
+    def argument(self, value: Argument) -> Any:
+        """The argument with computations in the place of names."""
+        return rewritten(value, self._leaf)
+
+    def _leaf(self, value: Any) -> Any:
+        match value:
+            case Ref(name):
+                return ("value", self._of.get(name, name))
+            case Attr(fqn):
+                return ("attribute", fqn, self._attributes.get(fqn, 0))
+        return (type(value).__name__, repr(value))
+
+    def _enter(self, op: Op) -> None:
+        read = (*op.parameters, *op.buffers_read)
+        found = hash((
+            op.kind, op.target, self.argument(op.args), self.argument(op.kwargs),
+            op.module_path if op.kind in ("module", "opaque") or op.draw is not None else "",
+            tuple((fqn, self._attributes.get(fqn, 0)) for fqn in read),
+            op.draw, op.region, op.grad_enabled, op.autocast,
+        ))  # fmt: skip
+        self._of[op.name] = found
+        if op.draw is not None or op.mutates or op.buffers_written:
+            self.effects.append(found)
+        for fqn in op.buffers_written:
+            self._attributes[fqn] = found
+        storages = {self._storage(name) for name in op.mutates} - {-1}
+        for storage in storages:
+            for name in self._members.get(storage, ()):
+                if name != op.name:
+                    self._of[name] = hash((found, self._of[name]))
+        storage = self._storage(op.name)
+        if storage >= 0:
+            self._members.setdefault(storage, []).append(op.name)
+
+    def _storage(self, name: str) -> int:
+        value = self._values.get(name)
+        return value.storage if value is not None and value.is_tensor else -1
+
+
 class KeptTensors:
     """All tensors that recordings left in one model's attributes, by identity."""
 
@@ -46,30 +137,16 @@ class KeptTensors:
         self._kept: dict[int, _KeptTensor] = {}
         self.change: TraceError | None = None  # the refusal of what some call changed
 
-    def note(
-        self,
-        model: nn.Module,
-        names: Mapping[int, str],
-        ops: Sequence[Op],
-        values: Mapping[str, Value],
-        tensors: Mapping[str, TensorInfo],
-        computations: Computations,
-    ) -> None:
+    def note(self, model: nn.Module, names: Mapping[int, str], made: Computations) -> None:
         """Notes the tensors that a recording left behind.
 
         Args:
             names: id of a tensor that the recording made -> name of the value.
         """
         for place, tensor in _attribute_tensors(model):
-            if id(tensor) in self._kept or not isinstance(tensor, FakeTensor):
-                continue
-            name = names.get(id(tensor), "")
-            computation, fixed = None, False
-            closure = _closure(name, ops, values)
-            if closure is not None:
-                computation = computations.of(name)
-                fixed = all(_fixed(op, ops, tensors) for op in closure)
-            self._kept[id(tensor)] = _KeptTensor(tensor, place, computation, fixed)
+            if id(tensor) not in self._kept and isinstance(tensor, FakeTensor):
+                computation, fixed = made.again(names.get(id(tensor), ""))
+                self._kept[id(tensor)] = _KeptTensor(tensor, place, computation, fixed)
 
     def expire(self, model: nn.Module) -> None:
         """Forbids, after a training call, the use of memos that an update changes."""
@@ -101,32 +178,6 @@ class KeptTensors:
         """Whether two tensors in an attribute are of one computation."""
         mine, theirs = self._kept.get(id(one)), self._kept.get(id(other))
         return mine is not None and theirs is not None and mine.computation == theirs.computation
-
-
-def is_memo(
-    names: Mapping[int, str],
-    ops: Sequence[Op],
-    values: Mapping[str, Value],
-    tensors: Mapping[str, TensorInfo],
-    tensor: torch.Tensor,
-) -> bool:
-    """Whether a tensor of a recording depends on nothing that changes between calls."""
-    closure = _closure(names.get(id(tensor), ""), ops, values)
-    return closure is not None and all(_fixed(op, ops, tensors) for op in closure)
-
-
-def _closure(name: str, ops: Sequence[Op], values: Mapping[str, Value]) -> list[Op] | None:
-    """The ops that a value is computed by; None where inputs, draws or writes are among them."""
-    found, others = needed_ops(ops, (name,), lambda n: values[n].storage if n in values else -1)
-    for op in found:
-        if op.opaque or op.draw is not None or op.mutates or op.buffers_written:
-            return None
-    return None if others else found
-
-
-def _fixed(op: Op, ops: Sequence[Op], tensors: Mapping[str, TensorInfo]) -> bool:
-    changing = written_buffers(ops)
-    return all(tensors[fqn].kind != "parameter" and fqn not in changing for fqn in op.used_tensors)
 
 
 def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

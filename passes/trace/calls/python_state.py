@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -40,9 +40,19 @@ class State:
         for path, module in self._modules:
             if within is not None and not any(below(path, owner) for owner in within):
                 continue
-            found = _change(path, module, self._before[path], assigned, alike)
-            if found is not None:
-                return found
+            kept, attributes = self._before[path].content, vars(module)
+            for name in [*kept, *(n for n in attributes if n not in kept)]:
+                place = found = f"{path}.{name}" if path else name
+                if name in kept and name in attributes:
+                    found = difference(kept[name], attributes[name], place, alike)
+                if found is None:
+                    continue
+                refusal = refusals.CHANGED_STATE
+                if name in ("_buffers", "_parameters"):
+                    name = found[len(place) :].strip("[]'\"")
+                    found, refusal = (f"{path}.{name}" if path else name), refusals.REBOUND
+                where = assigned.get((id(module), name)) or source_of_class(type(module))
+                return refusals.error(refusal, found, where)
         return None
 
     def restore(self) -> None:
@@ -109,28 +119,3 @@ def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
                 with torch.no_grad():
                     old.copy_(new)
                 module._buffers[name] = old
-
-
-def _change(
-    path: str,
-    module: nn.Module,
-    kept: Any,
-    assigned: Mapping[tuple[int, str], str],
-    alike: Alike,
-) -> TraceError | None:
-    attributes = vars(module)
-    for name in [*kept.content, *(n for n in attributes if n not in kept.content)]:
-        place = f"{path}.{name}" if path else name
-        if name in kept.content and name in attributes:
-            found = difference(kept.content[name], attributes[name], place, alike)
-        else:
-            found = place
-        if found is None:
-            continue
-        refusal = refusals.CHANGED_STATE
-        if name in ("_buffers", "_parameters"):
-            name = found[len(place) :].strip("[]'\"")
-            found, refusal = (f"{path}.{name}" if path else name), refusals.REBOUND
-        where = assigned.get((id(module), name)) or source_of_class(type(module))
-        return refusals.error(refusal, found, where)
-    return None

@@ -8,10 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from pdcompile.passes.trace.tape.observer import STANDARD, TORCH
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -39,9 +37,9 @@ def loaded_files() -> tuple[SourceFile, ...]:
     found: dict[str, SourceFile] = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or path in found or path.startswith(_TORCH):
+        if not isinstance(path, str) or path in found or path.startswith(TORCH):
             continue
-        if path.startswith(_STANDARD) and "-packages" not in path:
+        if path.startswith(STANDARD) and "-packages" not in path:
             continue
         try:
             state = os.stat(path)

@@ -21,13 +21,13 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.releases.known_results import KnownResults
 from pdcompile.releases.torch_internals import FakeTensor, TorchDispatchMode
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = tuple(
+TORCH = os.path.dirname(torch.__file__) + os.sep
+OURS = tuple(
     {str(Path(folder)) + os.sep for folder in (Path(pdcompile.__file__).parent,)}
     | {str(Path(__file__).resolve().parents[3] / name) + os.sep for name in ("pdcompile", "passes")}
 )
-_STDLIB = os.path.dirname(os.__file__) + os.sep
-_NN_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+STANDARD = os.path.dirname(os.__file__) + os.sep
+_NN_MODULES = os.path.join(TORCH, "nn", "modules") + os.sep
 _PLUMBING = ("module.py", "container.py")
 NO_SOURCE = "<no source>"
 _CACHE, _PRECALL = (dis.opmap.get(name, -1) for name in ("CACHE", "PRECALL"))
@@ -102,9 +102,9 @@ def source_of_code(code: CodeType) -> str:
 @functools.lru_cache(maxsize=1024)
 def is_user(file: str) -> bool:
     """Whether a file is not torch's, pdcompile's, the standard library's or generated code."""
-    if file.startswith((_TORCH, *_OURS, "<")):
+    if file.startswith((TORCH, *OURS, "<")):
         return False
-    return not file.startswith(_STDLIB) or "-packages" in file
+    return not file.startswith(STANDARD) or "-packages" in file
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
-from pdcompile.passes.trace.calls.equivalence import Computations
-from pdcompile.passes.trace.calls.memos import is_memo
+from pdcompile.passes.trace.calls.memos import Computations
 from pdcompile.passes.trace.calls.outside import emptied
 from pdcompile.passes.trace.calls.python_state import State, write_rebound
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
@@ -263,10 +261,10 @@ class _Run:
             for name, value in fakes.values().items()
             if name not in left_out
         }
-        computations = Computations(ops, values, fakes.memos)
         names, tensors = fakes.value_names(), subject.table.tensors
-        subject.kept_tensors.note(subject.model, names, ops, values, tensors, computations)
-        subject.outside.check(partial(is_memo, names, ops, values, tensors))
+        computations = Computations(ops, values, fakes.memos, tensors)
+        subject.kept_tensors.note(subject.model, names, computations)
+        subject.outside.check(lambda tensor: computations.again(names.get(id(tensor), ""))[1])
         return Recording(
             ops=tuple(ops),
             values=values,
