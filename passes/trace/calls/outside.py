@@ -12,8 +12,8 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType
+from contextlib import contextmanager, suppress
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -142,17 +142,18 @@ def _is_file_of_user(file: str) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    slots = [
-        name
-        for cls in type(value).__mro__
-        for name in _names(vars(cls).get("__slots__", ()))
-        if name != "__dict__" and hasattr(value, name)
-    ]
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+    return {**slots_of(value), **getattr(value, "__dict__", {})}
 
 
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slots_of(value: Any) -> dict[str, Any]:
+    """What the slots of an object hold, by name."""
+    found = {}
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType) and cls.__module__ != "builtins":
+                with suppress(AttributeError):  # it was never filled
+                    found[name] = object.__getattribute__(value, name)
+    return found
 
 
 def _content(place: Any) -> Any:

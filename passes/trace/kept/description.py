@@ -26,6 +26,7 @@ from torch import nn
 
 from pdcompile.eager.digest import digest
 from pdcompile.eager.snapshot import is_array
+from pdcompile.passes.trace.calls.outside import slots_of
 
 MOST = 1_000_000  # objects
 _SCALARS = (
@@ -78,8 +79,9 @@ def described(*roots: Any) -> str:
     return _hash("\n".join(facts))
 
 
-class _Texts:
-    """Texts of objects: what they hold, by value where that is known."""
+class _Walk:
+    """Everything that some objects lead to: texts of what they hold, by value where that is known,
+    the code of their classes, and what that mentions."""
 
     def __init__(self, packages: frozenset[str]) -> None:
         self._packages = packages
@@ -88,6 +90,12 @@ class _Texts:
         self._tensors = 0
         self._names: dict[str, None] = {}  # that some code mentions, in order of appearance
         self._hidden: dict[str, list[Any]] = {}  # objects that have a private attribute
+        self._facts: set[str] = set()
+        self._classes: dict[type, None] = {}
+        self._having: dict[str, list[type]] = {}  # classes that have an attribute of this name
+        self._built: set[tuple[type, str]] = set()  # by which objects of a class are made
+        self._functions: deque[FunctionType] = deque()
+        self._modules: set[tuple[int, str]] = set()  # of which an attribute was looked at
 
     def text(self, value: Any) -> str:
         """A short text of an object: equal for objects that mean the same."""
@@ -196,17 +204,9 @@ class _Texts:
             yield from sorted(self._items(sorted(value, key=_rank)))
         elif known:
             yield from self._items(value)
-        slots = [
-            name
-            for cls in type(value).__mro__
-            for name, member in vars(cls).items()
-            if isinstance(member, types.MemberDescriptorType) and cls.__module__ != "builtins"
-        ]
-        for name in slots:
-            try:
-                yield f"{name} = {self.text(object.__getattribute__(value, name))}"
-            except AttributeError:  # a slot that was never filled
-                continue
+        slots = slots_of(value)
+        for name, one in slots.items():
+            yield f"{name} = {self.text(one)}"
         own = getattr(value, "__dict__", None)
         if isinstance(own, Mapping):
             for name, one in list(own.items()):
@@ -227,31 +227,6 @@ class _Texts:
             return False
         file = str(getattr(sys.modules.get(module), "__file__", None) or "")
         return _is_standard(module) or "-packages" in file
-
-    def _class(self, cls: type) -> str:
-        """The name of a class."""
-        raise NotImplementedError
-
-    def _function(self, function: FunctionType) -> Iterator[str]:
-        """The parts of a function."""
-        raise NotImplementedError
-
-    def _mention_in(self, cls: type, names: Iterable[str]) -> None:
-        """Some code can call these methods of a class."""
-        raise NotImplementedError
-
-
-class _Walk(_Texts):
-    """Everything that some objects lead to: the code of their classes, and what that mentions."""
-
-    def __init__(self, packages: frozenset[str]) -> None:
-        super().__init__(packages)
-        self._facts: set[str] = set()
-        self._classes: dict[type, None] = {}
-        self._having: dict[str, list[type]] = {}  # classes that have an attribute of this name
-        self._built: set[tuple[type, str]] = set()  # by which objects of a class are made
-        self._functions: deque[FunctionType] = deque()
-        self._modules: set[tuple[int, str]] = set()  # of which an attribute was looked at
 
     def facts(self) -> set[str]:
         """All facts that follow from the objects that were met."""
