@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.files import VARIABLE, capture_beside, drop_oldest
 from pdcompile.ir.graph import Capture
-from pdcompile.passes.trace.kept import capture_cache, source_files
+from pdcompile.passes.trace.kept import capture_cache, capture_record
 from pdcompile.passes.trace.kept.capture_cache import CaptureCall, forget, kept_or_captured
-from pdcompile.passes.trace.kept.capture_record import from_bytes, to_bytes
+from pdcompile.passes.trace.kept.capture_record import (
+    SourceFile,
+    from_bytes,
+    loaded_files,
+    to_bytes,
+)
 from pdcompile.passes.trace.kept.description import Undescribed, described
-from pdcompile.passes.trace.kept.source_files import SourceFile, loaded_files
 from pdcompile.passes.trace.kept.structure_record import NotWritten, from_record, to_record
 
 SCALE = 2.0
@@ -95,7 +99,7 @@ def capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(capture_cache, "LEAST_SECONDS", 0.0)
     # Other tests of this process have written modules since it began.
-    monkeypatch.setattr(source_files, "started_ns", time.time_ns)
+    monkeypatch.setattr(capture_record, "started_ns", time.time_ns)
     return Calls()
 
 

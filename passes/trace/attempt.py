@@ -15,10 +15,13 @@ from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial
-from pdcompile.passes.trace.calls.attribute_reads import AttributeReads, watched_attributes
+from pdcompile.passes.trace.calls.attribute_reads import (
+    AttributeReads,
+    watched_attributes,
+    watched_flag,
+)
 from pdcompile.passes.trace.calls.call_order import Kind, check_order
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
-from pdcompile.passes.trace.interceptors.mode_flag import watched_flag
 from pdcompile.passes.trace.merge.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge, probe_sizes
 from pdcompile.passes.trace.merge.branch_merge import CannotMerge

@@ -136,7 +136,7 @@ def _holes(recorder: Tape) -> dict[int, Hole]:
     fakes = recorder.fakes
     places: dict[int, Argument] = {key: Attr(fqn) for key, fqn in fakes.table.fqns.items()}
     places.update((key, Attr(fqn)) for key, fqn in fakes._attribute.items())
-    places.update((key, Ref(name)) for key, name in fakes.value_names().items())
+    places.update((key, Ref(name)) for key, name in fakes.value_names.items())
     tensors = (*fakes.table.objects.values(), *fakes._fake_of.values(), *fakes.objects.values())
     known = {id(tensor): tensor for tensor in tensors}
     return {

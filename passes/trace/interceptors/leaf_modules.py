@@ -1,11 +1,15 @@
-"""Modules of torch.nn that are one op each."""
+"""Calls of modules: those of torch.nn are one op each, others name the values that they take."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pdcompile.eager.randomness import is_random_module
+from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.opaque.observed_calls import CallKey
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
@@ -38,3 +42,30 @@ class LeafModules(Interceptor):
             with NoTorchFunction():
                 target = tape.table.classes[path][0]
                 return tape.record("module", target, path, args, kwargs, result, draw)
+
+
+class ArgumentNames(Interceptor):
+    """Notes, at the first call of each module, under which name it takes each value."""
+
+    def module(
+        self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed
+    ) -> Any:
+        path, number = call
+        if number == 0 and path and self.tape.region == "forward":
+            with NoTorchFunction():
+                self.tape.passed[path] = self._names(path, args, kwargs)
+        return proceed(call, plain, args, kwargs)
+
+    def _names(self, path: str, args: Any, kwargs: Any) -> dict[str, str]:
+        try:
+            signature = inspect.signature(self.tape.table.modules[path].forward)
+            given = signature.bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # the call will say so
+            return {}
+        fakes, found = self.tape.fakes, dict[str, str]()
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) and fakes.known(value):
+                argument = fakes.name(value)
+                if isinstance(argument, Ref):
+                    found.setdefault(argument.name, name)
+        return found

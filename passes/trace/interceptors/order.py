@@ -4,7 +4,7 @@ from pdcompile.passes.trace.interceptors.arrays import Arrays
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
 from pdcompile.passes.trace.interceptors.device_questions import DeviceQuestions
 from pdcompile.passes.trace.interceptors.generators import Generators
-from pdcompile.passes.trace.interceptors.leaf_modules import LeafModules
+from pdcompile.passes.trace.interceptors.leaf_modules import ArgumentNames, LeafModules
 from pdcompile.passes.trace.interceptors.loops import ChosenLoops
 from pdcompile.passes.trace.interceptors.opaque_calls import OpaqueCalls
 from pdcompile.passes.trace.interceptors.process_state import ProcessState
@@ -12,7 +12,6 @@ from pdcompile.passes.trace.interceptors.properties import Properties
 from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
 from pdcompile.passes.trace.interceptors.transforms import Transforms
 from pdcompile.passes.trace.interceptors.unchanged import UnchangedTensors
-from pdcompile.passes.trace.values.argument_names import ArgumentNames
 from pdcompile.passes.trace.values.drawn import DrawnInPython
 from pdcompile.passes.trace.values.reads import ValueReads
 from pdcompile.passes.trace.values.scalars import HandedOutNumbers

@@ -18,7 +18,7 @@ import torch
 
 from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.assumptions import Findings
-from pdcompile.passes.trace.interceptors.mode_flag import answered
+from pdcompile.passes.trace.calls.attribute_reads import answered
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.values.constants import evaluate
 

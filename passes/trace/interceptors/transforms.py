@@ -16,9 +16,9 @@ from torch import nn
 
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.targets import name_of
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.fake_tensors import tensors_in
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.passes.trace.tape.observer import effects, storage_key, written_by
 from pdcompile.releases.torch_internals import (
@@ -116,7 +116,7 @@ class Transforms(Interceptor):
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Records an ATen operator that ran below all transforms."""
         tape = self.tape
-        if not self.depth or tape.within or not tensors_in(result):
+        if not self.depth or tape.within or not tensors_among(result):
             return
         source = tape.where()
         name = func._schema.name.rpartition("::")[2]

@@ -34,13 +34,14 @@ from pdcompile.passes.trace.interceptors.process_state import attention_kernels
 from pdcompile.passes.trace.kept.capture_record import (
     SCHEMA,
     Header,
+    changed_since_start,
     example_digest,
     from_bytes,
+    loaded_files,
     number_digests,
     to_bytes,
 )
 from pdcompile.passes.trace.kept.description import Undescribed, described
-from pdcompile.passes.trace.kept.source_files import changed_since_start, loaded_files
 from pdcompile.passes.trace.kept.structure_record import NotWritten
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.warn import warn

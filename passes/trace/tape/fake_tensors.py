@@ -9,7 +9,7 @@ import torch
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, Attr, Ref, Value
-from pdcompile.ir.opaque import tensors_among, tensors_at
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.calls.memos import KeptTensors
@@ -52,16 +52,13 @@ class FakeTensors:
         self.rewritten: frozenset[str] = frozenset()  # buffers that other calls write
         self.mode = mode
         self.device = device
-        self._fake_of: dict[int, torch.Tensor] = {}  # id of a real tensor -> its fake
+        self._fake_of: dict[int, torch.Tensor] = {}  # id of a real or kept tensor -> its fake
         self._real_of: dict[int, torch.Tensor] = {}  # id of a fake -> the real tensor
         self._attribute: dict[int, str] = {}  # id of a fake -> FQN
-        self._value: dict[int, str] = {}  # id of a fake -> value name
+        self.value_names: dict[int, str] = {}  # id of a fake -> value name
         self.objects: dict[str, torch.Tensor] = {}
         self._born_requiring: dict[str, bool] = {}
-        self.requiring: dict[
-            str, bool
-        ] = {}  # values that a transform made, run again below autograd
-        self._containers: list[str] = []
+        self.requiring: dict[str, bool] = {}  # values that a transform made: found with autograd
         self._order: list[str] = []
         self._storages: dict[int, int] = {}  # storage key -> index
         self._at: dict[int, list[str]] = {}  # storage key -> value names
@@ -72,7 +69,6 @@ class FakeTensors:
         self.constants: dict[str, torch.Tensor] = {}
         self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
-        self._memo_of: dict[int, torch.Tensor] = {}  # id of a kept tensor -> its fake here
         self.memos: dict[str, int] = {}  # name of a tensor of an earlier call -> its computation
 
     def made_in(self, result: Any, path: str) -> None:
@@ -96,9 +92,9 @@ class FakeTensors:
         return with_parts(value, self.faked)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self._value or id(tensor) in self._attribute:
+        if id(tensor) in self.value_names or id(tensor) in self._attribute:
             return tensor
-        fake = self._fake_of.get(id(tensor), self._memo_of.get(id(tensor)))
+        fake = self._fake_of.get(id(tensor))
         if fake is not None:
             return fake
         if (computation := self._kept_tensors.memo(tensor)) is not None:
@@ -127,16 +123,12 @@ class FakeTensors:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
             ).requires_grad_(tensor.requires_grad)
-        self._memo_of[id(tensor)] = fake
+        self._fake_of[id(tensor)] = fake
         self._kept.append(tensor)
         name = f"memo {len(self.memos)}"
         self.memos[name] = computation
         self.add(name, fake)
         return fake
-
-    def value_names(self) -> dict[int, str]:
-        """The names of all tensors that have one, by identity."""
-        return self._value
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
@@ -174,7 +166,7 @@ class FakeTensors:
 
     def add(self, name: str, fake: torch.Tensor) -> None:
         """Enters a value; a tensor that has a name already gets the new one."""
-        self._value[id(fake)] = name
+        self.value_names[id(fake)] = name
         self.objects[name] = fake
         self._born_requiring[name] = fake.requires_grad
         key = storage_key(fake)
@@ -185,17 +177,16 @@ class FakeTensors:
     def detached(self, fake: torch.Tensor) -> torch.Tensor:
         """The same value under the same name, detached."""
         other = fake.detach()
-        self._value[id(other)] = self._value[id(fake)]
+        self.value_names[id(other)] = self.value_names[id(fake)]
         self._kept.append(other)
         return other
 
     def add_container(self, name: str) -> None:
         """Enters a value that is a tuple, list or dict of tensors, or None."""
-        self._containers.append(name)
         self._order.append(name)
 
     def known(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._value or id(tensor) in self._attribute
+        return id(tensor) in self.value_names or id(tensor) in self._attribute
 
     def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
         return self._real_of.get(id(fake))
@@ -207,8 +198,8 @@ class FakeTensors:
             TraceError: it was made in a way that the tape did not see.
         """
         tensor = self._fake(tensor)
-        if id(tensor) in self._value:
-            return Ref(self._value[id(tensor)])
+        if id(tensor) in self.value_names:
+            return Ref(self.value_names[id(tensor)])
         if id(tensor) in self._attribute:
             return Attr(self._attribute[id(tensor)])
         raise TraceError(
@@ -238,13 +229,12 @@ class FakeTensors:
     def values(self) -> dict[str, Value]:
         """All values in the order in which they were made, without their consumers."""
         found: dict[str, Value] = {}
-        containers = set(self._containers)
         for name in self._order:
-            if name in containers or id(self.objects[name]) in self.unsized:
+            fake = self.objects.get(name)
+            if fake is None or id(fake) in self.unsized:
                 found[name] = Value(name, (), "container", producer=name)
                 continue
-            fake = self.objects[name]
-            current = self._value[id(fake)] == name
+            current = self.value_names[id(fake)] == name
             requires = fake.requires_grad if current else self._born_requiring[name]
             found[name] = Value(
                 name=name,
@@ -261,11 +251,6 @@ class FakeTensors:
 def alias(fake: torch.Tensor) -> torch.Tensor:
     """Another tensor object for the same value, storage and place in the autograd graph."""
     return torch.ops.aten.alias.default(fake)  # type: ignore[no-any-return]
-
-
-def tensors_in(value: Any) -> bool:
-    """Whether there is a tensor in a (nested) result."""
-    return any(True for _ in tensors_at(value))
 
 
 def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:

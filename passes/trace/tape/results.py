@@ -15,8 +15,9 @@ import torch
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, Op, Ref, walk
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, alias, tensors_in
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, alias
 from pdcompile.passes.trace.tape.observer import part_of, storage_key
 
 _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
@@ -90,7 +91,7 @@ class Results:
             raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
 
     def _item(self, op: Op, container: str, key: Any, item: Any, written: set[int]) -> Any:
-        if not tensors_in(item):
+        if not tensors_among(item):
             return item
         path, target = op.module_path, "operator.getitem"
         part = Op(

@@ -261,7 +261,7 @@ class _Run:
             for name, value in fakes.values().items()
             if name not in left_out
         }
-        names, tensors = fakes.value_names(), subject.table.tensors
+        names, tensors = fakes.value_names, subject.table.tensors
         computations = Computations(ops, values, fakes.memos, tensors)
         subject.kept_tensors.note(subject.model, names, computations)
         subject.outside.check(lambda tensor: computations.again(names.get(id(tensor), ""))[1])

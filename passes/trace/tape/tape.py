@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pdcompile.eager.randomness import is_random_function
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Attr, Op, walk
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
@@ -32,7 +33,7 @@ from pdcompile.passes.trace.tape.arguments import (
     to_arguments,
     without_defaults,
 )
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
@@ -210,7 +211,7 @@ class Tape(TorchFunctionMode):
         draw = self.draw() if is_random_function(func) else None
         self.begin()
         result = self.sizes.result(func, args, kwargs)
-        if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
+        if not tensors_among(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
         if func in NO_OP_CASTS and result is self.fakes.faked(args[0]):
