@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 
-from pdcompile.eager.modes import in_mode
 from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refusals
@@ -58,50 +56,6 @@ class State:
     def restore(self) -> None:
         for before in self._before.values():
             restore(before)
-
-
-Found = TypeVar("Found")
-
-
-def settled(
-    model: nn.Module,
-    training: bool,
-    call: Callable[[dict[tuple[int, str], str]], Found],
-    same: Callable[[Found, Found], bool],
-    within: Collection[str],
-) -> Found:
-    """The result of a call of the model; afterwards everything in the modules is as before.
-
-    Models set things up in their first call: hooks that collect outputs, the length of the
-    sequence for a helper.  So where a call changes the model's Python state it is made again
-    from there; the second call must be the same computation, and change nothing.
-
-    Args:
-        call: makes the call; fills in the line that assigned each (id of module, attribute).
-        same: whether two calls were the same computation.
-        within: paths of the modules whose changes count.
-
-    Raises:
-        TraceError: every call changes an attribute, a buffer's binding or a hook.
-    """
-    with in_mode(model, training):
-        before = State(model)
-        try:
-            assigned: dict[tuple[int, str], str] = {}
-            first = call(assigned)
-            change = before.change(assigned, within=within)
-            if change is None:
-                return first
-            after = State(model)
-            try:
-                second = call({})
-            except TraceError:
-                raise change from None
-            if after.change({}, within=within) is not None or not same(first, second):
-                raise change
-            return second
-        finally:
-            before.restore()
 
 
 def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:

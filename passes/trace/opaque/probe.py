@@ -6,8 +6,8 @@ keeps for backward, its random draws and floating-point operations.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region, regions_of
+from pdcompile.eager.modes import in_mode
 from pdcompile.eager.module_hooks import acting_hooks
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
@@ -25,7 +26,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.calls.python_state import settled
+from pdcompile.passes.trace.calls.python_state import State
 from pdcompile.passes.trace.interceptors.generators import Sentinel, not_reseeded
 from pdcompile.passes.trace.opaque.observed_calls import (
     CallKey,
@@ -51,10 +52,10 @@ from pdcompile.passes.trace.tape.observer import (
 from pdcompile.passes.trace.values.examples import shuffled
 from pdcompile.releases.torch_internals import TorchDispatchMode, is_functorch_wrapped_tensor
 
+Observed = dict[CallKey, ObservedCall]
 
-def probe(
-    subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool
-) -> dict[CallKey, ObservedCall]:
+
+def probe(subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool) -> Observed:
     """Runs the model and returns the effects of each call of the modules at `paths`.
 
     A second run, on the same numbers, must give the same results; a third one, on them in another
@@ -65,20 +66,48 @@ def probe(
         TraceError: the model cannot be run, draws outside of torch, or changes Python state that
             its results depend on.
     """
-    run = partial(_run, subject, paths=paths, training=training)
+    with in_mode(subject.model, training):
+        before = start = State(subject.model)
+        run = partial(_run, subject, paths=frozenset(paths))
+        try:
+            try:
+                found = run(flat)
+            except TraceError as error:
+                if "saved tensor hooks" not in error.message:
+                    raise
+                start.restore()
+                run = partial(run, hooks=False)  # torch.func transforms do not run below them
+                found = run(flat)
+            # Changes outside of the opaque modules are checked by the recordings.
+            change = start.change({}, within=paths)
+            if change is not None:
+                # Models set things up in their first call.  The second one, made from there, must
+                # be the same computation, and change nothing.
+                start = State(subject.model)
+                found = _repeated(run, flat, found, change)
+                if start.change({}, within=paths) is not None:
+                    raise change
+            start.restore()
+            check_repeats(subject.table, found, run(flat))
+            start.restore()
+            with suppress(TraceError):  # such inputs are refused: results are checked at every call
+                again = run(_shuffled(flat))
+                found |= {key: both(found[key], again[key]) for key in found if key in again}
+            return found
+        finally:
+            before.restore()
+
+
+def _repeated(
+    run: Callable[[FlatCall], Observed], flat: FlatCall, first: Observed, change: TraceError
+) -> Observed:
     try:
-        found = run(flat)
-    except TraceError as error:
-        if "saved tensor hooks" not in error.message:
-            raise
-        run = partial(run, hooks=False)  # torch.func transforms do not run below them
-        found = run(flat)
-    check_repeats(subject.table, found, run(flat))
-    try:
-        again = run(_shuffled(flat))
+        second = run(flat)
     except TraceError:
-        return found  # it does not accept such inputs; its results are checked at every call
-    return {key: both(call, again[key]) if key in again else call for key, call in found.items()}
+        raise change from None
+    if list(first) != list(second) or not all(map(alike, first.values(), second.values())):
+        raise change
+    return second
 
 
 def _shuffled(flat: FlatCall) -> FlatCall:
@@ -91,30 +120,12 @@ def _shuffled(flat: FlatCall) -> FlatCall:
 
 
 def _run(
-    subject: Subject,
-    flat: FlatCall,
-    *,
-    paths: Collection[str],
-    training: bool,
-    hooks: bool = True,
-) -> dict[CallKey, ObservedCall]:
-    def call(_: dict[tuple[int, str], str]) -> dict[CallKey, ObservedCall]:
-        return _run_once(subject, flat, paths, hooks=hooks)
-
-    def same(one: dict[CallKey, ObservedCall], other: dict[CallKey, ObservedCall]) -> bool:
-        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
-
-    # Changes outside of the opaque modules are checked by the recordings.
-    return settled(subject.model, training, call, same, paths)
-
-
-def _run_once(
-    subject: Subject, flat: FlatCall, paths: Collection[str], *, hooks: bool
-) -> dict[CallKey, ObservedCall]:
+    subject: Subject, flat: FlatCall, *, paths: frozenset[str], hooks: bool = True
+) -> Observed:
     model = subject.model
     leaves = flat.copied_leaves()
     args, kwargs, _ = flat.unflatten(leaves)
-    watch = _OpaqueWatch(model, subject.table, frozenset(paths), hooks=hooks)
+    watch = _OpaqueWatch(model, subject.table, paths, hooks=hooks)
     sentinel = Sentinel()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     given = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
