@@ -40,9 +40,9 @@ from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.assemble import notes_on_own_buffers
-from pdcompile.passes.trace.kept.capture_cache import CaptureCall, forget, kept_or_captured
+from pdcompile.passes.trace.kept.capture_cache import forget, kept_or_captured, new_capture
 from pdcompile.passes.trace.merge.size_range import OnlyWhole
-from pdcompile.passes.trace.subject import device_of
+from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import Verification, verify
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
@@ -196,7 +196,7 @@ def _captured(
     if options.keep_captures:
         found = kept_or_captured(call, listener.told, options.capture_file)
     else:
-        found = call.captured()
+        found = new_capture(call)
     check_loss(found.train)
     return found
 

@@ -19,7 +19,7 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.files import VARIABLE, capture_beside, drop_oldest
 from pdcompile.ir.graph import Capture
 from pdcompile.passes.trace.kept import capture_cache, capture_record
-from pdcompile.passes.trace.kept.capture_cache import CaptureCall, forget, kept_or_captured
+from pdcompile.passes.trace.kept.capture_cache import forget, kept_or_captured
 from pdcompile.passes.trace.kept.capture_record import (
     SourceFile,
     from_bytes,
@@ -28,6 +28,7 @@ from pdcompile.passes.trace.kept.capture_record import (
 )
 from pdcompile.passes.trace.kept.description import Undescribed, described
 from pdcompile.passes.trace.kept.structure_record import NotWritten, from_record, to_record
+from pdcompile.passes.trace.subject import CaptureCall
 
 SCALE = 2.0
 

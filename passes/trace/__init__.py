@@ -36,7 +36,7 @@ from pdcompile.passes.trace.merge.size_range import fails_as_microbatch, warn_of
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.refusals import ForwardRaised
-from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.subject import CaptureCall, Subject
 from pdcompile.passes.trace.values.examples import demanded
 from pdcompile.warn import warn
 
@@ -112,23 +112,22 @@ def capture(
         TraceError: the model cannot be captured faithfully; names file and line.
     """
     check_model(model)
-    size = layout.size if microbatch_size is None else microbatch_size
-    subject = Subject(model, flat, layout, loss_fn, autocast)
-    attempts = Attempts(subject, size)
-    start = Assumptions(opaque=hooked(subject), one_size=layout.splits and size == 1)
+    subject = Subject(model, flat, layout, loss_fn, microbatch_size, autocast)
+    attempts = Attempts(subject)
+    start = Assumptions(opaque=hooked(subject), one_size=layout.splits and subject.size == 1)
     try:
         found = settled_on(attempts, start)
     except ForwardRaised as error:
-        told = _of_the_microbatch(subject, size, error)
+        told = _of_the_microbatch(subject, error)
         if told is error:
             raise
         raise told from error
     if any(recording.findings.asked_of_inputs for recording in attempts.recordings):
-        found, attempts = _where_paths_differ(subject, start, size, found, attempts)
+        found, attempts = _where_paths_differ(subject, start, found, attempts)
     warn_of(subject, attempts.assumed.opaque)
-    _warn_of_values([recording.findings for recording in attempts.recordings])
-    warn_of_one_size(found)
     findings = [recording.findings for recording in attempts.recordings]
+    _warn_of_values(findings)
+    warn_of_one_size(found)
     found = replace(
         found,
         by_values=any(one.specialised or one.sized or one.asked_of_inputs for one in findings)
@@ -136,24 +135,16 @@ def capture(
         unkept=_why_unkept(found, attempts.assumed.opaque, findings),
         of_device=next(((*why, where) for f in findings for where, why in f.of_device.items()), ()),
     )
-    return attached(found, model, flat, layout, loss_fn, size=size, autocast=autocast)
+    return attached(found, subject)
 
 
-def attached(
-    found: Capture,
-    model: nn.Module,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-    *,
-    size: int,
-    autocast: str | None,
-) -> Capture:
+def attached(found: Capture, of: CaptureCall) -> Capture:
     """The capture with the model and the example that it is of."""
-    origin = Origin(weakref.ref(model), loss_fn=loss_fn, autocast=autocast)
+    origin = Origin(weakref.ref(of.model), loss_fn=of.loss_fn, autocast=of.autocast)
     found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
     origin.train, origin.eval = found.train, found.eval
-    origin.integers = demanded(found.train, resize(flat, layout, size) if layout.splits else flat)
+    call = resize(of.flat, of.layout, of.size) if of.layout.splits else of.flat
+    origin.integers = demanded(found.train, call)
     return found
 
 
@@ -182,12 +173,12 @@ def _with_graphs(found: Capture, change: Callable[[OpGraph], OpGraph]) -> Captur
 
 
 def _where_paths_differ(
-    subject: Subject, start: Assumptions, size: int, found: Capture, attempts: Attempts
+    subject: Subject, start: Assumptions, found: Capture, attempts: Attempts
 ) -> tuple[Capture, Attempts]:
     """The capture on the path that eager takes; else the general one, with a note."""
     if not _differs(subject, found):
         return _noted(found), attempts
-    others = Attempts(subject, size)
+    others = Attempts(subject)
     with suppress(TraceError):
         short = settled_on(others, replace(start, short_cuts=True))
         smaller = set(others.assumed.opaque) <= set(attempts.assumed.opaque)
@@ -196,15 +187,15 @@ def _where_paths_differ(
     return _noted(found), attempts
 
 
-def _of_the_microbatch(subject: Subject, size: int, error: ForwardRaised) -> TraceError:
-    """The error to report for what forward raised on `size` samples; the size may be its cause."""
-    if size == subject.layout.size or not subject.layout.splits:
+def _of_the_microbatch(subject: Subject, error: ForwardRaised) -> TraceError:
+    """The error to report for what forward raised; the size of a microbatch may be its cause."""
+    if subject.size == subject.layout.size or not subject.layout.splits:
         return error
     try:
         one_recording(subject, subject.flat, subject.model.training)
     except TraceError as other:
         return other if isinstance(other, ForwardRaised) else error
-    return fails_as_microbatch(size, subject.layout.size, error)
+    return fails_as_microbatch(subject.size, subject.layout.size, error)
 
 
 def _noted(found: Capture) -> Capture:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
@@ -53,15 +55,11 @@ def settled_on(
 
 
 class Attempts:
-    """Attempts at one capture.
+    """Attempts at one capture."""
 
-    Args:
-        size: samples of a microbatch.
-    """
-
-    def __init__(self, subject: Subject, size: int) -> None:
+    def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._size = size
+        self._size = subject.size
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[Any, ...] = ()
         self._reads = AttributeReads(subject.model, subject.loss_fn)
@@ -134,7 +132,8 @@ class Attempts:
         return self._subject.call(size) if self._splits else self._subject.flat
 
     def _usual_sizes(self) -> tuple[int, ...]:
-        tensors = self._subject.tensors()
+        leaves = self._subject.flat.leaves
+        tensors = {path: x for path, x in leaves.items() if isinstance(x, torch.Tensor)}
         dims = [self._subject.layout.dims.get(path) for path in tensors]
         if all(dim is None for dim in dims):
             return (self._size,) * 2  # twice: a call must not change the next
@@ -291,9 +290,14 @@ def _tried(
 
 
 def _raised_on_purpose(error: ForwardRaised) -> str | None:
-    """The text of a raise statement or an assert of the model's Python; None for other errors."""
+    """Kind and first line of what a raise statement or an assert of the model's Python raised, with
+    fake tensors called tensors; None for other errors."""
     cause = error.__cause__
-    return _text(cause) if cause is not None and _on_purpose(cause) else None
+    if cause is None or not _on_purpose(cause):
+        return None
+    line = str(cause).strip().partition("\n")[0].replace("FakeTensor", "Tensor")
+    line = line if len(line) <= MAX_TEXT else line[:MAX_TEXT].rpartition(" ")[0] + " …"
+    return f"{type(cause).__name__}: {line}" if line else type(cause).__name__
 
 
 def _on_purpose(error: BaseException) -> bool:
@@ -307,10 +311,3 @@ def _on_purpose(error: BaseException) -> bool:
     if last is None:
         return False
     return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-def _text(error: BaseException) -> str:
-    """Kind and first line of an error, with fake tensors called tensors."""
-    line = str(error).strip().partition("\n")[0].replace("FakeTensor", "Tensor")
-    line = line if len(line) <= MAX_TEXT else line[:MAX_TEXT].rpartition(" ")[0] + " …"
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -21,21 +21,26 @@ from pdcompile.releases.torch_internals import fake_gpus_have_gradients
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The data that all attempts at one capture share.
-
-    Args:
-        flat: one minibatch.
-        layout: which dims of it follow the batch.
-        loss_fn: (output, target) -> scalar; None when the model returns its loss.
-        autocast: the region around model and loss_fn.
-    """
+class CaptureCall:
+    """The arguments of a capture (`passes.trace.capture`)."""
 
     model: nn.Module
     flat: FlatCall
     layout: BatchLayout
     loss_fn: Callable[..., Any] | None
+    microbatch_size: int | None = None
     autocast: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Samples of a microbatch."""
+        return self.layout.size if self.microbatch_size is None else self.microbatch_size
+
+
+@dataclass(frozen=True)
+class Subject(CaptureCall):
+    """The data that all attempts at one capture share."""
+
     table: ModuleTable = field(init=False)
     kept_tensors: KeptTensors = field(default_factory=KeptTensors)
     outside: Outside = field(init=False)
@@ -51,10 +56,6 @@ class Subject:
     def call(self, size: int) -> FlatCall:
         """The example call with this many samples."""
         return resize(self.flat, self.layout, size)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the call by path."""
-        return {p: t for p, t in self.flat.leaves.items() if isinstance(t, torch.Tensor)}
 
 
 def device_of(model: nn.Module, flat: FlatCall) -> torch.device:

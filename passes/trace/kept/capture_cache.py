@@ -16,16 +16,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import pdcompile
-from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import PdcompileError
 from pdcompile.files import CAPTURE, VARIABLE, cache_folder, drop_oldest, read_limited, write_whole
 from pdcompile.ir.graph import Capture
@@ -43,62 +42,12 @@ from pdcompile.passes.trace.kept.capture_record import (
 )
 from pdcompile.passes.trace.kept.description import Undescribed, described
 from pdcompile.passes.trace.kept.structure_record import NotWritten
+from pdcompile.passes.trace.subject import CaptureCall
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.warn import warn
 
 LEAST_SECONDS = 5.0  # of a capture that is kept: of others, looking costs what it saves
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureCall:
-    """The arguments of a capture (`passes.trace.capture`)."""
-
-    model: nn.Module
-    flat: FlatCall
-    layout: BatchLayout
-    loss_fn: Callable[..., Any] | None
-    microbatch_size: int | None
-    autocast: str | None
-
-    def captured(self) -> Capture:
-        """A new capture."""
-        return capture(
-            self.model, self.flat, self.layout, self.loss_fn,
-            microbatch_size=self.microbatch_size, autocast=self.autocast,
-        )  # fmt: skip
-
-    def attached(self, found: Capture) -> Capture:
-        """A kept capture as one of this model."""
-        size = self.layout.size if self.microbatch_size is None else self.microbatch_size
-        return attached(
-            found, self.model, self.flat, self.layout, self.loss_fn,
-            size=size, autocast=self.autocast,
-        )  # fmt: skip
-
-    def key(self) -> str:
-        """Digest of what the capture depends on, but for files and values.
-
-        Raises:
-            Undescribed: some of it cannot be told.
-        """
-        leaves = self.flat.leaves
-        shapes = [
-            (path, tuple(x.shape), x.stride(), x.dtype, x.device.type, x.requires_grad)
-            for path, x in leaves.items()
-            if isinstance(x, Tensor)
-        ]
-        constants = {path: x for path, x in leaves.items() if not isinstance(x, Tensor)}
-        spec = self.flat.spec
-        parts = (
-            SCHEMA, pdcompile.__version__, sys.version,
-            torch.__version__, torch.version.git_version,
-            described(self.model, self.loss_fn, constants, str(spec.signature)),
-            shapes, spec.arguments, spec.target, sorted(spec.by_keyword),
-            self.layout.size, self.layout.dims, self.layout.orders, self.microbatch_size,
-            self.autocast, attention_kernels(),
-        )  # fmt: skip
-        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def kept_or_captured(
@@ -111,9 +60,9 @@ def kept_or_captured(
         beside: another file to look into, and to write (`files.capture_beside`).
     """
     if beside is None and cache_folder() is None:
-        return call.captured()
+        return new_capture(call)
     try:
-        key = call.key()
+        key = _key(call)
     except Undescribed as unknown:
         return _captured_anew(call, say, f"what forward depends on cannot be told: {unknown}")
     paths = _paths(key, beside)
@@ -127,13 +76,13 @@ def kept_or_captured(
         f"the capture is that of {header.captured}, which took {header.seconds:.0f} s "
         f"({kept.kept}; --no-cache or {VARIABLE}=off captures again)"
     )
-    return call.attached(kept)
+    return attached(kept, call)
 
 
 def kept_capture(call: CaptureCall, beside: Path | None = None) -> Capture | None:
     """The capture that `kept_or_captured` would take; None where it would make one."""
     try:
-        key = call.key()
+        key = _key(call)
     except Undescribed:
         return None
     found = _first(call, key, _paths(key, beside))
@@ -161,7 +110,7 @@ def _captured_anew(
     """A new capture, which is written to these files unless there is a reason against it."""
     began = time.monotonic()
     with noted_warnings() as messages:
-        found = call.captured()
+        found = new_capture(call)
     seconds = time.monotonic() - began
     if seconds < LEAST_SECONDS:
         return found
@@ -255,3 +204,36 @@ def noted_warnings() -> Iterator[list[str]]:
 
     with patched((warnings, "showwarning", noted)):
         yield texts
+
+
+def _key(call: CaptureCall) -> str:
+    """Digest of what the capture depends on, but for files and values.
+
+    Raises:
+        Undescribed: some of it cannot be told.
+    """
+    leaves = call.flat.leaves
+    shapes = [
+        (path, tuple(x.shape), x.stride(), x.dtype, x.device.type, x.requires_grad)
+        for path, x in leaves.items()
+        if isinstance(x, Tensor)
+    ]
+    constants = {path: x for path, x in leaves.items() if not isinstance(x, Tensor)}
+    spec = call.flat.spec
+    parts = (
+        SCHEMA, pdcompile.__version__, sys.version,
+        torch.__version__, torch.version.git_version,
+        described(call.model, call.loss_fn, constants, str(spec.signature)),
+        shapes, spec.arguments, spec.target, sorted(spec.by_keyword),
+        call.layout.size, call.layout.dims, call.layout.orders, call.microbatch_size,
+        call.autocast, attention_kernels(),
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def new_capture(call: CaptureCall) -> Capture:
+    """A capture that is not read from a file."""
+    return capture(
+        call.model, call.flat, call.layout, call.loss_fn,
+        microbatch_size=call.microbatch_size, autocast=call.autocast,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
@@ -166,16 +167,12 @@ def _target(stored: Iterator[str | int]) -> str:
 
 def part_of(variables: str, key: Any) -> str:
     """The variable for item `key` of a result that is stored as ``q, (k, v)``, or ""."""
-    parts, level = [""], 0
-    for char in variables:
-        level += (char == "(") - (char == ")")
-        if char == "," and not level:
-            parts.append("")
-        else:
-            parts[-1] += char
-    if len(parts) < 2 or type(key) is not int or not 0 <= key < len(parts):
+    if "," not in variables or type(key) is not int:
         return ""
-    name = parts[key].strip()
+    parts = ast.parse(variables, mode="eval").body
+    if not isinstance(parts, ast.Tuple) or not 0 <= key < len(parts.elts):
+        return ""
+    name = ast.unparse(parts.elts[key])
     return name.removeprefix("(").removesuffix(")") if name != "_" else ""
 
 
