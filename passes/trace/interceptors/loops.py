@@ -115,12 +115,11 @@ class ChosenLoops(Interceptor):
         """All indices of a vector, in place of the chosen ones."""
         tape = self.tape
         found = tape.call(torch.arange, (vector.shape[0],), {"device": vector.device})
-        if name == "nonzero" and not kwargs.get("as_tuple"):
+        column = name == "nonzero" and not kwargs.get("as_tuple")
+        if column:
             found = tape.call(torch.Tensor.reshape, (found, (-1, 1)))
-            self._enter(found, vector)
-            return found
         self._enter(found, vector)
-        return (found,)
+        return found if column else (found,)
 
     def _enter(self, tensor: Tensor, vector: Tensor) -> None:
         self._all[id(tensor)] = vector

@@ -1,6 +1,5 @@
 """The interceptors in the order in which they are asked: removing one is removing its line."""
 
-from pdcompile.passes.trace.interceptors.arrays import Arrays
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
 from pdcompile.passes.trace.interceptors.device_questions import DeviceQuestions
 from pdcompile.passes.trace.interceptors.generators import Generators
@@ -12,7 +11,7 @@ from pdcompile.passes.trace.interceptors.properties import Properties
 from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
 from pdcompile.passes.trace.interceptors.transforms import Transforms
 from pdcompile.passes.trace.interceptors.unchanged import UnchangedTensors
-from pdcompile.passes.trace.values.drawn import DrawnInPython
+from pdcompile.passes.trace.values.drawn import Arrays, DrawnInPython
 from pdcompile.passes.trace.values.reads import ValueReads
 from pdcompile.passes.trace.values.scalars import HandedOutNumbers
 

@@ -48,8 +48,7 @@ class Properties(Interceptor):
             raise refusals.error(refusals.ASSIGNED, "tensor.requires_grad = …", tape.where())
         tape.begin()
         fake.requires_grad_()
-        tape.observer.written = {
-            storage_key(fake)
-        }  # the flag is visible to all who hold the tensor
+        # The flag is visible to all who hold the tensor.
+        tape.observer.written = {storage_key(fake)}
         tape.record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
         return tensor

@@ -42,7 +42,7 @@ MAX_ELEMENTS = 4096  # of a tensor that is written down number by number
 
 
 class Transforms(Interceptor):
-    """Records the transforms of one run; `depth` counts those that are open."""
+    """Records the transforms of one run; `tape.depth` counts those that are open."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -50,7 +50,6 @@ class Transforms(Interceptor):
         self._grad_enabled = True  # around the outermost level
         self._detached: dict[int, torch.Tensor] = {}  # id of a value -> as evaluation has it
         self._made: list[Op] = []
-        self.depth = 0
 
     def around(self) -> AbstractContextManager[None]:
         """Patches torch.func so that transforms open levels and get fake tensors."""
@@ -63,15 +62,15 @@ class Transforms(Interceptor):
         The operators that a transform makes depend on which operands need a gradient: in
         evaluation activations need none, although they do in its recording.
         """
-        if not self.depth:
+        if not self.tape.depth:
             self._grad_enabled = torch.is_grad_enabled()
             self.tape.fakes.findings.transformed = True
-        self.depth = self.tape.depth = self.depth + 1
+        self.tape.depth += 1
         try:
-            with nullcontext() if self.depth > 1 or self.tape.training else torch.no_grad():
+            with nullcontext() if self.tape.depth > 1 or self.tape.training else torch.no_grad():
                 yield
         finally:
-            self.depth = self.tape.depth = self.depth - 1
+            self.tape.depth -= 1
 
     def given(self, value: Any) -> Any:
         """Arguments with fake tensors for the model's tensors."""
@@ -94,7 +93,7 @@ class Transforms(Interceptor):
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Runs a torch function inside a transform: the resulting operators are recorded below."""
-        if not self.depth:
+        if not self.tape.depth:
             return proceed(func, args, kwargs)
         with refusals.as_refusals(func, self.tape.boundary):
             return func(*self.given(args), **self.given(kwargs))
@@ -105,7 +104,7 @@ class Transforms(Interceptor):
         Raises:
             TraceError: its backward may be needed, which its ATen operators do not have.
         """
-        if not self.depth:
+        if not self.tape.depth:
             return proceed(cls, plain, args)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if torch.is_grad_enabled() and any(_needs_gradient(tensor) for tensor in tensors):
@@ -116,7 +115,7 @@ class Transforms(Interceptor):
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Records an ATen operator that ran below all transforms."""
         tape = self.tape
-        if not self.depth or tape.within or not tensors_among(result):
+        if not tape.depth or tape.within or not tensors_among(result):
             return
         source = tape.where()
         name = func._schema.name.rpartition("::")[2]

@@ -27,7 +27,6 @@ class _Differ(Exception):
 
 def with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
     """The recordings with equal operators and arguments; None where these differ otherwise."""
-    first = recordings[0]
     if len({len(each.ops) for each in recordings}) > 1:
         return None
     sizes = _Sizes(recordings)
@@ -43,7 +42,7 @@ def with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
     new = {op.name: Value(op.name, (), "container", producer=op.name) for op in sizes.ops}
     return [
         replace(each, ops=tuple(made), values=_in_order(each.values, new, made))
-        for each in (first, *recordings[1:])
+        for each in recordings
     ]
 
 

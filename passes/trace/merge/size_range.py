@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Affine, Capture, SizeRange
+from pdcompile.ir.graph import Capture, SizeRange
 from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge
 from pdcompile.passes.trace.tape.run import Recording
 from pdcompile.warn import warn
@@ -110,7 +110,9 @@ def _misfit(
         further = [*recordings, record(size)]
         merge.ops([recording.ops for recording in further])
         merge.any([recording.output for recording in further], "the model's output")
-        merge.any([_shapes(recording) for recording in further], "the shape of a result")
+        # Strides and storages are left out: a dimension of one sample is contiguous either way.
+        shapes = [tuple(value.shape for value in one.values.values()) for one in further]
+        merge.any(shapes, "the shape of a result")
     except TraceError as error:
         return _with_place(error)
     return ""
@@ -118,8 +120,3 @@ def _misfit(
 
 def _with_place(error: TraceError) -> str:
     return f"{error.message} ({error.where})" if error.where else error.message
-
-
-def _shapes(recording: Recording) -> tuple[tuple[int | Affine, ...], ...]:
-    # Strides and storages are left out: a dimension of one sample is contiguous either way.
-    return tuple(value.shape for value in recording.values.values())

@@ -47,9 +47,8 @@ def open_autocast(device: str) -> str | None:
     return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
 
 
-def literal_argument(value: Any) -> Argument:
-    """An Argument for a value without tensors (constructor arguments)."""
-    return to_argument(value, _no_tensor, None)
+def _no_tensor(value: torch.Tensor) -> Argument:
+    raise TraceError(f"a tensor of shape {tuple(value.shape)} where a literal is due")
 
 
 def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -66,7 +65,9 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def to_argument(
-    value: Any, tensor: Callable[[torch.Tensor], Argument], device: torch.device | None
+    value: Any,
+    tensor: Callable[[torch.Tensor], Argument] = _no_tensor,
+    device: torch.device | None = None,
 ) -> Argument:
     """The Argument for a Python value; `tensor` names the tensors in it.
 
@@ -161,7 +162,3 @@ def _number_or_refuse(value: Any) -> Argument:
     if isinstance(value, torch.Generator):
         remedy = "draw from torch's default generator: pdcompile seeds it for every draw"
     raise TraceError(f"an operator receives an argument of type {kind}", remedy=remedy)
-
-
-def _no_tensor(value: torch.Tensor) -> Argument:
-    raise TraceError(f"a tensor of shape {tuple(value.shape)} where a literal is due")

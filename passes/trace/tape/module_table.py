@@ -13,7 +13,7 @@ from pdcompile.eager.randomness import is_leaf
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, TensorInfo
 from pdcompile.ir.targets import dtype_name
-from pdcompile.passes.trace.tape.arguments import literal_argument
+from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.observer import source_of_class
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
@@ -118,16 +118,11 @@ class ModuleTable:
         storage = self.objects[fqn].untyped_storage()
         if storage.device.type == "meta":
             return None
-        return next(
-            (
-                other
-                for other, tensor in self.objects.items()
-                if other != fqn
-                and self.tensors[other].kind != "constant"
-                and tensor.untyped_storage().data_ptr() == storage.data_ptr() != 0
-            ),
-            None,
-        )
+        for other, tensor in self.objects.items():
+            shared = tensor.untyped_storage().data_ptr() == storage.data_ptr() != 0
+            if shared and other != fqn and self.tensors[other].kind != "constant":
+                return other
+        return None
 
     def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
         """Canonical FQNs of a leaf's own tensors of one kind."""
@@ -162,7 +157,7 @@ def constructor_of(module: nn.Module) -> tuple[tuple[str, Argument], ...] | None
     for arguments in ({**_scalars(module, wanted), **extra}, {**wanted, **extra}):
         if _builds(module, arguments):
             try:
-                return tuple((name, literal_argument(v)) for name, v in arguments.items())
+                return tuple((name, to_argument(v)) for name, v in arguments.items())
             except TraceError:
                 return None
     return None

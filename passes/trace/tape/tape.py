@@ -8,12 +8,13 @@ fake tensors have none.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from types import CodeType, FrameType
+from itertools import count, takewhile
+from types import CodeType
 from typing import Any
 
 import torch
@@ -186,13 +187,10 @@ class Tape(TorchFunctionMode):
 
     def site(self) -> Site:
         """The running place: the frames from here to the innermost module's call."""
-        found: list[tuple[CodeType, int]] = []
-        frame: FrameType | None = sys._getframe(1)
         ends = (self.boundary, Tape.call_module.__code__)
-        while frame is not None and frame.f_code not in ends:
-            found.append((frame.f_code, instruction_of(frame)))
-            frame = frame.f_back
-        return tuple(found)
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        inside = takewhile(lambda frame: frame.f_code not in ends, frames)
+        return tuple((frame.f_code, instruction_of(frame)) for frame in inside)
 
     @property
     def path(self) -> str:

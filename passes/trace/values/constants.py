@@ -86,8 +86,7 @@ def _needed(
     rewritten = written_buffers(ops)
     if not leaves <= set(given or {}) or any(rewritten.intersection(op.attributes) for op in found):
         return None
-    with_inputs = given is not None
-    if not all(_qualifies(op, fakes, with_inputs=with_inputs) for op in found):
+    if not all(_qualifies(op, fakes, with_inputs=given is not None) for op in found):
         return None
     # The limit is far above masks of long inputs: a model is recorded with many more samples than
     # will run, and a value that is known with few of them has to be known with those too.
@@ -104,11 +103,10 @@ def _read_by(op: Op) -> tuple[str, ...]:
 
 
 def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
-    if op.kind not in ("function", "method", "getattr") or op.draw is not None:
-        return False
-    if op.mutates and not with_inputs:
-        return False
-    return all(with_inputs and _plain_buffer(fqn, fakes) for fqn in op.attributes)
+    plain = op.kind in ("function", "method", "getattr") and op.draw is None
+    if not with_inputs:
+        return plain and not op.mutates and not op.attributes
+    return plain and all(_plain_buffer(fqn, fakes) for fqn in op.attributes)
 
 
 def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:

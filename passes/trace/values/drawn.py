@@ -1,4 +1,5 @@
-"""Random numbers that forward draws from numpy's or Python's generator: one op each, not constants.
+"""Numbers of numpy and Python: what forward draws from their generators is one op each, tensors
+that it makes of other arrays are constants.
 
 A drawn number may decide a branch (`if random.random() < p`), a drawn array may become a tensor
 (`torch.tensor(mask)`) or an index.  Whatever else Python does with them needs their values.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +26,7 @@ from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.passes.trace.values import real_shapes
 from pdcompile.passes.trace.values.scalars import Scalar
-from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
+from pdcompile.releases.torch_internals import FakeTensor, NoTorchFunction, no_dispatch_modes
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
@@ -174,3 +175,36 @@ def _tensor(value: Any) -> Any:
 
 def _raise(error: TraceError) -> NoReturn:
     raise error
+
+
+class Arrays(Interceptor):
+    """Tensors that are made of arrays (tables, grids) become constants."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        made = _of_array(func, args, kwargs)
+        if made is None:
+            return proceed(func, args, kwargs)
+        self.tape.table.fresh(made)
+        return made
+
+
+def _of_array(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The real tensor where a call makes one of an array; None for every other call.
+
+    An array never comes from a fake tensor, which has no values.
+    """
+    if func is torch.ops.aten.lift_fresh.default:  # the only call that torch.from_numpy shows
+        made = args[0]
+        return made if _is_real(made) else None
+    if func not in _MAKERS or not args or not is_array(args[0]):
+        return None
+    with no_dispatch_modes(), NoTorchFunction():
+        made = func(*args, **kwargs)
+    return made if _is_real(made) else None
+
+
+def _is_real(value: Any) -> bool:
+    fake = isinstance(value, FakeTensor)
+    return isinstance(value, torch.Tensor) and not fake and not value.requires_grad

@@ -116,10 +116,7 @@ class ValueReads(Interceptor):
                 if tensor.dtype.is_floating_point:
                     raise refusal
                 value = self._specialised(tensor, refusal, floats=tape.assumed.sizes_of_example)
-                place = file_and_line(refusal.where)
-                same = tape.call(torch.eq, (tensor, value))
-                check(tape, same, f"{place}: {CAPTURED} this value is {value}")
-                tape.fakes.findings.specialised[refusal.where or place] = str(value)
+                self._held(tape.call(torch.eq, (tensor, value)), value, refusal)
             return float(value) if func.__name__ == "__float__" else value
 
         if func.__name__ != "item" or tensor.numel() != 1:
@@ -152,11 +149,14 @@ class ValueReads(Interceptor):
             if site in tape.assumed.one_way:
                 raise
             return self._either(tensor, site)
-        place = file_and_line(refusal.where)
-        message = f"{place}: {CAPTURED} this value is {bool(value)}"
-        check(tape, tensor, message, holds=bool(value))
-        tape.fakes.findings.specialised[refusal.where or place] = str(bool(value))
+        self._held(tensor, bool(value), refusal, holds=bool(value))
         return bool(value)
+
+    def _held(self, tensor: Tensor, value: Any, refusal: TraceError, *, holds: bool = True) -> None:
+        """Records that the capture is for this value, where a tensor is `holds`."""
+        place = file_and_line(refusal.where)
+        check(self.tape, tensor, f"{place}: {CAPTURED} this value is {value}", holds=holds)
+        self.tape.fakes.findings.specialised[refusal.where or place] = str(value)
 
     def _either(self, tensor: Tensor, site: Site) -> bool:
         """The outcome to record for a decision, which is entered."""
