@@ -22,7 +22,6 @@ from pdcompile.batch import (
     FlatCall,
     check_example,
     example_call,
-    resize,
     resolve_batch,
 )
 from pdcompile.errors import TraceError
@@ -143,8 +142,7 @@ def attached(found: Capture, of: CaptureCall) -> Capture:
     origin = Origin(weakref.ref(of.model), loss_fn=of.loss_fn, autocast=of.autocast)
     found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
     origin.train, origin.eval = found.train, found.eval
-    call = resize(of.flat, of.layout, of.size) if of.layout.splits else of.flat
-    origin.integers = demanded(found.train, call)
+    origin.integers = demanded(found.train, of.call(of.size))
     return found
 
 

@@ -108,15 +108,19 @@ class Attempts:
             apart = self._asked or bool(self.assumed.opaque)
             apart = apart or any(each.findings.transformed for each in self.recordings)
             evaluation = self._graph(False, train) if apart else as_evaluation(train)
-        kinds = self._kinds(train, evaluation)
-        known = self._recordings
-        check_order(subject.model, kinds, self._from_here, subject.kept_tensors, known)
+        check_order(
+            subject.model,
+            self._kinds(train, evaluation),
+            lambda kind: self._recorded(*kind, settle=False),
+            subject.kept_tensors,
+            self._recordings,
+        )
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
         return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
 
-    def _from_here(self, kind: Kind) -> Recording:
-        training, size = kind
-        return recorded(self._subject, self._call(size), self.assumed, training, settle=False)
+    def _recorded(self, training: bool, size: int, *, settle: bool = True) -> Recording:
+        call = self._subject.call(size)
+        return recorded(self._subject, call, self.assumed, training, settle=settle)
 
     def _kinds(self, *graphs: OpGraph) -> list[Kind]:
         """The calls that may follow one another: both modes, the usual size and another one."""
@@ -127,9 +131,6 @@ class Attempts:
             others = [size for size in recorded if recorded.count(size) == len(graphs)]
             sizes += [n for n in (*others, *self._usual_sizes()) if n != self._size][:1]
         return [(graph.training, size) for graph in graphs for size in sizes]
-
-    def _call(self, size: int) -> FlatCall:
-        return self._subject.call(size) if self._splits else self._subject.flat
 
     def _usual_sizes(self) -> tuple[int, ...]:
         leaves = self._subject.flat.leaves
@@ -142,9 +143,8 @@ class Attempts:
     def _recording(self, training: bool, size: int) -> Recording:
         kind = training, size
         if kind not in self._recordings:
-            call = self._call(size)
             try:
-                self._recordings[kind] = recorded(self._subject, call, self.assumed, training)
+                self._recordings[kind] = self._recorded(training, size)
             except ForwardRaised as error:
                 if size == self._size:
                     raise
@@ -193,18 +193,15 @@ class Attempts:
                 failure = error
         if self.assumed.one_size:
             with suppress(TraceError):
-                again = recorded(self._subject, self._call(self._size), self.assumed, training)
+                again = self._recorded(training, self._size)
                 sizes = (self._size,) * 2
                 graph = assemble([first, again], sizes, training=training)
                 return replace(graph, sizes=alone(self._size, failure))
         raise failure
 
     def _fitted(self, training: bool, first: Recording, sizes: tuple[int, ...]) -> OpGraph:
-        subject = self._subject
-        if sizes[0] == sizes[1]:
-            second = recorded(subject, self._call(sizes[1]), self.assumed, training)
-        else:
-            second = self._recording(training, sizes[1])
+        twice = sizes[0] == sizes[1]
+        second = (self._recorded if twice else self._recording)(training, sizes[1])
         SizeMerge(sizes[:2]).ops([first.ops, second.ops])  # before more is recorded
         further = [self._recording(training, size) for size in sizes[2:]]
         recordings = [first, second, *further]

@@ -36,6 +36,10 @@ class CaptureCall:
         """Samples of a microbatch."""
         return self.layout.size if self.microbatch_size is None else self.microbatch_size
 
+    def call(self, size: int) -> FlatCall:
+        """The example call with this many samples, or as it is where they cannot be told."""
+        return resize(self.flat, self.layout, size) if self.layout.splits else self.flat
+
 
 @dataclass(frozen=True)
 class Subject(CaptureCall):
@@ -52,10 +56,6 @@ class Subject(CaptureCall):
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", ModuleTable(self.model))
         object.__setattr__(self, "outside", Outside(self.model))
-
-    def call(self, size: int) -> FlatCall:
-        """The example call with this many samples."""
-        return resize(self.flat, self.layout, size)
 
 
 def device_of(model: nn.Module, flat: FlatCall) -> torch.device:

@@ -20,9 +20,9 @@ from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Site
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.passes.trace.values.example_sizes import SHAPELESS
 from pdcompile.passes.trace.values.reads import Loops
 from pdcompile.passes.trace.values.selections import is_mask
-from pdcompile.passes.trace.values.unsized import SHAPELESS
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape

@@ -65,11 +65,8 @@ class ProcessState(Interceptor):
 
 def attention_kernels() -> tuple[bool, ...]:
     """The switches of the kernels that scaled_dot_product_attention may choose from."""
-    cuda = torch.backends.cuda
-    enabled: tuple[Any, ...] = (
-        cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
-    )  # fmt: skip
-    return tuple(each() for each in enabled)
+    cuda: Any = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
 def _noting(plain: Callable[..., Any], what: str, noted: dict[str, str]) -> Callable[..., Any]:

@@ -53,7 +53,41 @@ class Transforms(Interceptor):
 
     def around(self) -> AbstractContextManager[None]:
         """Patches torch.func so that transforms open levels and get fake tensors."""
-        return _patched(self)
+
+        def level(enter: Callable[..., Any]) -> Callable[..., Any]:
+            @contextmanager
+            def nesting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+                with self.level(), enter(*args, **kwargs) as entered:
+                    yield entered
+
+            return nesting
+
+        def wrap(plainly: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(tensor: Any, *args: Any) -> Any:
+                return plainly(self.given(tensor), *args)
+
+            return wrapped
+
+        def begun(plainly: Callable[..., Any]) -> Callable[..., Any]:
+            def vjp(*args: Any, **kwargs: Any) -> Any:
+                first, backward, *more = plainly(*args, **kwargs)
+                return first, within(backward), *more
+
+            return vjp
+
+        def within(plainly: Callable[..., Any]) -> Callable[..., Any]:
+            def backward(*args: Any, **kwargs: Any) -> Any:
+                with self.level():
+                    return plainly(*self.given(args), **kwargs)
+
+            return backward
+
+        changes = (
+            *((place, level) for place in TRANSFORM_LEVELS),
+            *((place, wrap) for place in TRANSFORM_WRAPS),
+            (VJP, begun),
+        )
+        return patched(*((*place, change(getattr(*place))) for place, change in changes))
 
     @contextmanager
     def level(self) -> Iterator[None]:
@@ -182,42 +216,3 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
     with temporarily_clear_interpreter_stack():
         return tensor.requires_grad
-
-
-def _patched(transforms: Transforms) -> AbstractContextManager[None]:
-    """Patches torch.func so that transforms open levels and get fake tensors."""
-
-    def level(enter: Callable[..., Any]) -> Callable[..., Any]:
-        @contextmanager
-        def nesting(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with transforms.level(), enter(*args, **kwargs) as entered:
-                yield entered
-
-        return nesting
-
-    def wrap(plainly: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(tensor: Any, *args: Any) -> Any:
-            return plainly(transforms.given(tensor), *args)
-
-        return wrapped
-
-    def begun(plainly: Callable[..., Any]) -> Callable[..., Any]:
-        def vjp(*args: Any, **kwargs: Any) -> Any:
-            first, backward, *more = plainly(*args, **kwargs)
-            return first, within(backward), *more
-
-        return vjp
-
-    def within(plainly: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            with transforms.level():
-                return plainly(*transforms.given(args), **kwargs)
-
-        return backward
-
-    changes = (
-        *((place, level) for place in TRANSFORM_LEVELS),
-        *((place, wrap) for place in TRANSFORM_WRAPS),
-        (VJP, begun),
-    )
-    return patched(*((home, name, change(getattr(home, name))) for (home, name), change in changes))

@@ -81,12 +81,11 @@ def kept_or_captured(
 
 def kept_capture(call: CaptureCall, beside: Path | None = None) -> Capture | None:
     """The capture that `kept_or_captured` would take; None where it would make one."""
-    try:
+    with suppress(Undescribed):
         key = _key(call)
-    except Undescribed:
-        return None
-    found = _first(call, key, _paths(key, beside))
-    return None if found is None else found[1]
+        if found := _first(call, key, _paths(key, beside)):
+            return found[1]
+    return None
 
 
 def _paths(key: str, beside: Path | None) -> list[Path]:

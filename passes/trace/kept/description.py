@@ -161,12 +161,8 @@ class _Walk:
         yield f"{tensor.requires_grad} {tensor.is_leaf}"
         if tensor.layout is torch.strided:
             yield str(tensor.stride())
-        hooks = (
-            getattr(tensor, "_backward_hooks", None),
-            getattr(tensor, "_post_accumulate_grad_hooks", None),
-        )
-        for table in hooks:
-            yield from self._items((table or {}).values())
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            yield from self._items((getattr(tensor, name, None) or {}).values())
 
     def _module(self, module: nn.Module) -> Iterator[str]:
         yield f"nn.Module {self._class(type(module))}"

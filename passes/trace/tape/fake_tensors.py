@@ -40,14 +40,14 @@ class FakeTensors:
         table: ModuleTable,
         mode: FakeTensorMode,
         device: torch.device,
-        kept_tensors: KeptTensors | None = None,
-        home: torch.device | None = None,
+        kept_tensors: KeptTensors,
+        home: torch.device,
     ) -> None:
         """`device`: of the fakes; `home`: of the model's tensors, where that is another one."""
-        self.home = home or device
+        self.home = home
         self._memory: dict[int, torch.UntypedStorage] = {}  # of fakes, by that of their tensors
         self.table = table
-        self._kept_tensors = kept_tensors or KeptTensors()
+        self._kept_tensors = kept_tensors
         self.findings = Findings()
         self.rewritten: frozenset[str] = frozenset()  # buffers that other calls write
         self.mode = mode

@@ -9,8 +9,6 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from pdcompile.passes.trace.opaque.observed_calls import CallKey
-
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
@@ -27,38 +25,29 @@ def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 class Interceptor:
-    """One mechanism of the tape; a tape asks its interceptors in order."""
+    """One mechanism of the tape; a tape asks its interceptors in order.
+
+    Hooks that one may have, of which the first three answer a call of the model, by ``proceed(…)``
+    of the same arguments or otherwise:
+
+    - ``call(func, args, kwargs, proceed)``: a torch function;
+    - ``module(call, plain, args, kwargs, proceed)``: a module, which `plain` calls;
+    - ``apply(cls, plain, args, proceed)``: ``cls.apply(*args)`` of an autograd.Function;
+    - ``asked(tensor, name)``: before a property is read that is not a tensor;
+    - ``recorded(source)``: before an op at `source` is recorded, and after a module of that line
+      returned.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-
-    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """The result of a torch function for the model."""
-        return proceed(func, args, kwargs)
-
-    def module(
-        self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed
-    ) -> Any:
-        """The result of a module for the model; `plain` calls it."""
-        return proceed(call, plain, args, kwargs)
-
-    def apply(self, cls: type, plain: Callable[..., Any], args: Any, proceed: Proceed) -> Any:
-        """The result of ``cls.apply(*args)`` of an autograd.Function for the model."""
-        return proceed(cls, plain, args)
 
     def around(self) -> AbstractContextManager[Any]:
         """A context that is open while the model runs."""
         return nullcontext()
 
-    def asked(self, tensor: Any, name: str) -> None:
-        """Called before a property is read that is not a tensor."""
-
     def allows(self, mask: Tensor) -> bool:
         """Whether a choice by the values of this mask may be recorded here."""
         return True
-
-    def recorded(self, source: str) -> None:
-        """Called before an op at `source` is recorded, and after a module of that line returned."""
 
     def finished(self) -> None:
         """Called after the model's last call."""

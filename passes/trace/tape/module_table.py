@@ -124,11 +124,10 @@ class ModuleTable:
                 return other
         return None
 
-    def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
-        """Canonical FQNs of a leaf's own tensors of one kind."""
+    def tensors_of(self, path: str) -> list[str]:
+        """Canonical FQNs of the parameters and buffers in a module."""
         module = self.modules[path]
-        found = module.parameters() if kind == "parameter" else module.buffers()
-        return tuple(dict.fromkeys(self.fqns[id(tensor)] for tensor in found))
+        return [self.fqns[id(tensor)] for tensor in (*module.parameters(), *module.buffers())]
 
 
 def qualified_name(cls: type) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,37 +212,35 @@ class _Run:
         tape.opaque = observed
         tape.assigned = assigned
         try:
-            with self._around():
+            with ExitStack() as stack:
+                for each in self._around():
+                    stack.enter_context(each)
                 output, loss = run(subject.model, *self._arguments, subject.loss_fn, tape)
         except TraceError as error:
             error.module_path = tape.failed
             raise
         return self._finished(output, loss)
 
-    @contextmanager
-    def _around(self) -> Iterator[None]:
-        """Opens everything that sees the run: interceptors, patched calls, modes."""
+    def _around(self) -> tuple[AbstractContextManager[Any], ...]:
+        """Everything that sees the run: interceptors, patched calls, modes."""
         tape, fakes = self._tape, self._tape.fakes
         device = fakes.device.type
         # What the model makes of nothing is on the device when a stage runs there.
         making = nullcontext() if fakes.home == fakes.device else devices.making(fakes.device)
         layers = nullcontext() if devices.is_host(fakes.device) else layers_of_cudnn()
-        with ExitStack() as stack:
-            for each in (
-                *(interceptor.around() for interceptor in tape.interceptors),
-                watched(tape),
-                quiet_shape_errors(),
-                gpu_autocast_anywhere(),
-                layers,
-                autocast_region(self._subject.autocast or f"{device}:{OFF}"),
-                torch.enable_grad(),
-                self._mode,
-                making,
-                self._observer,
-                tape,
-            ):  # fmt: skip
-                stack.enter_context(each)
-            yield
+        return (
+            *(interceptor.around() for interceptor in tape.interceptors),
+            watched(tape),
+            quiet_shape_errors(),
+            gpu_autocast_anywhere(),
+            layers,
+            autocast_region(self._subject.autocast or f"{device}:{OFF}"),
+            torch.enable_grad(),
+            self._mode,
+            making,
+            self._observer,
+            tape,
+        )
 
     def _finished(self, output: Any, loss: Any) -> Recording:
         subject, tape, fakes = self._subject, self._tape, self._tape.fakes

@@ -39,9 +39,8 @@ from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
 from pdcompile.passes.trace.tape.results import Names, Results, mutated, written_tensors
-from pdcompile.passes.trace.values.example_sizes import ExampleSizes
+from pdcompile.passes.trace.values.example_sizes import ExampleSizes, Unsized
 from pdcompile.passes.trace.values.examples import Examples
-from pdcompile.passes.trace.values.unsized import Unsized
 from pdcompile.releases.torch_internals import maybe_current_level
 
 
@@ -250,8 +249,7 @@ class Tape(TorchFunctionMode):
         index = self._results.call_index(path, target)
         attributes = [attr.fqn for attr in walk((arguments, named), Attr)]
         if kind in ("module", "opaque"):
-            attributes += self.table.tensors_of(path, "parameter")
-            attributes += self.table.tensors_of(path, "buffer")
+            attributes += self.table.tensors_of(path)
         kinds = {f: self.table.tensors[f].kind for f in attributes if f in self.table.tensors}
         op = Op(
             name=name,

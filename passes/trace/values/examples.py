@@ -36,11 +36,11 @@ class Examples:
         call: FlatCall,
     ) -> None:
         self._layout = layout
-        self._known: dict[str, tuple[Tensor, Tensor, int | None]] = {}
-        for entry in inputs:
-            leaf = call.leaves[entry.path]
-            if not leaf.is_meta:
-                self._known[entry.name] = (leaf, flat.leaves[entry.path], entry.batch_dim)
+        self._known: dict[str, tuple[Tensor, Tensor, int | None]] = {
+            entry.name: (call.leaves[entry.path], flat.leaves[entry.path], entry.batch_dim)
+            for entry in inputs
+            if not call.leaves[entry.path].is_meta
+        }
 
     def calls(self, *, floats: bool = False) -> Iterator[Mapping[str, Tensor]]:
         """Real inputs of the recorded shapes by name: integers and bools, with `floats` all.
