@@ -213,3 +213,27 @@ def test_on_the_meta_device_there_is_nothing_to_run() -> None:
     with pytest.raises(TraceError, match="nonzero") as caught:
         captured(routed().to("meta"))
     assert "on the meta device" in (caught.value.remedy or "")
+
+
+class SetsUp(nn.Module):
+    """Reads values, and keeps the width of what it gets first, or the number of its calls."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.known = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.known = self.known + 1 if self.counts else x.shape[1]
+        return x * float(x.detach().numpy().mean()) / self.known
+
+
+def test_what_an_opaque_module_sets_up_in_its_first_call_is_no_change_by_every_call() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.part(self.lin(x))  # type: ignore[no-any-return]
+
+    model = make(forward, part=SetsUp(counts=False))
+    assert [op.target for op in faithful(model).train.ops if op.opaque]
+    assert model.part.known == 0
+    with pytest.raises(TraceError, match=r"changes the Python attribute part\.known"):
+        captured(make(forward, part=SetsUp(counts=True)))
