@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -48,6 +48,7 @@ from pdcompile.warn import warn
 
 LEAST_SECONDS = 5.0  # of a capture that is kept: of others, looking costs what it saves
 _LOG = logging.getLogger(__name__)
+Paths = Sequence[Path]
 
 
 def kept_or_captured(
@@ -88,23 +89,19 @@ def kept_capture(call: CaptureCall, beside: Path | None = None) -> Capture | Non
     return None
 
 
-def _paths(key: str, beside: Path | None) -> list[Path]:
+def _paths(key: str, beside: Path | None) -> Paths:
     """The files in which a capture may be kept."""
     folder = cache_folder()
     usual = [] if folder is None else [folder / f"{key[:32]}{CAPTURE}"]
     return usual if beside is None else [beside, *usual]
 
 
-def _first(call: CaptureCall, key: str, paths: list[Path]) -> tuple[Header, Capture] | None:
+def _first(call: CaptureCall, key: str, paths: Paths) -> tuple[Header, Capture] | None:
     return next((found for path in paths if (found := _read(call, key, path))), None)
 
 
 def _captured_anew(
-    call: CaptureCall,
-    say: Callable[[str], None],
-    reason: str,
-    key: str = "",
-    paths: list[Path] | None = None,
+    call: CaptureCall, say: Callable[[str], None], reason: str, key: str = "", paths: Paths = ()
 ) -> Capture:
     """A new capture, which is written to these files unless there is a reason against it."""
     began = time.monotonic()
@@ -113,7 +110,16 @@ def _captured_anew(
     seconds = time.monotonic() - began
     if seconds < LEAST_SECONDS:
         return found
-    reason = reason or found.unkept or _written(call, found, key, seconds, messages, paths or [])
+    header = Header(
+        key=key,
+        captured=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        seconds=seconds,
+        files=loaded_files(),
+        numbers=(),
+        example=example_digest(call.flat) if found.by_values else "",
+        warnings=tuple(messages),
+    )
+    reason = reason or found.unkept or _written(call, found, header, paths)
     if reason:
         say(f"the capture is not kept for the next command: {reason}")
     return found
@@ -154,32 +160,15 @@ def _read(call: CaptureCall, key: str, path: Path) -> tuple[Header, Capture] | N
     return header, replace(found, kept=str(path))
 
 
-def _written(
-    call: CaptureCall,
-    found: Capture,
-    key: str,
-    seconds: float,
-    messages: list[str],
-    paths: list[Path],
-) -> str:
+def _written(call: CaptureCall, found: Capture, header: Header, paths: Paths) -> str:
     """Writes a capture; the reason why not, or ""."""
-    files = loaded_files()
-    if changed := changed_since_start(files):
+    if changed := changed_since_start(header.files):
         return f"{changed} was changed while this process ran"
     numbers = number_digests(call.model, found.numbers)
     if numbers is None:
         return "forward makes numbers of a tensor that is no buffer"
-    header = Header(
-        key=key,
-        captured=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        seconds=seconds,
-        files=files,
-        numbers=numbers,
-        example=example_digest(call.flat) if found.by_values else "",
-        warnings=tuple(messages),
-    )
     try:
-        data = to_bytes(header, found)
+        data = to_bytes(replace(header, numbers=numbers), found)
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, data)

@@ -9,7 +9,7 @@ more ops run, but never changes a result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import Op, Ref, Value, rewritten, walk
@@ -62,6 +62,17 @@ class _Region:
     ops: list[Op]  # with their final names
 
 
+@dataclass(slots=True)
+class _Other:
+    """A recording that is entered: what its names and storages are in the base, and which decision
+    first chose between two values."""
+
+    merged: MergedBranches
+    names: dict[str, str]
+    storages: dict[int, int] = field(default_factory=dict)
+    pairs: dict[tuple[str, str], Key] = field(default_factory=dict)
+
+
 class BranchMerge:
     """Merges recordings of one model; in `base` these decisions are all False."""
 
@@ -95,9 +106,8 @@ class BranchMerge:
         positions = {op.name: i for i, op in enumerate(other.ops)}
         mine = [-1, *(self._index[decision.op] for decision in reached)]
         theirs = [-1, *(positions[there[decision.key]] for decision in reached)]
-        names = {name: name for name, v in base.values.items() if v.producer is None}
-        storages: dict[int, int] = {}
-        pairs: dict[tuple[str, str], Key] = {}
+        inputs = {name: name for name, v in base.values.items() if v.producer is None}
+        entered = _Other(merged, inputs)
         ours, others = with_end(base), with_end(other)
         keys = {d.op: d.key for d in base.decisions}, {d.op: d.key for d in other.decisions}
         mine.append(len(ours) - 1)
@@ -114,40 +124,30 @@ class BranchMerge:
             if common == 0:
                 raise CannotMerge(reached)
             if key is not None:
-                made = self._enter(right[: len(right) - common], merged, names, storages, key)
+                made = self._enter(right[: len(right) - common], entered, key)
                 end = mine[i] + 1 + len(left) - common
                 self._regions[key] = _Region(reached[i - 1], mine[i], end, made)
                 _check_pure(left[: len(left) - common], self._decisions)
             for a, b in zip(left[-common:], right[-common:], strict=True):
-                self._match(a, b, other, names, storages, pairs, key)
+                self._match(a, b, entered, key)
         return [decision for decision in flipped if decision.key not in there]
 
-    def _enter(
-        self,
-        ops: Sequence[Op],
-        merged: MergedBranches,
-        names: dict[str, str],
-        storages: dict[int, int],
-        key: Key,
-    ) -> list[Op]:
-        other = merged.recording
+    def _enter(self, ops: Sequence[Op], other: _Other, key: Key) -> list[Op]:
+        merged, names, storages = other.merged, other.names, other.storages
         _check_pure([op for op in ops if op.name not in merged.choices], self._decisions)
         found = []
         for op in ops:
             name = self._names.new(op.name)
             self._owner[name] = key
-            value = other.values[op.name]
+            value = merged.recording.values[op.name]
             if value.storage >= 0:
                 if value.storage not in storages:
                     storages[value.storage] = self._storages
                     self._storages += 1
                 value = replace(value, storage=storages[value.storage])
             self._values[name] = replace(value, name=name, producer=name)
-            found.append(
-                replace(
-                    op, name=name, args=renamed(op.args, names), kwargs=renamed(op.kwargs, names)
-                )
-            )
+            args, kwargs = renamed((op.args, op.kwargs), names)
+            found.append(replace(op, name=name, args=args, kwargs=kwargs))
             names[op.name] = name
             self._inner_when[name] = merged.when.get(op.name, {})
             if op.name in merged.choices:
@@ -155,17 +155,9 @@ class BranchMerge:
                 self._inner[name] = (names[no], names[yes], inner)
         return found
 
-    def _match(
-        self,
-        a: Op,
-        b: Op,
-        other: Recording,
-        names: dict[str, str],
-        storages: dict[int, int],
-        pairs: dict[tuple[str, str], Key],
-        key: Key | None,
-    ) -> None:
+    def _match(self, a: Op, b: Op, other: _Other, key: Key | None) -> None:
         """Matches an op of both recordings."""
+        names, pairs = other.names, other.pairs
         here = [self._regions[key].decision] if key is not None else self._decisions
         for i, (mine, theirs) in enumerate(zip(refs_of(a), refs_of(b), strict=True)):
             alternative = names[theirs]
@@ -180,10 +172,10 @@ class BranchMerge:
             raise CannotMerge(here)
         names[b.name] = a.name
         if a.name in self._base.values:
-            v, w = self._base.values[a.name], other.values[b.name]
+            v, w = self._base.values[a.name], other.merged.recording.values[b.name]
             if not _alike(v, w):
                 raise CannotMerge(here)
-            storages.setdefault(w.storage, v.storage)
+            other.storages.setdefault(w.storage, v.storage)
 
     # The merged recording.
 

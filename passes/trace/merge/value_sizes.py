@@ -160,74 +160,64 @@ def _with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
     """The recordings with equal operators and arguments; None where these differ otherwise."""
     if len({len(each.ops) for each in recordings}) > 1:
         return None
-    sizes = _Sizes(recordings)
-    made: list[Op] = []
+    sizes = _OpenSizes(recordings)
     try:
         for ops in zip(*(each.ops for each in recordings), strict=True):
-            before = len(sizes.ops)
-            op = sizes.one(ops)
-            made += [*sizes.ops[before:], op]
-            sizes.known.append(op.name)
+            sizes.enter(ops)
     except _Differ:
         return None
-    new = {op.name: Value(op.name, (), "container", producer=op.name) for op in sizes.ops}
-    return [
-        replace(each, ops=tuple(made), values=_in_order(each.values, new, made))
-        for each in recordings
-    ]
+    names = [op.name for op in sizes.made]
+    found = []
+    for each in recordings:
+        values = {**each.values, **sizes.new}
+        given = {name: value for name, value in values.items() if name not in set(names)}
+        in_order = {**given, **{name: values[name] for name in names}}
+        found.append(replace(each, ops=tuple(sizes.made), values=in_order))
+    return found
 
 
-class _Sizes:
+class _OpenSizes:
+    """One list of ops for those of recordings at different sizes, with ops that ask for sizes."""
+
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._values = [each.values for each in recordings]
-        self._inputs = [entry.name for entry in recordings[0].inputs]
-        self.known: list[str] = []  # results of the ops so far
-        self.ops: list[Op] = []  # the new ``size`` ops
-        self._made: dict[Where, Ref] = {}
+        self.made: list[Op] = []
+        self.new: dict[str, Value] = {}  # the sizes
+        self._known: dict[Where, Ref] = {}
 
-    def one(self, ops: Sequence[Op]) -> Op:
-        """One op for the same op at all sizes."""
-        first = ops[0]
+    def enter(self, ops: Sequence[Op]) -> None:
+        """Enters one op for the same op at all sizes."""
         plain = [replace(op, variable="", args=(), kwargs=()) for op in ops]
         if any(op != plain[0] for op in plain):
             raise _Differ
-        if all((op.args, op.kwargs) == (first.args, first.kwargs) for op in ops):
-            return first
-        args = self._argument([op.args for op in ops], first)
-        kwargs = self._argument([op.kwargs for op in ops], first)
-        return replace(first, args=args, kwargs=kwargs)
+        parts = [(op.args, op.kwargs) for op in ops]
+        args, kwargs = merged(parts, lambda leaves: self._leaf(leaves, ops[0]))
+        self.made.append(replace(ops[0], args=args, kwargs=kwargs))
 
-    def _argument(self, parts: Sequence[Any], op: Op) -> Any:
-        def leaf(parts: Sequence[Any]) -> Any:
-            if all(type(part) is type(parts[0]) and part == parts[0] for part in parts):
-                return parts[0]
-            if any(type(part) is not int for part in parts):
-                raise _Differ
-            return self._size(parts, op)
-
-        return merged(parts, leaf)
-
-    def _size(self, numbers: Sequence[int], op: Op) -> Ref:
-        where = self._where(tuple(numbers), op)
-        if where not in self._made:
-            name, dim = where
-            taken = {*self.known, *self._values[0], *(op.name for op in self.ops)}
+    def _leaf(self, parts: Sequence[Any], op: Op) -> Any:
+        if all(type(part) is type(parts[0]) and part == parts[0] for part in parts):
+            return parts[0]
+        if any(type(part) is not int for part in parts):
+            raise _Differ
+        where = name, dim = self._where(tuple(parts), op)
+        if where not in self._known:
             new = f"{name}_size"
-            while new in taken:
+            while new in self.new or new in self._values[0]:
                 new += "_"
-            self.ops.append(replace(
+            self.made.append(replace(
                 op, name=new, kind="method", target="size", args=(Ref(name), dim), kwargs=(),
                 variable="", parameters=(), buffers_read=(), buffers_written=(), mutates=(),
-                draw=None, constructor=(), call_index=len(self.ops), returns="", flops=None,
+                draw=None, constructor=(), call_index=len(self.new), returns="", flops=None,
                 saved_bytes=None,
             ))  # fmt: skip
-            self._made[where] = Ref(new)
-        return self._made[where]
+            self.new[new] = Value(new, (), "container", producer=new)
+            self._known[where] = Ref(new)
+        return self._known[where]
 
     def _where(self, numbers: tuple[int, ...], op: Op) -> Where:
         """The first value that has this size in all recordings, if possible one that op reads."""
-        read = [name for name in op.inputs if name in self.known]
-        for name in (*read, *self.known):
+        made = [op.name for op in self.made]
+        for name in (*(name for name in op.inputs if name in made), *made):
             shapes = [values[name].shape for values in self._values if name in values]
             if len(shapes) < len(numbers):
                 continue
@@ -235,13 +225,3 @@ class _Sizes:
                 if found == numbers:
                     return name, dim
         raise _Differ
-
-
-def _in_order(
-    values: dict[str, Value], new: dict[str, Value], ops: Sequence[Op]
-) -> dict[str, Value]:
-    """The values and those of new ops, in the order of the ops."""
-    made = {op.name for op in ops}
-    found = {name: value for name, value in values.items() if name not in made}
-    found |= {op.name: new[op.name] if op.name in new else values[op.name] for op in ops}
-    return found
