@@ -80,7 +80,8 @@ class AttributeReads:
 
         def write(owner: Any, name: str, value: Any) -> None:
             if id(owner) in self._owners and name != "training" and not switching():
-                self._assigned((*self._owners[id(owner)], name), _present(owner, name))
+                before = getattr(owner, "__dict__", {}).get(name)
+                self._assigned((*self._owners[id(owner)], name), before)
             put(owner, name, value)
 
         watching = patched((kind, "__getattribute__", read), (kind, "__setattr__", write))
@@ -166,10 +167,6 @@ def _hides_reads(kind: type[nn.Module]) -> bool:
     if issubclass(kind, torch.jit.ScriptModule) or kind.train is not nn.Module.train:
         return True
     return any("training" in vars(base) for base in kind.__mro__ if base is not nn.Module)
-
-
-def _present(owner: Any, name: str) -> Any:
-    return getattr(owner, "__dict__", {}).get(name)
 
 
 def _is_plain_object(value: Any) -> bool:

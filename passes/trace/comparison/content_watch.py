@@ -6,7 +6,6 @@ another way, and only the first one that is not among the model's values is of i
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 import traceback
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pdcompile.eager.digest import flat_bytes
+from pdcompile.eager.digest import digest
 from pdcompile.ir.graph import Op
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.comparison.step_values import StepValues
@@ -30,7 +29,7 @@ from pdcompile.releases.torch_internals import NoTorchFunction, is_functorch_wra
 _STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
 
 
-def digest(tensor: Tensor) -> str:
+def content_of(tensor: Tensor) -> str:
     """The content, shape and dtype of a tensor; -0.0 counts as 0.0."""
     with torch.no_grad(), NoTorchFunction():
         plain = tensor.detach()
@@ -38,10 +37,7 @@ def digest(tensor: Tensor) -> str:
             plain = plain.to_dense()
         if plain.is_floating_point() or plain.is_complex():
             plain = plain.resolve_conj().resolve_neg() + 0
-        raw = flat_bytes(plain.cpu())
-    found = hashlib.blake2b(raw.numpy().tobytes(), digest_size=16)
-    found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    return found.hexdigest()
+        return f"{digest(plain.contiguous()):016x} {tuple(tensor.shape)} {tensor.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +80,12 @@ class Watch(TorchFunctionMode):
         return result
 
     def _gradient(self, gradient: Tensor) -> None:
-        self.gradients.add(digest(gradient))
+        self.gradients.add(content_of(gradient))
 
 
 def _digests(tensors: list[Tensor]) -> frozenset[str]:
     """Digests of all tensors that are plain: those of a torch.func transform stand for no value."""
-    return frozenset(digest(t) for t in tensors if not is_functorch_wrapped_tensor(t))
+    return frozenset(content_of(t) for t in tensors if not is_functorch_wrapped_tensor(t))
 
 
 def stage_line() -> str:
@@ -129,14 +125,14 @@ class Replay:
             read = [self.contents[i] for i in op.inputs if i in self.contents]
             self.inputs[name] = frozenset(read)
         if isinstance(value, Tensor):
-            found = self.contents[name] = digest(value)
+            found = self.contents[name] = content_of(value)
             if op is not None and found in self.watch.values:
                 self.values[name] = found
             if value.requires_grad and value.grad_fn is not None:
                 value.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
-        found = digest(gradient)
+        found = content_of(gradient)
         if found in self.watch.gradients:
             self.gradients[name] = found
 

@@ -14,7 +14,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.captured_module import Origin
-from pdcompile.ir.graph import Capture, Op, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.comparison.content_watch import first_difference
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
@@ -107,7 +107,7 @@ def compare_mode(step: Step) -> None:
     op = None
     if _exact(step):  # values that are equal up to rounding cannot be told by their content
         op = first_difference(step, True if unlike.recorded else None)
-    op = op or _last_user(graph, name)
+    op = op or next((op for op in reversed(graph.ops) if name in op.used_tensors), None)
     place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
     where = op.source if op is not None else None
     named = {"loss": "the loss", "gradient": f"the gradient of {name!r}"}
@@ -145,11 +145,3 @@ def _recorded(step: Step) -> StepValues | None:
         return step.values(step.eager, gradients=True)
     except VerifyError:  # the error that is told is the first one
         return None
-
-
-def _last_user(graph: OpGraph, fqn: str) -> Op | None:
-    """The last op that reads or writes a tensor of the model."""
-    for op in reversed(graph.ops):
-        if fqn in op.used_tensors:
-            return op
-    return None

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace.opaque.observed_calls import CallKey, Made, ObservedCall
+from pdcompile.passes.trace.opaque.observed_calls import CallKey, Made
 from pdcompile.passes.trace.opaque.opaque_modules import below
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.passes.trace.tape.results import with_items
@@ -35,7 +34,11 @@ class OpaqueCalls(Interceptor):
         tape.begin()
         with NoTorchFunction():
             with tape.inside():
-                result = _replayed(observed, tape.fakes, args, kwargs)
+                inputs = tensors_among(tape.fakes.faked((args, kwargs)))
+                outputs: list[Tensor] = []
+                for made in observed.made:
+                    outputs.append(_fake(made, inputs, outputs, observed.made, tape.fakes.device))
+                result = _filled(observed.result, iter(outputs))
                 buffers = [tape.table.objects[fqn] for fqn in observed.buffers]
                 tape.observer.clear()
                 tape.observer.written = {storage_key(tape.fakes.faked(b)) for b in buffers}
@@ -51,15 +54,6 @@ class OpaqueCalls(Interceptor):
                     where=self.tape.where(),
                     remedy=f"call it only in the forward of {owner!r}",
                 )
-
-
-def _replayed(observed: ObservedCall, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
-    """The result of an observed call with fake tensors."""
-    inputs = tensors_among((fakes.faked(args), fakes.faked(kwargs)))
-    outputs: list[Tensor] = []
-    for made in observed.made:
-        outputs.append(_fake(made, inputs, outputs, observed.made, fakes.device))
-    return _filled(observed.result, iter(outputs))
 
 
 def _fake(

@@ -24,10 +24,6 @@ _DERIVED: dict[str, Any] = {
     "kdim": lambda m: None if m.kdim == m.embed_dim else m.kdim,
     "vdim": lambda m: None if m.vdim == m.embed_dim else m.vdim,
 }
-_RNN = (
-    "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
-    "bidirectional", "proj_size", "nonlinearity",
-)  # fmt: skip
 _NEVER = ("device", "dtype", "_weight", "_freeze", "args", "kwargs", "size_average", "reduce")
 
 
@@ -103,15 +99,14 @@ class ModuleTable:
         attributes (``self.drop.p = …``).
         """
         module = self.modules[path]
-        if module.training != training or _hooked(module) or self._has_foreign(module):
+        if module.training != training or _hooked(module):
+            return None
+        # As below torch.func.functional_call, which puts others in.
+        if any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers())):
             return None
         if path in self._constructors and _attributes(module) != self._attributes[path]:
             return None
         return self._constructors.get(path)
-
-    def _has_foreign(self, module: nn.Module) -> bool:
-        """Whether a module holds tensors of others, as below torch.func.functional_call."""
-        return any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers()))
 
     def shares_memory(self, fqn: str) -> str | None:
         """Another tensor of the model in the storage of this one."""
@@ -146,8 +141,8 @@ def constructor_of(module: nn.Module) -> tuple[tuple[str, Argument], ...] | None
     wanted = _arguments(module)
     if wanted is None:
         return None
-    dtypes = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
-    dtypes |= {t.dtype for t in module.state_dict().values() if t.is_complex()}
+    tensors = module.state_dict().values()
+    dtypes = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
     extra: dict[str, Any] = {}
     if len(dtypes) > 1:
         return None
@@ -187,13 +182,12 @@ def _scalars(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(module: nn.Module) -> dict[str, Any] | None:
     """Constructor arguments by name, without those that have their default."""
-    signature = inspect.signature(type(module).__init__)
+    recurrent = isinstance(module, nn.RNNBase)  # whose classes take (*args, **kwargs)
+    signature = inspect.signature((nn.RNNBase if recurrent else type(module)).__init__)
     defaults = {name: p.default for name, p in signature.parameters.items() if name != "self"}
-    if isinstance(module, nn.RNNBase):
-        names = [n for n in _RNN if hasattr(module, n)]
-        plain = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0,
-                 "bidirectional": False, "proj_size": 0, "nonlinearity": "tanh"}  # fmt: skip
-        defaults = {n: plain.get(n, inspect.Parameter.empty) for n in names}
+    if recurrent:
+        del defaults["mode"]
+        defaults["nonlinearity"] = "tanh"
     found: dict[str, Any] = {}
     for name, default in defaults.items():
         if name in _NEVER:
