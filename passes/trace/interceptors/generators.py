@@ -7,7 +7,7 @@ constants of the graph.  Such calls do not pass torch, so the states of the gene
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -75,17 +75,19 @@ class Generators(Interceptor):
         Inside, torch.initial_seed is refused: the seed would become a constant of the graph.
         """
         sentinel = self._sentinel = Sentinel()
-        seeds = [(home, "initial_seed", _refuse_seed) for home in (torch, torch.random)]
+        ops = self.tape.ops
+        unseeded = Unseeded(lambda: sum(op.draw is not None for op in ops), self.tape.where)
         try:
-            with patched(*seeds), not_reseeded(self._draws, self.tape.where):
+            with patched(
+                (torch, "initial_seed", _refuse_seed),
+                (torch.random, "initial_seed", _refuse_seed),
+                (torch.random, "default_generator", unseeded),
+            ):
                 yield
             sentinel.check("forward, after its last operator")
             sentinel.check_torch("forward")
         finally:
             sentinel.restore()
-
-    def _draws(self) -> int:
-        return sum(op.draw is not None for op in self.tape.ops)
 
     def recorded(self, source: str) -> None:
         if self._sentinel is not None and self.tape.assumed.watched_draws:
@@ -96,10 +98,9 @@ def _refuse_seed() -> NoReturn:
     raise refusals.as_kind(OutsideDraw, refusals.error(refusals.SEED, "", locate(None)[0]))
 
 
-def not_reseeded(
-    draws: Callable[[], int], where: Callable[[], str | None]
-) -> AbstractContextManager[None]:
-    """Refuses seeding torch's generator inside, or restoring a state that was drawn from since.
+class Unseeded:
+    """Torch's generator as the functions of torch.random see it, which may not seed it, or restore
+    a state that was drawn from since.
 
     Both would make eager draw the same numbers again, while each draw of a graph has its own.
 
@@ -107,23 +108,17 @@ def not_reseeded(
         draws: returns the number of draws so far.
         where: returns the line of the model that is running.
     """
-    instead = _Unchanged(torch.default_generator, draws, where)
-    return patched((torch.random, "default_generator", instead))
 
-
-class _Unchanged:
-    """Torch's generator as the functions of torch.random see it: seeding is refused."""
-
-    def __init__(
-        self, plain: torch.Generator, draws: Callable[[], int], where: Callable[[], str | None]
-    ) -> None:
-        self._plain = plain
+    def __init__(self, draws: Callable[[], int], where: Callable[[], str | None]) -> None:
+        self._plain = torch.default_generator
         self._draws = draws
         self._where = where
         # What get_state returned, with the number of draws before it.
         self._states: list[tuple[torch.Tensor, int]] = []
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed"):
+            raise _outside(f"torch's default generator ({name})", self._where())
         return getattr(self._plain, name)
 
     def get_state(self) -> torch.Tensor:
@@ -133,9 +128,3 @@ class _Unchanged:
     def set_state(self, state: torch.Tensor) -> None:
         if all(known is not state or at != self._draws() for known, at in self._states):
             raise _outside("torch's default generator (set_rng_state)", self._where())
-
-    def manual_seed(self, seed: int) -> Any:
-        raise _outside("torch's default generator (manual_seed)", self._where())
-
-    def seed(self) -> int:
-        raise _outside("torch's default generator (seed)", self._where())

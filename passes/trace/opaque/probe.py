@@ -27,7 +27,7 @@ from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.python_state import State
-from pdcompile.passes.trace.interceptors.generators import Sentinel, not_reseeded
+from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
 from pdcompile.passes.trace.opaque.observed_calls import (
     CallKey,
     ObservedCall,
@@ -134,7 +134,8 @@ def _run(
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
             stack.enter_context(python_draws.watched(sentinel.follow))
-            stack.enter_context(not_reseeded(lambda: watch.draws, lambda: locate(None)[0]))
+            unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
+            stack.enter_context(patched((torch.random, "default_generator", unseeded)))
             stack.enter_context(regions_of(subject.autocast, device))
             stack.enter_context(autocast_region(subject.autocast or f"{device.type}:off"))
             stack.enter_context(torch.enable_grad())

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -71,13 +71,9 @@ class DrawnInPython(Interceptor):
         def from_numpy(ndarray: Any) -> Any:
             return ndarray.tensor if type(ndarray) is DrawnArray else plain(ndarray)
 
-        with ExitStack() as stack:
-            stack.enter_context(python_draws.watched(self._drawn))
-            for home, name in sorted(self.tape.assumed.drawing):
-                module = sys.modules[home]
-                recorded = self._recording(getattr(module, name))
-                stack.enter_context(patched((module, name, recorded)))
-            stack.enter_context(patched((torch, "from_numpy", from_numpy)))
+        drawing = [(sys.modules[home], name) for home, name in self.tape.assumed.drawing]
+        places = [(*place, self._recording(getattr(*place))) for place in drawing]
+        with python_draws.watched(self._drawn), patched(*places, (torch, "from_numpy", from_numpy)):
             yield
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,33 +174,19 @@ def _raise(error: TraceError) -> NoReturn:
 
 
 class Arrays(Interceptor):
-    """Tensors that are made of arrays (tables, grids) become constants."""
-
-    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        made = _of_array(func, args, kwargs)
-        if made is None:
-            return proceed(func, args, kwargs)
-        self.tape.table.fresh(made)
-        return made
-
-
-def _of_array(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
-    """The real tensor where a call makes one of an array; None for every other call.
+    """Tensors that are made of arrays (tables, grids) become constants.
 
     An array never comes from a fake tensor, which has no values.
     """
-    if func is torch.ops.aten.lift_fresh.default:  # the only call that torch.from_numpy shows
-        made = args[0]
-        return made if _is_real(made) else None
-    if func not in _MAKERS or not args or not is_array(args[0]):
-        return None
-    with no_dispatch_modes(), NoTorchFunction():
-        made = func(*args, **kwargs)
-    return made if _is_real(made) else None
 
-
-def _is_real(value: Any) -> bool:
-    fake = isinstance(value, FakeTensor)
-    return isinstance(value, torch.Tensor) and not fake and not value.requires_grad
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        made: Any = None
+        if func is torch.ops.aten.lift_fresh.default:  # the only call that torch.from_numpy shows
+            made = args[0]
+        elif func in _MAKERS and args and is_array(args[0]):
+            with no_dispatch_modes(), NoTorchFunction():
+                made = func(*args, **kwargs)
+        if not isinstance(made, torch.Tensor) or isinstance(made, FakeTensor) or made.requires_grad:
+            return proceed(func, args, kwargs)
+        self.tape.table.fresh(made)
+        return made

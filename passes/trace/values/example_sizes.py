@@ -31,7 +31,6 @@ from pdcompile.passes.trace.values.reads import (
     file_and_line,
     may_be_opaque,
     number,
-    require,
     values_of_example,
 )
 from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
@@ -145,7 +144,7 @@ class ExampleSizes:
         size = number(tape, "method", "size", (tensor,))
         same = number(tape, "function", "operator.eq", (size, tuple(tensor.shape)))
         tape.fakes.unsized.discard(id(tensor))
-        require(tape, same, self._words("this shape"))
+        check(tape, same, self._words("this shape"))
         return True
 
     def _count(self, tensor: Tensor, counted: Callable[..., Any]) -> bool:

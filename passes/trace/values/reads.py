@@ -223,15 +223,12 @@ def _some_number(name: str, dtype: torch.dtype) -> Any:
     return 0 if whole and name != "__float__" else 0.0
 
 
-def check(tape: Tape, tensor: torch.Tensor, message: str, *, holds: bool = True) -> None:
-    """Records an op that raises where the value of a tensor is not `holds`."""
-    require(tape, tensor if holds else tape.call(torch.logical_not, (tensor,)), message)
-
-
-def require(tape: Tape, condition: torch.Tensor | Ref, message: str) -> None:
-    """Records an op that raises where a value is false."""
+def check(tape: Tape, value: torch.Tensor | Ref, message: str, *, holds: bool = True) -> None:
+    """Records an op that raises where a value is not `holds`."""
+    if not holds:
+        value = tape.call(torch.logical_not, (value,))
     tape.begin()
-    tape.record("function", CHECK, "check", (condition, message), {}, None, None)
+    tape.record("function", CHECK, "check", (value, message), {}, None, None)
 
 
 def number(tape: Tape, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
