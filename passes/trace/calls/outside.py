@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -178,18 +179,15 @@ def _clean(place: Any, before: Any) -> None:
             place.clear()
             (place.update if isinstance(place, set) else place.extend)(before)
         return
+    table = isinstance(place, dict)
+    put, remove = (operator.setitem, operator.delitem) if table else (setattr, delattr)
     for name, value in now.items():
         if not _fakes_in(value):
             continue
-        if isinstance(place, dict):
-            if name in before:
-                place[name] = before[name]
-            else:
-                del place[name]
-        elif name in before:
-            setattr(place, name, before[name])
+        if name in before:
+            put(place, name, before[name])
         else:
-            delattr(place, name)
+            remove(place, name)
 
 
 def _is_number(value: Any) -> bool:
