@@ -18,11 +18,12 @@ import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.graph_free import ledgers_of, straight_plan_of
-from pdcompile.passes.planning.whatif import changed_problem, scaled, whatif
+from pdcompile.passes.planning.whatif import CLOSE, changed_problem, scaled, whatif
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem.constraints import Forbid, Pin
 from pdcompile.problem.scenario import Scenario, changed_cluster, parse_devices
@@ -148,6 +149,30 @@ def test_the_ledger_without_a_graph() -> None:
             assert ours.gradients_bytes >= theirs.gradients_bytes
         seconds = simulate(drawn).forecast.step_seconds
         assert seconds == pytest.approx(drawn.forecast.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Scenario(schedule="gpipe"),
+        Scenario(schedule="2bw"),
+        Scenario(microbatches=8, batch_size=32),
+        Scenario(bandwidth=((None, 1e9),)),
+    ],
+)
+def test_memory_of_the_same_cut_is_what_planning_anew_gives(change: Scenario) -> None:
+    pinned = (Pin("layers.0", 0), Pin("layers.3", 0), Pin("layers.4", 1), Pin("layers.7", 1))
+    given = {"constraints": pinned, "training": Training(keeps_outputs=True)}
+    plan = planned(chain(8), Cluster.local(2), **given)
+    found = whatif(plan, change)
+    for option in ("schedule", "microbatches", "batch_size"):
+        if (value := getattr(change, option)) is not None:
+            given[option] = value
+    anew = planned(chain(8), Cluster.local(2), **given)
+    assert anew.forecast is not None
+    assert any(ledger.outputs_bytes for ledger in anew.forecast.ledgers)
+    held = [use.memory_bytes for use in explain(anew, time_limit=0).stages]
+    assert [use.memory_bytes for use in found.after.uses] == held
 
 
 def test_microbatches_of_another_size_are_scaled_and_said_so() -> None:
@@ -458,8 +483,12 @@ def profile_file(folder: Path) -> str:
           "--max-grad-norm", "0.1", "--loss-reduction", "sum"), ("--latency", "5us")),
         (("--cluster", "1x2", "--costs", "FILE", "--microbatches", "2", "--refine", "off"),
          ("--speed", "1=2")),
+        (("--cluster", "1x2:a100", "--microbatches", "8"), ("--devices", "3")),  # another cut
     ],
-    ids=["cut-at", "together", "memory", "warm-up", "devices", "machine", "max-stages", "costs"],
+    ids=[
+        "cut-at", "together", "memory", "warm-up", "devices", "machine", "max-stages", "costs",
+        "gpus",
+    ],
 )  # fmt: skip
 def test_the_command_makes_the_plan_that_was_announced(
     options: tuple[str, ...], change: tuple[str, ...], tmp_path: Path, call: Call
@@ -490,7 +519,21 @@ def test_the_command_makes_the_plan_that_was_announced(
     ]
     seconds = found.certificate.objective_seconds
     assert seconds == pytest.approx(announced["after"]["objective_seconds"])
+    assert found.forecast is not None
+    held = [ledger.total_bytes for ledger in found.forecast.ledgers]
+    said = [stage["memory_bytes"] for stage in announced["after"]["stages"]]
+    assert said == pytest.approx(held, rel=CLOSE)
     same = Cluster.from_toml(found.cluster), Cluster.from_toml(announced["after"]["cluster"])
     assert same[0].devices == same[1].devices
-    left = set(options) - {"--memory", "1MB", "4=1", "--cut-at", "1,3", "5", "1x2", "local:4"}
+    left = set(options) - {
+        "--memory",
+        "1MB",
+        "4=1",
+        "--cut-at",
+        "1,3",
+        "5",
+        "1x2",
+        "1x2:a100",
+        "local:4",
+    }
     assert left <= set(words)

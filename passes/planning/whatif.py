@@ -3,8 +3,8 @@
 Costs are those of the plan: nothing is measured, and no plan comes out, since stages need the
 graph.  With the number of samples in a microbatch unchanged, the problem solved here is the one
 that planning anew with the same costs would solve.  Memory limits are kept as there by the
-ledger of the schedule, which is estimated (see `graph_free`), so where one is met closely planning
-anew may decide otherwise.
+ledger of the schedule, which of another cut is estimated (see `graph_free`), so where one is met
+closely planning anew may decide otherwise.
 """
 
 from __future__ import annotations
@@ -110,13 +110,9 @@ def whatif(
     stage_of = assignment(plan, where)
     now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
     changed, training, cluster, notes = changed_problem(plan, change, now)
-    known = plan.forecast if _same_memory(plan, problem, changed, training) else None
 
     def planned(stages: tuple[int, ...], certificate: Certificate) -> Plan:
-        found = straight_plan_of(changed, stages, certificate, training, cluster)
-        if known is not None and found.forecast is not None and stages == stage_of:
-            return replace(found, forecast=replace(found.forecast, ledgers=known.ledgers))
-        return found
+        return straight_plan_of(changed, stages, certificate, training, cluster, plan)
 
     def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
         best, certificate = partition(
@@ -136,7 +132,9 @@ def whatif(
         bound = min(after.certificate.bound_seconds, own.certificate.objective_seconds)
         after = replace(own, certificate=replace(own.certificate, bound_seconds=bound))
     return Whatif(
-        before=_state(_as_planned(plan, problem, stage_of, now)),
+        before=_state(
+            straight_plan_of(problem, stage_of, plan.certificate, plan.training, now, plan)
+        ),
         after=_state(after),
         kept_seconds=kept,
         kept_broken=wrong,
@@ -170,16 +168,6 @@ def _own_cut(
     return found, ()
 
 
-def _as_planned(
-    plan: Plan, problem: PartitionProblem, stage_of: tuple[int, ...], cluster: Cluster
-) -> Plan:
-    found = straight_plan_of(problem, stage_of, plan.certificate, plan.training, cluster)
-    if found.forecast is None or not _same_memory(plan, problem, problem, plan.training):
-        return found
-    assert plan.forecast is not None
-    return replace(found, forecast=replace(found.forecast, ledgers=plan.forecast.ledgers))
-
-
 def _close(plan: Plan) -> tuple[str, ...]:
     """A stage so full that the estimate of its memory may be wrong about it."""
     problem = problem_of(plan)
@@ -193,18 +181,6 @@ def _close(plan: Plan) -> tuple[str, ...]:
                 "its memory exactly, and may cut elsewhere or find no plan that fits",
             )
     return ()
-
-
-def _same_memory(
-    plan: Plan, before: PartitionProblem, after: PartitionProblem, training: Training
-) -> bool:
-    """Whether the ledgers of the plan's forecast still are those of its own cut."""
-    return (
-        plan.forecast is not None
-        and len(plan.forecast.ledgers) == len(plan.stages)
-        and replace(plan.training, warmup=training.warmup) == training
-        and (before.items, before.memory) == (after.items, after.memory)
-    )
 
 
 def changed_problem(

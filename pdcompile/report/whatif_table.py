@@ -22,8 +22,8 @@ from pdcompile.units import (
 
 MOST_STAGES = 16  # more are summed up
 COSTS = (
-    "note: costs are those of the plan; memory is that of the schedule, where activations and "
-    "workspace are added up over items, which a plan counts exactly"
+    "note: costs are those of the plan; memory is that of the schedule's ledger, where activations "
+    "and workspace of another cut are added up over ops, which a plan counts exactly"
 )
 
 
