@@ -12,11 +12,12 @@ import pytest
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.path import path_bounds
+from pdcompile.passes.partition.path import path_bounds, path_case
 from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
 from pdcompile.passes.partition.path.branches import NARROW, Side, parallels
 from pdcompile.passes.partition.path.path_bounds import path_bound
 from pdcompile.passes.partition.search import solve
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (
     Item,
     MemoryRule,
@@ -319,6 +320,79 @@ def test_long_chains_are_bounded_along_themselves() -> None:
     with Budget(60) as budget:
         search = solve(gpt_problem(48, 8), budget, thorough=False)
     assert search.bound > 0.99 * search.upper
+
+
+def around_a_chain(seed: int) -> tuple[PartitionProblem, tuple[int, ...]]:
+    """A chain, items around parts of it or before or behind all of it, and a random plan, which may
+    leave stages without work."""
+    r = random.Random(seed)
+    length, num_stages = r.randint(6, 10), r.randint(3, 6)
+    ends = [sorted(r.sample(range(-1, length + 1), 2)) for _ in range(r.randint(2, 6))]
+    starting = [[n for n, (a, _) in enumerate(ends) if a == c] for c in range(-1, length)]
+    names = [(c, n) for c in range(-1, length) for n in (-1, *starting[c + 1])][1:]
+    cuts = [r.randint(0, length) for _ in range(num_stages - 1)]
+    stages = [0, *(sum(c >= k for k in cuts) for c in range(length)), num_stages - 1]  # from -1 on
+    items, traffic, stage_of = [], [], []
+    for i, (c, n) in enumerate(names):
+        f = 3 + r.random() if n < 0 else 3 * r.random()
+        items.append(Item(f"i{i}", (f"i{i}",), f, r.choice((1, 2)) * f))
+        last = c if n < 0 else ends[n][1]
+        stage_of.append(r.randint(stages[c + 1], stages[last + 1]))
+        read_by = [(last, -1)] if n >= 0 else [(c + 1, -1), *((c, k) for k in starting[c + 1])]
+        readers = tuple(sorted(names.index(one) for one in read_by if one in names))
+        if readers:
+            traffic.append(Traffic(f"i{i}", i, readers, r.randint(0, 3), r.randint(1, 3)))
+    limits = (StageLimits(bytes_per_second=r.choice((5.0, 50.0, 500.0))),) * num_stages
+    m = r.choice((4, 8, 16, 32))
+    problem = PartitionProblem(
+        tuple(items), tuple(traffic), limits, num_microbatches=m, objective="flush"
+    )
+    return problem, tuple(stage_of)
+
+
+def test_with_a_plans_intervals_of_the_path_the_bound_is_below_the_plan() -> None:
+    """Pinned, the path has no other intervals: what the bound says of these is nearly tight."""
+    found = []
+    for seed in range(200):
+        problem, stage_of = around_a_chain(seed)
+        if violations(problem, stage_of):
+            continue
+        model = build(problem)
+        path = [i for group in heaviest_path(model) for i in model.members[group]]
+        pinned = replace(problem, pins=tuple((i, stage_of[i]) for i in path))
+        plan = measure(problem, stage_of).objective
+        found.append(close(pinned, plan))
+    assert len(found) > 40
+    assert sum(found) > 0.9 * len(found)
+
+
+def test_a_stage_before_the_path_computes_what_nothing_of_it_is_before() -> None:
+    """Three items of equal work, of which the first one is read by the last: a stage for each."""
+    items = tuple(
+        Item(name, (name,), 2.0, 2.0 + f) for name, f in zip("xab", (0, 1, 1), strict=True)
+    )
+    traffic = (Traffic("x", 0, (2,), 1, 1), Traffic("a", 1, (2,), 1, 1))
+    problem = PartitionProblem(
+        items, traffic, (StageLimits(),) * 3, num_microbatches=32, objective="flush", pins=((1, 1),)
+    )
+    assert heaviest_path(build(problem)) == (1, 2)
+    assert bound_of(problem) > 0.9
+
+
+def test_what_may_be_on_any_of_several_stages_is_computed_once() -> None:
+    """Four stages of one second of the path each.  The first two have room for two seconds that lie
+    between them, the last two none for the two seconds that lie between these."""
+    size = 5
+    cut = [np.zeros((size, size), dtype=bool) for _ in range(4)]
+    for s, mask in enumerate(cut):
+        mask[s, s + 1] = True
+    most = [np.where(mask, room, -1.0) for mask, room in zip(cut, (3, 3, 1, 1), strict=True)]
+    before, behind = np.array([0, 1, 4, 5, 8.0]), np.array([8, 5, 4, 1, 0.0])
+    kept = [mask.copy() for mask in cut]
+    path_case._drop_without_all_work(kept, most, [3.0] * 4, None, (0 * before, 0 * behind), 8.0)
+    assert all(mask.any() for mask in kept)  # eight seconds in all are not too many
+    path_case._drop_without_all_work(kept, most, [3.0] * 4, None, (before, behind), 8.0)
+    assert not any(mask.any() for mask in kept)
 
 
 @pytest.mark.parametrize("seed", [26, 58])

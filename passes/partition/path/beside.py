@@ -96,9 +96,15 @@ class Beside:
 
     def behind(self, of_groups: Array) -> Array:
         """[j]: the sum over groups that are not on earlier stages when j of the path are."""
+        found = self.beyond(of_groups)
+        found[0] = of_groups.sum()
+        return found
+
+    def beyond(self, of_groups: Array) -> Array:
+        """[j]: the same, where stages before the path may have what nothing of it is before."""
         counted = np.bincount(self.low, of_groups, self.length + 2)
         found: Array = counted[::-1].cumsum()[::-1][1:]
-        return np.concatenate(([of_groups.sum()], found[1:]))
+        return found
 
     def across(self, of_groups: Array) -> Array:
         """[j]: the sum over groups that may be on a stage without the path where j of it are on

@@ -18,7 +18,8 @@ W what the stage surely computes, w its warm-up, and S all work and all transfer
 
 Each of these also says how much a stage may compute besides F + W, of which some has to be
 backward.  What all stages may compute together has to be all work; a stage that holds nothing of
-the path computes what may lie there, and several at one place together no more.
+the path computes what may lie there, and several at one place together no more.  Stages up to a
+boundary compute what surely is before it, and no more than may be.
 
 Where every stage holds a group of the path, S is all work there is.  Where some do not, what they
 hold may be on no way that follows the path: `branches` says how much that can be, by where they

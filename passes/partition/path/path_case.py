@@ -197,6 +197,7 @@ class Case:
     rest: Array  # on this one and later ones
     backward_share: tuple[float, float]  # of work besides, but for so many seconds
     most: list[Array]  # that an interval's stage can have, per stage
+    surely: tuple[Array, Array]  # all that is on earlier stages, and all that is not
     loose: Array  # that a stage without the path can have, by the boundary where it lies
     whole: float  # on all, but for what may be on stages before the path
     total: float  # and all there is
@@ -261,7 +262,7 @@ class Case:
             self._between([ways.least(wide) for ways in ahead], states, makespan)
             rooms = [speed * makespan / self.microbatches for speed in self.speeds]
             loose = self.loose if self.parallel is not None else None
-            _drop_without_all_work(states, most, rooms, loose, self.total * (1 - 1e-9))
+            _drop_without_all_work(states, most, rooms, loose, self.surely, self.total)
             if not self._any(states):
                 return None
         self._left = makespan, states
@@ -418,34 +419,57 @@ class Case:
         return [found[s] for s in range(count)]
 
 
+class _Limits(NamedTuple):
+    """Of all work, how much the stages up to a boundary compute, at least and at most."""
+
+    least: Array
+    most: Array
+
+    def of(self, computed: Array) -> Array:
+        """What they compute; -inf where that is too little."""
+        found: Array = np.where(computed < self.least, -np.inf, np.minimum(computed, self.most))
+        return found
+
+
 def _drop_without_all_work(
-    states: list[Mask], most: list[Array], rooms: list[float], loose: Array | None, total: float
+    states: list[Mask],
+    most: list[Array],
+    rooms: list[float],
+    loose: Array | None,
+    surely: tuple[Array, Array],
+    total: float,
 ) -> None:
     """Drop intervals with which the stages may not compute all work, in `total` so many seconds.
 
     A stage computes at most so much with an interval; without the path what there is `room` for
-    and what is `loose` at the boundary where it lies (None: every stage has some of the path).
+    and what is `loose` at the boundary where it lies (None: every stage has some of the path).  All
+    stages up to a boundary compute what surely is before it, and nothing of what is behind it, so
+    that groups which may be on any of several stages are on one.
     """
+    rounding = 1e-9 * total
+    before, behind = (one - rounding for one in surely)
     masked = [np.where(mask, own, -np.inf) for mask, own in zip(states, most, strict=True)]
-    start = np.where(np.arange(masked[0].shape[0]) == 0, 0.0, -np.inf)
-    ahead = _computed(masked, rooms, loose, start)
-    behind = _computed([own.T for own in masked[::-1]], rooms[::-1], loose, start[::-1])[::-1]
+    turned = [own.T for own in masked[::-1]]
+    ahead = _computed(masked, rooms, loose, 0, _Limits(before, total - behind))
+    rest = _computed(turned, rooms[::-1], loose, -1, _Limits(behind, total - before))[::-1]
     for s, own in enumerate(most):
-        states[s] &= ahead[s][:, None] + own + behind[s + 1][None, :] >= total
+        states[s] &= ahead[s][:, None] + own + rest[s + 1][None, :] >= total - rounding
 
 
 def _computed(
-    most: list[Array], rooms: list[float], loose: Array | None, start: Array
+    most: list[Array], rooms: list[float], loose: Array | None, first: int, limits: _Limits
 ) -> list[Array]:
-    """The most that stages before each one, and all, compute, by the boundary they come to: what is
-    loose there is there only once for several stages without the path."""
+    """The most that stages before each one, and all, compute, by the boundary they come to from the
+    `first`: what is loose there is there only once for several stages without the path."""
+    start = np.full(most[0].shape[0], -np.inf)
+    start[first] = 0.0
     found, with_path = [start], [start]
     for s, own in enumerate(most):
-        with_path.append((found[s][:, None] + own).max(0))
+        with_path.append(limits.of((found[s][:, None] + own).max(0)))
         best, room = with_path[-1], 0.0
         if loose is not None:
             for t in reversed(range(s + 1)):
                 room += rooms[t]
-                best = np.maximum(best, with_path[t] + np.minimum(room, loose))
+                best = np.maximum(best, limits.of(with_path[t] + np.minimum(room, loose)))
         found.append(best)
     return found

@@ -136,6 +136,7 @@ def _case(
         rest=rest - beside.behind(outside),
         backward_share=_backward_share(beside),
         most=limits.most,
+        surely=(beside.before(work), beside.beyond(work)),
         loose=beside.across(work),
         whole=whole,
         total=total,
