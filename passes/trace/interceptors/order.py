@@ -3,9 +3,8 @@
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
 from pdcompile.passes.trace.interceptors.device_questions import DeviceQuestions
 from pdcompile.passes.trace.interceptors.generators import Generators
-from pdcompile.passes.trace.interceptors.leaf_modules import ArgumentNames, LeafModules
 from pdcompile.passes.trace.interceptors.loops import ChosenLoops
-from pdcompile.passes.trace.interceptors.opaque_calls import OpaqueCalls
+from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
 from pdcompile.passes.trace.interceptors.process_state import ProcessState
 from pdcompile.passes.trace.interceptors.properties import Properties
 from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts

@@ -11,6 +11,7 @@ same ops as the model with each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,11 @@ class _Ways:
             return MergedBranches(base, {}, {})
         if len(decisions) > MAX_DECISIONS or depth > MAX_NESTED:
             raise CannotMerge(decisions)
-        ways = [[decisions[0::2], decisions[1::2]]] if len(decisions) > 2 else []
-        ways.append([(one,) for one in decisions])
-        for groups in ways:
-            try:
-                return self._merged(base, decisions, groups, given, depth)
-            except CannotMerge:
-                if groups is ways[-1]:
-                    raise
-        raise CannotMerge(decisions)
+        if len(decisions) > 2:
+            with suppress(CannotMerge):
+                halves = decisions[0::2], decisions[1::2]
+                return self._merged(base, decisions, halves, given, depth)
+        return self._merged(base, decisions, [(one,) for one in decisions], given, depth)
 
     def _merged(
         self,

@@ -53,7 +53,8 @@ class ModuleTable:
         self._constructors = {
             path: constructor_of(module)
             for path, module in self.modules.items()
-            if path and _is_one_op(module, model.training)
+            if path and is_leaf(module) and module.training == model.training
+            if not _hooked(module) and "forward" not in vars(module)
         }
         self._attributes = {path: _attributes(self.modules[path]) for path in self._constructors}
 
@@ -253,12 +254,6 @@ def _hooked(module: nn.Module) -> bool:
         "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     )  # fmt: skip
     return any(getattr(module, name) for name in hooks)
-
-
-def _is_one_op(module: nn.Module, root_training: bool) -> bool:
-    """Whether a module is a leaf without hooks or own forward, in the mode of the whole model."""
-    plain = not _hooked(module) and "forward" not in vars(module)
-    return plain and is_leaf(module) and module.training == root_training
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -66,7 +66,11 @@ class Results:
         if isinstance(result, torch.Tensor):
             return self._tensor(op.name, result, written)
         self._fakes.add_container(op.name)
-        return self._items(op, op.name, result, written)
+        try:
+            return with_items(result, lambda key, item: self._item(op, key, item, written))
+        except TypeError as error:
+            kind = type(result).__qualname__
+            raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
 
     def _tensor(self, name: str, result: torch.Tensor, written: set[int]) -> torch.Tensor:
         real = self._fakes.real_of(result)
@@ -81,24 +85,15 @@ class Results:
         self._fakes.add(name, result)
         return result
 
-    def _items(self, op: Op, container: str, result: Any, written: set[int]) -> Any:
-        try:
-            return with_items(
-                result, lambda key, item: self._item(op, container, key, item, written)
-            )
-        except TypeError as error:
-            kind = type(result).__qualname__
-            raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
-
-    def _item(self, op: Op, container: str, key: Any, item: Any, written: set[int]) -> Any:
+    def _item(self, op: Op, key: Any, item: Any, written: set[int]) -> Any:
         if not tensors_among(item):
             return item
         path, target = op.module_path, "operator.getitem"
         part = Op(
-            name=self._names.new(f"{container}_{key}"),
+            name=self._names.new(f"{op.name}_{key}"),
             kind="function",
             target=target,
-            args=(Ref(container), key),
+            args=(Ref(op.name), key),
             module_path=path,
             call_index=self.call_index(path, target),
             module_call=op.module_call,
@@ -109,10 +104,7 @@ class Results:
             autocast=op.autocast,
         )
         self.ops.append(part)
-        if isinstance(item, torch.Tensor):
-            return self._tensor(part.name, item, written)
-        self._fakes.add_container(part.name)
-        return self._items(part, part.name, item, written)
+        return self.deliver(part, item, written)
 
 
 def with_items(result: Any, change: Callable[[Any, Any], Any]) -> Any:

@@ -39,7 +39,7 @@ from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
 from pdcompile.passes.trace.tape.results import Names, Results, mutated, written_tensors
-from pdcompile.passes.trace.values.example_sizes import ExampleSizes, Unsized
+from pdcompile.passes.trace.values.example_sizes import ExampleSizes
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.releases.torch_internals import maybe_current_level
 
@@ -90,7 +90,6 @@ class Tape(TorchFunctionMode):
         self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
-        self.unsized = Unsized(self)
         self.sizes = ExampleSizes(self)
         self.interceptors = tuple(kind(self) for kind in interceptors)
         self._recorded, self.asked = self._hooks("recorded"), self._hooks("asked")

@@ -136,9 +136,7 @@ class DrawnInPython(Interceptor):
             try:
                 with preserved_rng():
                     state = torch.default_generator.get_state()
-                    drawn = function(
-                        *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
-                    )
+                    drawn = real_shapes.called(function, args, kwargs, reals)
                     made = python_draws.as_tensor(drawn)
                     same = torch.equal(state, torch.default_generator.get_state())
             finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,7 @@ class ExampleSizes:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._unsized = tape.unsized
+        self._fakes = tape.fakes
         self._packed = Packed()
         self._differs = False  # between samples of the example
 
@@ -80,7 +81,7 @@ class ExampleSizes:
 
     def asked(self, tensors: Any, name: str) -> None:
         """Called before a property is read that is not a tensor."""
-        among = self._unsized.among(tensors) and name not in SHAPELESS
+        among = self._among(tensors) and name not in SHAPELESS
         if among and not self._settled(None, tensors, {}):
             raise self._refusal(name)
 
@@ -92,7 +93,7 @@ class ExampleSizes:
         """
         tape = self._tape
         for tensor in tensors_among(output):
-            if not self._unsized.among(tensor):
+            if not self._among(tensor):
                 continue
             with NoTorchFunction():
                 name = tape.fakes.name(tensor)
@@ -108,9 +109,9 @@ class ExampleSizes:
             module = tape.table.modules.get(tape.path)
             result = self._packed.result(func, given[0], module)
             if result is None:
-                result = self._unsized.run(func, *given)
+                result = self.run(func, *given)
                 self._packed.made(func, given[0], result)
-        if self._unsized.among(given) and not tensors_among(result):
+        if self._among(given) and not tensors_among(result):
             raise self._refusal(refusals.name_of(func))
         return result
 
@@ -178,15 +179,7 @@ class ExampleSizes:
     def _refusal(self, what: str) -> Exception:
         return refusals.error(refusals.BY_VALUE, what, self._tape.where())
 
-
-class Unsized:
-    """The values of one recording whose shapes depend on values."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._fakes = tape.fakes
-
-    def among(self, arguments: Any) -> bool:
+    def _among(self, arguments: Any) -> bool:
         """Whether there is such a value among the arguments of a call."""
         known = self._fakes.unsized
         return bool(known) and any(id(tensor) in known for tensor in tensors_among(arguments))
@@ -196,23 +189,23 @@ class Unsized:
 
         Raises the error of the call on fakes where a real run does not show the result.
         """
-        unknown = DynamicOutputShapeException(torch.ops.aten.masked_select.default)
-        among, of_example = self.among((args, kwargs)), self._tape.assumed.sizes_of_example
-        if not among:
-            try:
-                if of_example:
-                    return call(*args, **kwargs)
-                return real_shapes.run(call, args, kwargs, closed=closed)
-            except DynamicOutputShapeException as error:
-                unknown = error
-            except Exception:
-                if not of_example:
-                    raise
-                return real_shapes.run(call, args, kwargs, closed=closed)
-        found = self._really(call, args, kwargs, known=of_example and not among)
-        if found is None and of_example and not among:
-            return real_shapes.run(call, args, kwargs, closed=closed)
+        among, of_example = self._among((args, kwargs)), self._tape.assumed.sizes_of_example
+        really = partial(real_shapes.run, call, args, kwargs, closed=closed)
+        try:
+            if among:
+                raise DynamicOutputShapeException(torch.ops.aten.masked_select.default)
+            return call(*args, **kwargs) if of_example else really()
+        except DynamicOutputShapeException as error:
+            unknown = error
+        except Exception:
+            if not of_example:
+                raise
+            return really()
+        known = of_example and not among
+        found = self._on_integers(call, args, kwargs, known=known)
         if found is None:
+            if known:
+                return really()
             raise unknown
         result, sized = found
         with NoTorchFunction():
@@ -221,7 +214,7 @@ class Unsized:
             self._fakes.unsized.add(id(made))
         return made
 
-    def _really(
+    def _on_integers(
         self, call: Callable[..., Any], args: Any, kwargs: Any, *, known: bool
     ) -> tuple[Tensor, bool] | None:
         """(the result on the example's integers, whether other integers give the same shape).
@@ -235,9 +228,7 @@ class Unsized:
                 return None
             with no_dispatch_modes(), NoTorchFunction():
                 try:
-                    result = call(
-                        *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
-                    )
+                    result = real_shapes.called(call, args, kwargs, reals)
                 except Exception:  # of made-up integers only the example's have to be possible
                     if not found:
                         return None

@@ -96,7 +96,7 @@ def _outcome(
     versions = [t._version for t in reals.values()]
     state = torch.default_generator.get_state()
     try:
-        result = call(*replaced(args, reals), **replaced(kwargs, reals))
+        result = called(call, args, kwargs, reals)
     except Exception:
         return None  # the error of the run on fakes is raised
     finally:
@@ -119,9 +119,10 @@ def _real(fake: Tensor, fill: Fill) -> Tensor:
     return made.requires_grad_(fake.requires_grad)
 
 
-def replaced(value: Any, reals: dict[int, Tensor]) -> Any:
-    """The same structure with the real tensors of fakes, by identity."""
-    return pytree.tree_map_only(Tensor, lambda fake: reals[id(fake)], value)
+def called(call: Callable[..., Any], args: Any, kwargs: Any, reals: dict[int, Tensor]) -> Any:
+    """The result of a call with the real tensors of fakes, by identity."""
+    given = pytree.tree_map_only(Tensor, lambda fake: reals[id(fake)], (args, kwargs))
+    return call(*given[0], **given[1])
 
 
 def _form(result: Any) -> Any:
