@@ -106,9 +106,11 @@ class Step:
         """Runs the graph on the model's tensors; `watch` is told each input and op by name."""
         model, graph = self.model, self.graph
         scope = DrawScope(model, self.seed, self.minibatch, 0)
+        # Modules that are one op each draw inside as they do in eager.
+        opaque = frozenset(op.module_path for op in graph.ops if op.opaque)
         lookup = StreamLookup(
             model, self.size, device_of(model, self.call), graph.tensor_values,
-            scope=scope, opaque=opaque_paths(graph),
+            scope=scope, opaque=opaque,
         )  # fmt: skip
         given = self.call.copied_leaves()
         inputs = {entry.name: given[entry.path] for entry in graph.inputs}
@@ -182,11 +184,6 @@ class StreamLookup(Lookup):
 def _inside(scope: DrawScope, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with scope:
         return module(*args, **kwargs)
-
-
-def opaque_paths(graph: OpGraph) -> frozenset[str]:
-    """Paths of the modules that are one op each and draw inside as they do in eager."""
-    return frozenset(op.module_path for op in graph.ops if op.opaque)
 
 
 def seeding(graph: OpGraph, seed: int, minibatch: int) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import time
@@ -130,9 +131,8 @@ def number_digests(model: nn.Module, names: tuple[str, ...]) -> tuple[tuple[str,
     """Digests of the model's tensors of these names; None where one of them is not there."""
     found: list[tuple[str, str]] = []
     for fqn in names:
-        path, _, name = fqn.rpartition(".")
         try:
-            tensor = getattr(model.get_submodule(path), name)
+            tensor = operator.attrgetter(fqn)(model)
         except AttributeError:
             return None
         if not isinstance(tensor, Tensor):

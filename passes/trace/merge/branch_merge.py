@@ -16,7 +16,7 @@ from pdcompile.ir.graph import Op, Ref, Value, rewritten, walk
 from pdcompile.passes.trace.assumptions import Decision, Key
 from pdcompile.passes.trace.merge.conditional_code import form_of, renamed
 from pdcompile.passes.trace.merge.slices import numbered
-from pdcompile.passes.trace.tape.results import Names
+from pdcompile.passes.trace.tape.results import Names, beside
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
@@ -271,16 +271,8 @@ class BranchMerge:
         made = self._names.new("chosen")
         decider = self._base.ops[region.start]
         self._values[made] = replace(one, name=made, producer=made)
-        self._ops.append(
-            replace(
-                decider,
-                name=made,
-                kind="function",
-                target="operator.getitem",
-                args=((Ref(name), Ref(other)), Ref(decider.name)),
-                variable="",
-            )
-        )
+        args = (Ref(name), Ref(other)), Ref(decider.name)
+        self._ops.append(beside(decider, made, "function", "operator.getitem", args))
         self._selects[memo] = made
         return made
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdcompile.ir.graph import Op, Ref, Value, rewritten
+from pdcompile.passes.trace.tape.results import beside
 
 # In-place writes at indices, and the positions of the index and of what is written there.
 _WRITES = {"index_add_": (2, 3), "index_copy_": (2, 3), "operator.setitem": (1, 2)}
@@ -141,11 +142,4 @@ def _gate(op: Op, value: Value, known: dict[str, Value]) -> list[Op]:
         known[name] = Value(name, (), "container", producer=name)
     known[detached] = replace(value, name=detached, requires_grad=False, producer=detached)
     known[kept] = replace(value, name=kept, producer=kept)
-    return [
-        Op(
-            name=name, kind=kind, target=target, args=args, module_path=op.module_path,  # type: ignore[arg-type]
-            module_call=op.module_call, source=op.source, region=op.region,
-            grad_enabled=op.grad_enabled, autocast=op.autocast,
-        )
-        for name, (kind, target, args) in zip(names, steps, strict=True)
-    ]  # fmt: skip
+    return [beside(op, name, *step) for name, step in zip(names, steps, strict=True)]

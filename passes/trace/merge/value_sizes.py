@@ -16,6 +16,7 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, Ref, Value
 from pdcompile.passes.trace.merge.batch_sizes import merged
 from pdcompile.passes.trace.merge.conditional_code import left_out, renamed, with_gates
+from pdcompile.passes.trace.tape.results import beside
 from pdcompile.passes.trace.values.reads import Undecided
 from pdcompile.passes.trace.values.selections import Policy, average, same_ops, varied
 
@@ -204,12 +205,8 @@ class _OpenSizes:
             new = f"{name}_size"
             while new in self.new or new in self._values[0]:
                 new += "_"
-            self.made.append(replace(
-                op, name=new, kind="method", target="size", args=(Ref(name), dim), kwargs=(),
-                variable="", parameters=(), buffers_read=(), buffers_written=(), mutates=(),
-                draw=None, constructor=(), call_index=len(self.new), returns="", flops=None,
-                saved_bytes=None,
-            ))  # fmt: skip
+            index = len(self.new)
+            self.made.append(beside(op, new, "method", "size", (Ref(name), dim), call_index=index))
             self.new[new] = Value(new, (), "container", producer=new)
             self._known[where] = Ref(new)
         return self._known[where]

@@ -176,13 +176,8 @@ def part_of(variables: str, key: Any) -> str:
     return name.removeprefix("(").removesuffix(")") if name != "_" else ""
 
 
-# Ops that write tensors their schema does not mark: index of the training flag, and the indices of
-# the arguments that are written in training.
-_UNMARKED = {
-    "aten::native_batch_norm": (5, (3, 4)),
-    "aten::cudnn_batch_norm": (5, (3, 4)),
-    "aten::miopen_batch_norm": (5, (3, 4)),
-}
+# Ops that write tensors their schema does not mark: arguments 3 and 4, where 5 says training.
+_NORMS = frozenset(f"aten::{kind}_batch_norm" for kind in ("native", "cudnn", "miopen"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,10 +238,8 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
     """The tensors among the arguments that an ATen op writes."""
     for index, name in effects(func)[1]:
         yield from tensors_among(args[index] if index < len(args) else kwargs.get(name))
-    flag_and_written = _UNMARKED.get(func._schema.name)
-    if flag_and_written and args[flag_and_written[0]]:
-        for index in flag_and_written[1]:
-            yield from tensors_among(args[index])
+    if func._schema.name in _NORMS and args[5]:
+        yield from tensors_among(args[3:5])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

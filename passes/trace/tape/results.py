@@ -8,6 +8,7 @@ import keyword
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -88,23 +89,23 @@ class Results:
     def _item(self, op: Op, key: Any, item: Any, written: set[int]) -> Any:
         if not tensors_among(item):
             return item
-        path, target = op.module_path, "operator.getitem"
-        part = Op(
-            name=self._names.new(f"{op.name}_{key}"),
-            kind="function",
-            target=target,
-            args=(Ref(op.name), key),
-            module_path=path,
-            call_index=self.call_index(path, target),
-            module_call=op.module_call,
-            source=op.source,
-            variable=part_of(op.variable, key),
-            region=op.region,
-            grad_enabled=op.grad_enabled,
-            autocast=op.autocast,
-        )
+        name, target = self._names.new(f"{op.name}_{key}"), "operator.getitem"
+        index = self.call_index(op.module_path, target)
+        part = beside(op, name, "function", target, (Ref(op.name), key), call_index=index)
+        part = replace(part, variable=part_of(op.variable, key))
         self.ops.append(part)
         return self.deliver(part, item, written)
+
+
+def beside(
+    op: Op, name: str, kind: Any, target: str, args: tuple[Any, ...], *, call_index: int = 0
+) -> Op:
+    """An op at the line and under the modes of another one."""
+    return Op(
+        name=name, kind=kind, target=target, args=args, module_path=op.module_path,
+        call_index=call_index, module_call=op.module_call, source=op.source, region=op.region,
+        grad_enabled=op.grad_enabled, autocast=op.autocast,
+    )  # fmt: skip
 
 
 def with_items(result: Any, change: Callable[[Any, Any], Any]) -> Any:
