@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from pdcompile.errors import InputError
 from pdcompile.options import Options
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt as attempts
-from pdcompile.passes.trace.assumptions import Findings
-from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH, as_eager
+from pdcompile.passes.trace.assumptions import Assumptions, Findings
+from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH, ShortCuts
 from tests.helpers.captures import captured, make, rows
 
 transformers = pytest.importorskip("transformers")
@@ -120,9 +121,18 @@ def test_the_question_is_put_back_as_it_was() -> None:
     plain, findings = import_utils.is_fake_tensor, Findings()
     with torch._subclasses.FakeTensorMode():
         fake = torch.ones(2)
-    with as_eager(findings, lambda x: False):
+
+    class Unknown(ShortCuts):
+        def _is_constant(self, tensor: torch.Tensor) -> bool:
+            return False
+
+    tape: Any = SimpleNamespace(
+        fakes=SimpleNamespace(findings=findings), assumed=Assumptions(), training=True
+    )
+    with Unknown(tape).around():
         assert import_utils.is_fake_tensor(fake)
         assert findings.asked_of_inputs
-    with as_eager(findings, lambda x: False, always=True):
+    tape.assumed = Assumptions(short_cuts=True)
+    with Unknown(tape).around():
         assert not import_utils.is_fake_tensor(fake)
     assert import_utils.is_fake_tensor is plain

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pdcompile.eager.randomness import is_random_module
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, Made
@@ -59,8 +58,7 @@ class ArgumentNames(Interceptor):
     ) -> Any:
         path, number = call
         if number == 0 and path and self.tape.region == "forward":
-            with NoTorchFunction():
-                self.tape.passed[path] = self._names(path, args, kwargs)
+            self.tape.passed[path] = self._names(path, args, kwargs)
         return proceed(call, plain, args, kwargs)
 
     def _names(self, path: str, args: Any, kwargs: Any) -> dict[str, str]:
@@ -69,12 +67,10 @@ class ArgumentNames(Interceptor):
             given = signature.bind(*args, **kwargs).arguments
         except (TypeError, ValueError):  # the call will say so
             return {}
-        fakes, found = self.tape.fakes, dict[str, str]()
+        known, found = self.tape.fakes.value_names, dict[str, str]()
         for name, value in given.items():
-            if isinstance(value, torch.Tensor) and fakes.known(value):
-                argument = fakes.name(value)
-                if isinstance(argument, Ref):
-                    found.setdefault(argument.name, name)
+            if id(value) in known:
+                found.setdefault(known[id(value)], name)
         return found
 
 

@@ -10,14 +10,13 @@ holds for all inputs, and is kept unless the capture is found to differ from eag
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pdcompile.ir.graph import Ref
-from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.calls.attribute_reads import answered
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.values.constants import evaluate
@@ -35,42 +34,25 @@ QUESTION = "is_fake_tensor"
 class ShortCuts(Interceptor):
     """Makes libraries that ask whether they are traced go where eager goes."""
 
-    def around(self) -> AbstractContextManager[None]:
-        tape = self.tape
-        always = tape.assumed.short_cuts
-        return as_eager(tape.fakes.findings, self._is_constant, tape.training, always=always)
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Answers the question while this is open; notes where the answer depends on inputs."""
+        tape, module = self.tape, sys.modules.get(ASKED)
+        plain: Any = getattr(module, QUESTION, None)
+
+        def is_fake_tensor(x: Any) -> bool:
+            if not plain(x) or self._is_constant(x):
+                return False
+            tape.fakes.findings.asked_of_inputs = True
+            return not tape.assumed.short_cuts
+
+        places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
+        # Recording has autograd on in both modes, evaluation runs without it.
+        with answered(lambda enabled: enabled and tape.training), patched(*places):
+            yield
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on constants alone, so that its value can be read."""
         tape = self.tape
         name = tape.fakes.name(tensor)
         return isinstance(name, Ref) and evaluate(name.name, tape.ops, tape.fakes) is not None
-
-
-@contextmanager
-def as_eager(
-    findings: Findings,
-    constant: Callable[[torch.Tensor], bool],
-    training: bool = True,
-    *,
-    always: bool = False,
-) -> Iterator[None]:
-    """Answers the question while this is open; notes where the answer depends on inputs.
-
-    Args:
-        constant: whether a tensor depends on constants alone.
-        always: say no for inputs too; the capture then holds for the values of the example.
-    """
-    module: Any = sys.modules.get(ASKED)
-    plain: Any = getattr(module, QUESTION, None)
-
-    def is_fake_tensor(x: Any) -> bool:
-        if not plain(x) or constant(x):
-            return False
-        findings.asked_of_inputs = True
-        return not always
-
-    places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
-    # Recording has autograd on in both modes, evaluation runs without it.
-    with answered(lambda enabled: enabled and training), patched(*places):
-        yield

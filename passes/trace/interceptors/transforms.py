@@ -184,12 +184,11 @@ class Transforms(Interceptor):
         known: dict[str, Any] = {}
         with self.tape.inside(), no_dispatch_modes(), fakes.mode:
             for op in self._made:
-                env = {name: known.get(name) for name in op.inputs}
-                env |= {
-                    name: _like(fakes.objects[name], fakes.requiring.get(name, False))
+                env = {
+                    name: known[name] if name in known
+                    else _like(fakes.objects[name], fakes.requiring.get(name, False))
                     for name in op.inputs
-                    if name not in known
-                }
+                }  # fmt: skip
                 held = {f: _like(fakes.faked(fakes.table.objects[f])) for f in op.attributes}
                 made = run_op(op, env, Lookup(nn.Module(), 0, fakes.device, held))
                 if isinstance(made, torch.Tensor):
