@@ -150,10 +150,6 @@ class _Walk:
     def _items(self, values: Iterable[Any]) -> Iterator[str]:
         return map(self.text, values)
 
-    def _entries(self, table: Mapping[Any, Any]) -> Iterator[str]:
-        for key, value in list(table.items()):
-            yield f"{self.text(key)}: {self.text(value)}"
-
     def _tensor(self, tensor: torch.Tensor) -> Iterator[str]:
         self._tensors += 1
         yield f"tensor {self._class(type(tensor))} {self._tensors}"  # which tells tied ones
@@ -194,7 +190,8 @@ class _Walk:
         """Items, attributes and slots of an object."""
         known = isinstance(value, dict | list | tuple | set | frozenset | deque)
         if isinstance(value, dict):
-            yield from self._entries(dict(dict.items(value)))
+            for key, one in list(dict.items(value)):
+                yield f"{self.text(key)}: {self.text(one)}"
         elif isinstance(value, set | frozenset):
             # In an order that hashes do not decide, for what each comes across first.
             yield from sorted(self._items(sorted(value, key=_rank)))

@@ -77,15 +77,17 @@ class SizeMerge:
         for ops in zip(*captures, strict=False):
             first = ops[0]
             for other, size in zip(ops[1:], self.sizes[1:], strict=True):
-                if (other.kind, other.target, other.name) != (
-                    first.kind, first.target, first.name,
-                ):  # fmt: skip
+                same = (other.kind, other.target) == (first.kind, first.target)
+                if not same or other.name != first.name:
                     raise self._diverged(first, other, size)
         lengths = [len(ops) for ops in captures]
         if len(set(lengths)) > 1:
             longest = max(captures, key=len)
             raise self._diverged(longest[min(lengths)], None, self.sizes[0])
-        return tuple(self._op(ops) for ops in zip(*captures, strict=True))
+        return tuple(
+            self._merged(ops, f"operator {ops[0].name} ({ops[0].target})", ops[0])
+            for ops in zip(*captures, strict=True)
+        )
 
     def values(
         self, captures: Sequence[dict[str, Value]], ops: Sequence[Op] = ()
@@ -95,13 +97,7 @@ class SizeMerge:
         found = {}
         for name in captures[0]:
             versions = [values[name] for values in captures]
-            try:
-                found[name] = self._fields(versions, f"the result {name!r}", None)
-            except TraceError as error:
-                maker = makers.get(name)
-                error.module_path = scope_of(maker) if maker is not None else None
-                error.where = error.where or (maker.source if maker is not None else None)
-                raise
+            found[name] = self._merged(versions, f"the result {name!r}", makers.get(name))
         return found
 
     def any(self, parts: Sequence[Any], what: str, where: str | None = None) -> Any:
@@ -134,14 +130,12 @@ class SizeMerge:
             raise self._differs(parts, what, where)
         return found
 
-    def _op(self, ops: Sequence[Op]) -> Op:
-        what = f"operator {ops[0].name} ({ops[0].target})"
+    def _merged(self, parts: Sequence[Any], what: str, maker: Op | None) -> Any:
         try:
-            merged: Op = self._fields(ops, what, ops[0].source)
+            return self._fields(parts, what, None if maker is None else maker.source)
         except TraceError as error:
-            error.module_path = scope_of(ops[0])
+            error.module_path = None if maker is None else scope_of(maker)
             raise
-        return merged
 
     def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         changes = {}
@@ -154,8 +148,7 @@ class SizeMerge:
             elif entry.name in _MEASURED:
                 changes[entry.name] = self._measured(versions)
             elif any(version is not versions[0] for version in versions):
-                merged = self.any(versions, f"{entry.name} of {what}", where)
-                changes[entry.name] = merged
+                changes[entry.name] = self.any(versions, f"{entry.name} of {what}", where)
         return replace(parts[0], **changes) if changes else parts[0]
 
     def _measured(self, parts: Sequence[int | None]) -> Any:

@@ -100,15 +100,10 @@ def with_gates(
 
 
 def _works_on_nothing(op: Op, values: Mapping[str, Value], single: Mapping[str, Value]) -> bool:
-    def varies(argument: Any) -> bool:
-        return isinstance(argument, Ref) and bool(values[argument.name].varies)
-
     def as_chosen(argument: Any) -> bool:
         """Whether a tensor has one row for each chosen element."""
-        if not varies(argument):
-            return False
-        value = values[argument.name]
-        return all(single[value.name].shape[dim] == 1 for dim in value.varies)
+        dims = values[argument.name].varies if isinstance(argument, Ref) else ()
+        return bool(dims) and all(single[argument.name].shape[dim] == 1 for dim in dims)
 
     if op.opaque or op.buffers_written or op.region != "forward":
         return False
