@@ -169,19 +169,17 @@ class Attempts:
             train: the graph of training, where this is that of evaluation.
         """
         first = self._recording(training, self._size)
-        attempts = [self._usual_sizes()]
-        accepted = [*attempts]
+        large = len(first.ops) > MANY_OPS
+        usual, few = self._usual_sizes(), few_sizes(self._size)
+        attempts, accepted = [usual], [usual, few] if large else [usual]
         if self._splits:
-            few = few_sizes(self._size)
-            if len(first.ops) > MANY_OPS:
-                accepted.append(few)
-            attempts = [few, *attempts]
+            attempts = [few, usual]
             known = train.sizes if train is not None else None
             if known and known.smallest <= 2 <= self._size and known.largest in few[1:]:
                 # The ends alone: training was recorded at sizes between them.
                 two = (2,) if known.smallest == 2 < self._size else ()
                 attempts = [(self._size, known.largest, *two), *attempts]
-            if self.assumed.one_size and len(first.ops) > MANY_OPS:
+            if self.assumed.one_size and large:
                 attempts = [few]
         for sizes in attempts:
             try:

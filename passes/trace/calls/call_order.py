@@ -50,7 +50,10 @@ def check_order(
                 with in_mode(model, kind[0], back=flag):
                     found = known.get(kind) if last is None else None
                     if found is None:
-                        found = _recorded(record, kind, refusal)
+                        try:
+                            found = record(kind)
+                        except TraceError:
+                            raise refusal from None
                     elif found.after is not None:
                         found.after.restore()
                 if kind[0]:
@@ -75,10 +78,3 @@ def _only_sets_flags(model: nn.Module) -> bool:
             return before.change({}) is None
     finally:
         before.restore()
-
-
-def _recorded(record: Callable[[Kind], Recording], kind: Kind, refusal: TraceError) -> Recording:
-    try:
-        return record(kind)
-    except TraceError:
-        raise refusal from None

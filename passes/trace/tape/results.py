@@ -38,15 +38,12 @@ class Names:
         base = re.sub(r"[^0-9a-zA-Z]+", "_", text).strip("_") or "value"
         if base[0].isdigit():
             base = f"_{base}"
-        if base not in _TAKEN and base not in self._used:
-            self._used.add(base)
-            return base
-        while True:
+        name = base
+        while name in _TAKEN or name in self._used:
             self._next[base] = self._next.get(base, 0) + 1
             name = f"{base}_{self._next[base]}"
-            if name not in self._used:
-                self._used.add(name)
-                return name
+        self._used.add(name)
+        return name
 
 
 class Results:
