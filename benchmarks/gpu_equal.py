@@ -22,7 +22,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,13 +73,12 @@ MODES: dict[str, dict[str, Any]] = {
 def over_transports(kind: str) -> Iterator[tuple[str, float]]:
     """What was tried, and by how much two ways to send data differ."""
     transports = os.environ.get("PDCOMPILE_TRANSPORTS", "nccl tags").split()
-    cluster = pdcompile.Cluster.auto()
-    kinds = tuple(replace(one, kind=kind) for one in cluster.devices)
+    cluster = pdcompile.Cluster.auto().each(kind=kind)
     for build, options in CASES.get(int(os.environ["WORLD_SIZE"]), CASES[2]):
         found = []
         for transport in transports:
             os.environ["PDCOMPILE_TRANSPORT"] = transport
-            given = {"outputs": "all", "cluster": replace(cluster, devices=kinds), **options}
+            given = {"outputs": "all", "cluster": cluster, **options}
             found.append({str(n): one.float() for n, one in enumerate(trained(build, given))})
         model = getattr(build, "func", build).__name__
         yield f"{model}, {options}, {' and '.join(transports)}", difference(*found)

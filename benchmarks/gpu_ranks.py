@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +45,9 @@ def trained(name: str, machine: Machine, options: argparse.Namespace) -> list[li
     torch.manual_seed(0)
     one = MODELS[name](options.tiny)
     model = deepcopy(one.model).train()
-    cluster = pdcompile.Cluster.auto()
-    kinds = tuple(replace(device, kind=machine.kind) for device in cluster.devices)
     pipe = pdcompile.compile(
         model, loss_fn=one.loss_fn, optimizer=one.optimizer, stages=dist.get_world_size(),
-        cluster=replace(cluster, devices=kinds), schedule=options.schedule,
+        cluster=pdcompile.Cluster.auto().each(kind=machine.kind), schedule=options.schedule,
         microbatches=MICROBATCHES, costs="measured", verify="off", outputs="none", progress=False,
         time_limit=SEARCH_SECONDS,
     ).prepare(**one.batch)  # fmt: skip

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,7 @@ def main() -> int:
 
 def worker(steps: int, out: Path, kind: str) -> int:
     first = os.environ["RANK"] == "0"
-    here = pdcompile.Cluster.auto()
-    cluster = replace(here, devices=tuple(replace(one, kind=kind) for one in here.devices))
+    cluster = pdcompile.Cluster.auto().each(kind=kind)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     for schedule in SCHEDULES:
         workload = gpt.build()

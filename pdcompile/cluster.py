@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal, Protocol, TypeVar
 
-from pdcompile.errors import ClusterError, ConfigError
+from pdcompile.errors import ClusterError, ConfigError, os_errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import decode, loads_toml
 from pdcompile.problem import StageLimits
@@ -208,14 +208,13 @@ class Cluster:
             ClusterError: unreadable file, unknown key or unit, level sizes that do not multiply
                 to the number of devices; names the file and the key.
         """
-        try:
+        with os_errors_as(
+            ClusterError,
+            "cannot read the cluster file",
+            path,
+            "give the path of a cluster.toml, or '2x4' (hosts x devices)",
+        ):
             text = read_limited(path)
-        except OSError as error:
-            raise ClusterError(
-                f"cannot read the cluster file: {error.strerror or error}",
-                where=str(path),
-                remedy="give the path of a cluster.toml, or '2x4' (hosts x devices)",
-            ) from error
         return Cluster.from_toml(text, where=str(path))
 
     @staticmethod
@@ -231,6 +230,10 @@ class Cluster:
             return _read(data, where)
         except ConfigError as error:  # a unit: the parser of units knows no clusters
             raise ClusterError(error.message, where=error.where, remedy=error.remedy) from error
+
+    def each(self, **fields: Any) -> Cluster:
+        """The cluster with these fields on every device, such as another kind."""
+        return replace(self, devices=tuple(replace(one, **fields) for one in self.devices))
 
     def to_toml(self) -> str:
         """Canonical text; `from_toml` gives an equal cluster."""

@@ -8,7 +8,8 @@ class's code, under which docs/errors.md says more.  Codes are never renamed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -53,6 +54,18 @@ def _rebuild(
     kind: type[PdcompileError], message: str, where: str | None, remedy: str | None
 ) -> PdcompileError:
     return kind(message, where=where, remedy=remedy)
+
+
+@contextmanager
+def os_errors_as(
+    kind: type[PdcompileError], message: str, where: object, remedy: str
+) -> Iterator[None]:
+    """Raises `kind` in place of an OSError inside, with what the system says behind `message`."""
+    try:
+        yield
+    except OSError as error:
+        said = f"{message}: {error.strerror or error}"
+        raise kind(said, where=str(where), remedy=remedy) from error
 
 
 class ConfigError(PdcompileError, ValueError):

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, os_errors_as
 
 Form = TypeVar("Form")
 #: passes that run no real tensors, or few
@@ -74,15 +74,14 @@ class Steps:
         to_json = getattr(form, "to_json", None)
         suffix, text = ("json", to_json()) if to_json else ("txt", str(form))
         path = self.folder / f"{len(self.seconds):02d}_{name}.{suffix}"
-        try:
+        with os_errors_as(
+            ConfigError,
+            f"cannot write the form of pass '{name}'",
+            path,
+            "point PDCOMPILE_DUMP at a folder that can be written, or unset it",
+        ):
             self.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the form of pass '{name}': {error.strerror}",
-                where=str(path),
-                remedy="point PDCOMPILE_DUMP at a folder that can be written, or unset it",
-            ) from error
 
 
 @contextmanager

@@ -19,11 +19,6 @@ from tests.helpers.graphs import chain
 from tests.helpers.planned import planned
 
 
-def with_memory(cluster: Cluster, limit: int) -> Cluster:
-    devices = tuple(replace(device, memory_bytes=limit) for device in cluster.devices)
-    return replace(cluster, devices=devices)
-
-
 def named(refused: InfeasibleError) -> int:
     """The limit that the remedy names, in bytes."""
     found = re.match(r"(.*?B) of memory on every stage", refused.remedy or "")
@@ -33,7 +28,7 @@ def named(refused: InfeasibleError) -> int:
 
 def refusal(graph: OpGraph, limit: int, stages: int, schedule: str) -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
-        planned(graph, with_memory(Cluster.local(stages), limit), schedule=schedule)
+        planned(graph, Cluster.local(stages, memory=limit), schedule=schedule)
     return caught.value
 
 
@@ -60,7 +55,7 @@ def sized(sizes: list[int]) -> OpGraph:
 def test_the_limit_that_is_named_is_enough(schedule: str) -> None:
     graph = sized([1_000, 90_000, 20_000, 40_000, 70_000])
     enough = named(refusal(graph, 100, 2, schedule))
-    found = planned(graph, with_memory(Cluster.local(2), enough), schedule=schedule)
+    found = planned(graph, Cluster.local(2, memory=enough), schedule=schedule)
     assert found.forecast is not None
     assert max(ledger.total_bytes for ledger in found.forecast.ledgers) <= enough
 
@@ -75,7 +70,7 @@ def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
     unknown = refusal(graph, held - 1, 2, "2bw")
     assert isinstance(unknown, NotFoundError)
     assert "it is not proved that there is none" in unknown.message
-    found = planned(graph, with_memory(Cluster.local(2), named(unknown)), schedule="2bw")
+    found = planned(graph, Cluster.local(2, memory=named(unknown)), schedule="2bw")
     assert "memory by the planner's formula and by the schedule's ledger" in found.certificate.scope
 
 
@@ -91,5 +86,5 @@ def test_what_if_names_such_a_limit_too() -> None:
 def test_constraints_that_contradict_each_other_ask_for_no_memory() -> None:
     wishes = (Forbid("layers.1", 0), Forbid("layers.1", 1))
     with pytest.raises(InfeasibleError) as caught:
-        planned(chain(4), with_memory(Cluster.local(2), 10**9), constraints=wishes)
+        planned(chain(4), Cluster.local(2, memory=10**9), constraints=wishes)
     assert "memory" not in (caught.value.remedy or "")

@@ -266,9 +266,8 @@ def test_hostile_text_in_a_plan_is_shown_and_does_nothing(
     plan = planned(residual(3), Cluster.local(3))
     cluster = Cluster.from_toml(plan.cluster)
     levels = tuple(replace(level, name=HOSTILE) for level in cluster.levels)
-    devices = tuple(replace(device, kind=HOSTILE) for device in cluster.devices)
     data = hostile(json.loads(plan.to_json()))
-    data["cluster"] = replace(cluster, levels=levels, devices=devices, notes=(HOSTILE,)).to_toml()
+    data["cluster"] = replace(cluster.each(kind=HOSTILE), levels=levels, notes=(HOSTILE,)).to_toml()
     data["notes"] = [HOSTILE]
     place, whole = tmp_path / "plan.json", tmp_path / "whole.json"
     place.write_text(json.dumps(data))

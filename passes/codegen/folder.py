@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.errors import SourceError
+from pdcompile.errors import SourceError, os_errors_as
 from pdcompile.files import is_path, read_limited, write_whole
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
@@ -148,16 +148,12 @@ def write(
     contents = {name: text.encode() for name, text in sources.files.items()}
     if model is not None:
         contents.update(_tensors(sources, model))
-    try:
+    with os_errors_as(
+        SourceError, "the stages cannot be written", root, "name a folder that you may write to"
+    ):
         _prepare(root)
         for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
             _replace(root, name, contents[name])
-    except OSError as error:
-        raise SourceError(
-            f"the stages cannot be written: {error.strerror or error}",
-            where=str(root),
-            remedy="name a folder that you may write to",
-        ) from error
 
 
 def _prepare(root: Path) -> None:

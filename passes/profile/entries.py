@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdcompile import jsonio
-from pdcompile.errors import CostError
+from pdcompile.errors import CostError, os_errors_as
 from pdcompile.files import read_limited, write_whole
 
 SCHEMA = "pdcompile.profile/2"
@@ -68,26 +68,16 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Writes to a file, all or nothing.  Raises CostError when it cannot be written."""
-        try:
+        with os_errors_as(CostError, "cannot write the profile", path, "choose another place"):
             write_whole(Path(path), self.to_json().encode())
-        except OSError as error:
-            raise CostError(
-                f"cannot write the profile: {error.strerror}",
-                where=str(path),
-                remedy="choose another place",
-            ) from error
 
     @staticmethod
     def load(path: str | Path) -> Profile:
         """Reads a file; raises CostError when it cannot be read or does not hold a profile."""
-        try:
+        with os_errors_as(
+            CostError, "cannot read the profile", path, 'costs="measured" needs no file'
+        ):
             text = read_limited(path)
-        except OSError as error:
-            raise CostError(
-                f"cannot read the profile: {error.strerror}",
-                where=str(path),
-                remedy='costs="measured" needs no file',
-            ) from error
         return Profile.from_json(text, where=str(path))
 
     def check(self, *, torch_version: str, device: str, microbatch_size: int) -> None:

@@ -66,10 +66,11 @@ def verify(
     """
     region, device = plan.training.autocast or "", device_of(model, flat)
     region = region if on_gpu(region) and devices.is_host(device) else ""
-    given = capture, plan, sources, model, flat, layout, loss_fn, mode, loss_reduction
+    home = next((tensor.device for tensor in model.parameters()), devices.HOST)
+    comparison = Comparison(capture, plan, sources, model, loss_fn, layout, home)
     try:
         with regions_of(region, device):
-            return replace(_verified(*given), casts_of=region)
+            return replace(_compared(comparison, flat, mode, loss_reduction), casts_of=region)
     except ModelFails as error:
         if not region:
             raise
@@ -82,17 +83,14 @@ def verify(
         raise VerifyError(message.format(error.message), where=where, remedy=remedy) from error
 
 
-def _verified(
-    capture: Capture,
-    plan: Plan,
-    sources: Sources,
-    model: nn.Module,
+def _compared(
+    comparison: Comparison,
     flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
     mode: Literal["auto", "full", "blocks", "off"],
     loss_reduction: Reduction | None,
 ) -> Verification:
+    capture, sources, model = comparison.capture, comparison.sources, comparison.model
+    plan, layout, loss_fn = comparison.plan, comparison.layout, comparison.loss_fn
     meta = unverifiable(model)
     if meta and mode == "auto":
         return not_compared(meta, sources.edited)
@@ -102,8 +100,6 @@ def _verified(
         if report.differences and not sources.edited:
             raise difference_error(report.differences, capture.train)
         return replace(report, notes=capture.train.notes if mode != "auto" else ())
-    device = next((tensor.device for tensor in model.parameters()), devices.HOST)
-    comparison = Comparison(capture, plan, sources, model, loss_fn, layout, device)
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1
     steps = comparison.run(step_inputs(flat, layout, capture.train, count), graph=full)

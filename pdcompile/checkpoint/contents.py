@@ -23,7 +23,7 @@ from pdcompile.checkpoint.manifest import (
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
 from pdcompile.checkpoint.tensor_file import TensorFile, dtype_name
-from pdcompile.errors import CheckpointError, some
+from pdcompile.errors import CheckpointError, os_errors_as, some
 from pdcompile.files import read_limited
 from pdcompile.position import Accumulated, Position
 
@@ -228,14 +228,10 @@ class Contents:
     def plan_text(self) -> str:
         """The plan that it was saved with, as JSON."""
         path = self.place / PLAN
-        try:
+        with os_errors_as(
+            CheckpointError, "a file of the checkpoint cannot be read", path, ANOTHER
+        ):
             data = read_limited(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"a file of the checkpoint cannot be read: {error.strerror}",
-                where=str(path),
-                remedy=ANOTHER,
-            ) from error
         try:
             text = data.decode()
         except UnicodeDecodeError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, read_manifest
 from pdcompile.checkpoint.tensor_file import synced
-from pdcompile.errors import CheckpointError
+from pdcompile.errors import CheckpointError, os_errors_as
 from pdcompile.files import write_whole
 from pdcompile.warn import warn
 
@@ -45,14 +45,13 @@ def newest(folder: Path) -> Path | None:
         CheckpointError: its pointer file is damaged, or points to what is not there; or the folder
             cannot be read.
     """
-    try:
+    with os_errors_as(
+        CheckpointError,
+        "the folder cannot be read",
+        folder,
+        "give the path of a folder that pipe.save wrote, and that this user can read",
+    ):
         return _newest(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"the folder cannot be read: {error.strerror}",
-            where=str(folder),
-            remedy="give the path of a folder that pipe.save wrote, and that this user can read",
-        ) from error
 
 
 def _newest(folder: Path) -> Path | None:

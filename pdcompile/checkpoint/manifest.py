@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcompile.errors import CheckpointError
+from pdcompile.errors import CheckpointError, os_errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import decode, dumps, encode, loads
 
@@ -159,14 +159,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     where = str(path)
-    try:
+    with os_errors_as(
+        CheckpointError,
+        "there is no readable manifest",
+        where,
+        "give a folder that pipe.save wrote, or one checkpoint in it",
+    ):
         data = read_limited(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"there is no readable manifest: {error.strerror}",
-            where=where,
-            remedy="give a folder that pipe.save wrote, or one checkpoint in it",
-        ) from error
     found = loads(data, where=where, error=CheckpointError, remedy=ANOTHER)
     version = found.get("version") if isinstance(found, dict) else None
     if version != VERSION:

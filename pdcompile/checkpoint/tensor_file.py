@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdcompile.checkpoint.manifest import StoredFile, StoredTensor
 from pdcompile.eager.digest import flat_bytes
-from pdcompile.errors import CheckpointError
+from pdcompile.errors import CheckpointError, os_errors_as
 
 _LENGTH = 8  # bytes that hold the header's length
 _MAX_HEADER = 100 * 2**20  # as the library has it
@@ -84,14 +84,10 @@ class TensorFile:
         self.path = folder / stored.name
         self.stored = {tensor.name: tensor for tensor in stored.tensors}
         self._open: Any = None
-        try:
+        with os_errors_as(
+            CheckpointError, "a file of the checkpoint is missing", self.path, _ANOTHER
+        ):
             found = self.path.lstat()
-        except OSError as error:
-            raise CheckpointError(
-                f"a file of the checkpoint is missing: {error.strerror}",
-                where=str(self.path),
-                remedy=_ANOTHER,
-            ) from error
         if not stat.S_ISREG(found.st_mode):
             raise self._wrong("this is no plain file (a link or a folder)")
         try:

@@ -11,7 +11,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from pdcompile.errors import ConfigError, InfeasibleError, NotFoundError, PdcompileError
+from pdcompile.errors import (
+    ConfigError,
+    InfeasibleError,
+    NotFoundError,
+    PdcompileError,
+    os_errors_as,
+)
 from pdcompile.report.labels import Terminal
 
 EXIT_DIFFERENT = 1
@@ -65,15 +71,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written, with the system's reason.
     """
-    try:
+    with os_errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the file: {error.strerror}",
-            where=str(path),
-            remedy="choose another place with -o",
-        ) from error
 
 
 def error_document(error: PdcompileError) -> dict[str, Any]:

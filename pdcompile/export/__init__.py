@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile import driver
 from pdcompile.batch import example_call
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, os_errors_as
 from pdcompile.files import is_path, write_whole
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
@@ -157,16 +157,12 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    try:
+    with os_errors_as(
+        ConfigError, "cannot write to the folder", folder, "name a folder that you may write to"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_whole(folder / name, text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to the folder: {error.strerror or error}",
-            where=str(folder),
-            remedy="name a folder that you may write to",
-        ) from error
 
 
 __all__ = ["Export", "Exported", "Workload", "export"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, os_errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import loads
 from pdcompile.report.timeline import COMPUTE, Event
@@ -100,12 +100,8 @@ def load(path: str | PathLike[str]) -> Trace:
         ConfigError: the file cannot be read, or is no such trace; names the place in it.
     """
     where = str(path)
-    try:
+    with os_errors_as(ConfigError, "cannot read the trace", where, REMEDY):
         content = read_limited(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the trace: {error.strerror or error}", where=where, remedy=REMEDY
-        ) from error
     data = loads(content, where=where, error=ConfigError, remedy=REMEDY)
     about = data.get("otherData") if isinstance(data, dict) else None
     records = data.get("traceEvents") if isinstance(data, dict) else None

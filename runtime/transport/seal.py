@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pdcompile.errors import LaunchError
+from pdcompile.errors import LaunchError, os_errors_as
 
 VARIABLE = "PDCOMPILE_KEY"
 _SHORTEST = 16  # characters of a key that a person gives
@@ -100,19 +100,13 @@ def key() -> bytes:
 
 
 def _of_user(path: Path) -> bytes:
-    try:
+    with os_errors_as(LaunchError, "the key of this user cannot be made or read", path, _REMEDY):
         if not path.exists():
             _make(path)
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with open(handle, "rb") as file:
             of = os.fstat(handle)
             found = file.read(_KEY_BYTES + 1)
-    except OSError as error:
-        raise LaunchError(
-            f"the key of this user cannot be made or read: {error.strerror}",
-            where=str(path),
-            remedy=_REMEDY,
-        ) from error
     private = stat.S_ISREG(of.st_mode) and of.st_uid == os.getuid() and not of.st_mode & 0o077
     if not private or len(found) != _KEY_BYTES:
         raise LaunchError(
