@@ -8,16 +8,25 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from pdcompile.cli.dry_run import intended, show
 from pdcompile.clusters import cluster_of, names
-from pdcompile.errors import ConfigError
 from pdcompile.files import VARIABLE as CACHE
 from pdcompile.files import capture_beside
 from pdcompile.options import Options
+from pdcompile.options.option_texts import (
+    check_one_of,
+    microbatches_of,
+    numbers_of,
+    optimizer_of,
+    recompute_of,
+    reduction_of,
+    refine_of,
+    replicas_of,
+)
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
 from pdcompile.problem.constraints import parsed
@@ -258,14 +267,14 @@ class Flags:
         parsed(self._constraints())
         if self.cluster != "auto" and not self.cluster.endswith(".toml"):
             cluster_of(self.cluster)
-        _refine(self.refine)
-        _recompute(self.recompute)
-        _replicas(self.replicas)
+        refine_of(self.refine)
+        recompute_of(self.recompute)
+        replicas_of(self.replicas)
         if self.outputs is not None:
-            _one_of("--outputs", self.outputs, ("none", "last", "everything", "all"))
+            check_one_of("--outputs", self.outputs, ("none", "last", "everything", "all"))
         reduction = self.loss_reduction
         if reduction is not None and ":" not in reduction:
-            _one_of("--loss-reduction", reduction, ("mean", "sum", "FILE:FUNCTION"))
+            check_one_of("--loss-reduction", reduction, ("mean", "sum", "FILE:FUNCTION"))
 
     def to_options(self, workload: Workload, **more: Any) -> Options:
         """`Options` for a workload; `more` are options that only one verb has.
@@ -278,15 +287,15 @@ class Flags:
         made = {
             "constraints": parsed(self._constraints()),
             "loss_fn": workload.loss_fn,
-            "optimizer": _optimizer(self.optimizer, self.lr),
-            "loss_reduction": _reduction(self.loss_reduction),
-            "refine": _refine(self.refine),
-            "recompute": _recompute(self.recompute),
-            "replicas": _replicas(self.replicas),
+            "optimizer": optimizer_of(self.optimizer, self.lr),
+            "loss_reduction": reduction_of(self.loss_reduction),
+            "refine": refine_of(self.refine),
+            "recompute": recompute_of(self.recompute),
+            "replicas": replicas_of(self.replicas),
             "keep_captures": True,
         }
         if "microbatches" not in more:
-            made["microbatches"] = _microbatches(self.microbatches)
+            made["microbatches"] = microbatches_of(self.microbatches)
         return Options.given(given | made | more)
 
     def _constraints(self) -> dict[str, list[str]]:
@@ -375,7 +384,7 @@ class PlanFlags(Flags):
 
     def _search(self) -> dict[str, Any]:
         """The options of the search.  Raises ConfigError: a flag has no such value."""
-        _one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
+        check_one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
         staleness = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
         found: dict[str, Any] = {"max_staleness": staleness}
         straight = self.replicas in (None, "1")
@@ -384,9 +393,9 @@ class PlanFlags(Flags):
             if straight:  # of as many stages as are best
                 found["replicas"] = "1"
             if self.warmup not in (None, "auto"):
-                found["extra_warmup"] = _numbers("--warmup", self.warmup)
+                found["extra_warmup"] = numbers_of("--warmup", self.warmup)
             if self.microbatches != "auto":
-                counts = _numbers("--microbatches", self.microbatches)
+                counts = numbers_of("--microbatches", self.microbatches)
                 found |= {"microbatch_counts": counts, "microbatches": counts[0]}
         return found
 
@@ -478,96 +487,3 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
         parameter.name: parameter.annotation for parameter in own + added
     } | {"return": None}
     return wrapped
-
-
-def _reduction(text: str | None) -> Any:
-    from pdcompile.workload import load_function
-
-    return load_function(text) if text and ":" in text else text
-
-
-def _refine(text: str) -> bool | Literal["auto"]:
-    _one_of("--refine", text, ("auto", "on", "off"))
-    return "auto" if text == "auto" else text == "on"
-
-
-def _recompute(text: str | None) -> bool | Literal["auto"] | tuple[bool, ...] | None:
-    if text in ("off", "on"):
-        return text == "on"
-    if text is None or text == "auto":
-        return text  # type: ignore[return-value]
-    parts = text.split(",")
-    if not set(parts) <= {"0", "1"}:
-        raise ConfigError(
-            f"--recompute {text} is not a valid value",
-            where="--recompute",
-            remedy="one of off, on, auto, or 0 and 1 for each stage, such as 1,0,1",
-        )
-    return tuple(part == "1" for part in parts)
-
-
-def _replicas(text: str | None) -> Any:
-    if text in (None, "equal", "any"):
-        return text
-    try:
-        counts = tuple(map(int, text.split(",")))
-    except ValueError:
-        counts = (0,)
-    if min(counts) < 1:
-        raise ConfigError(
-            f"--replicas {text} is not a valid value",
-            where="--replicas",
-            remedy="a number for all stages (2), one for each (3,1), equal or any",
-        )
-    return counts if len(counts) > 1 else counts[0]
-
-
-def _microbatches(text: str) -> Any:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--microbatches {text} is neither a number nor auto",
-            where="--microbatches",
-            remedy="--microbatches 8, or auto",
-        ) from error
-
-
-def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    """``4,8,16``.  Raises ConfigError."""
-    parts = (text or "").split(",")
-    if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
-        raise ConfigError(
-            f"{flag} {text} is neither auto nor numbers", where=flag, remedy=f"such as {flag} 4,8"
-        )
-    return tuple(int(part) for part in parts)
-
-
-def _one_of(flag: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ConfigError(
-            f"{flag} {given} is not a valid value", where=flag, remedy=f"one of {', '.join(known)}"
-        )
-
-
-def _optimizer(name: str, lr: float) -> Any:
-    if name.lower() == "none":
-        return None
-    import torch
-
-    known: dict[str, Callable[..., Any]] = {
-        kind.lower(): value
-        for kind, value in vars(torch.optim).items()
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-    }
-    if name.lower() not in known:
-        raise ConfigError(
-            f"there is no optimizer '{name}' in torch.optim",
-            where="--optimizer",
-            remedy=f"one of {', '.join(sorted(known))}, or none",
-        )
-    return functools.partial(known[name.lower()], lr=lr)

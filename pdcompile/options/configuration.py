@@ -13,19 +13,16 @@ from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
+from pdcompile.options.chosen_schedule import check_count, chosen_schedule, counts_of, updates_each
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
-    DEFAULT,
     KINDS,
     ScheduleKind,
     allowed,
     kind_of,
-    one_age_streams,
     several_a_rank,
-    with_replicas,
 )
-from pdcompile.schedule.written import Written
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -218,7 +215,7 @@ def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int
     kind, width = kind_of(chosen_schedule(options)), _width(options.replicas)
     if kind.written is not None:
         return len(kind.written.placement), len(kind.written.rows)
-    if not kind.several or options.replicas == "any" or len({*_counts_of(options)}) > 1:
+    if not kind.several or options.replicas == "any" or len({*counts_of(options)}) > 1:
         return None
     if there is None and stages is not None and stages % kind.usual:
         raise ConfigError(
@@ -238,11 +235,6 @@ def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int
     return None
 
 
-def _counts_of(options: Options) -> tuple[int, ...]:
-    """Replicas by stage, where that is given."""
-    return options.replicas if isinstance(options.replicas, tuple) else ()
-
-
 def _width(replicas: Any) -> int:
     """Replicas of every stage; 1 where these are not equal, or not known."""
     counts = replicas if isinstance(replicas, tuple) else (replicas,)
@@ -253,91 +245,6 @@ def _width(replicas: Any) -> int:
 def _num_devices(cluster: Any) -> int | None:
     """Of the cluster that the user gives; None where none is given."""
     return None if cluster == "auto" else len(_cluster(cluster, 1, in_process=True).devices)
-
-
-def chosen_schedule(options: Options) -> str:
-    """The schedule by name.  Raises ConfigError for one that is not available."""
-    if options.schedule == "auto":
-        streams = [name for name in allowed(options.max_staleness) if KINDS[name].stream]
-        return streams[0] if streams else DEFAULT
-    written = isinstance(options.schedule, str) and ":" in options.schedule
-    if not written and options.schedule not in KINDS:
-        known = ", ".join(map(repr, (*KINDS, "auto")))
-        raise ConfigError(
-            f"schedule={options.schedule!r} is not available",
-            remedy=f"one of {known}, or the path of a .csv or .json file",
-        )
-    kind = kind_of(options.schedule)
-    if kind.updates_each:
-        _refuse_several(options, kind)
-    unlike = options.replicas == "any" or len({*_counts_of(options)}) > 1
-    if kind.written is not None:
-        _refuse_other_counts(options, kind.name, kind.written)
-    elif kind.placed and unlike:
-        raise ConfigError(
-            f"replicas={options.replicas!r} under schedule={options.schedule!r}, whose ranks hold "
-            "several stages, and so as many replicas of each",
-            remedy=f"replicas=2 or 'equal', or schedule={DEFAULT!r}",
-        )
-    return options.schedule
-
-
-def _refuse_other_counts(options: Options, name: str, written: Written) -> None:
-    """Raise ConfigError for stages, microbatches or replicas that a written schedule has not."""
-    counts: dict[str, tuple[int, set[Any]]] = {
-        "stages": (len(written.placement), {options.stages} - {None}),
-        "microbatches": (
-            written.num_microbatches,
-            {options.microbatches, *(options.microbatch_counts or ())} - {"auto"},
-        ),
-        "replicas": (1, {options.replicas} - {"1"}),
-    }
-    for option, (has, asked) in counts.items():
-        for other in asked - {has}:
-            raise ConfigError(
-                f"{option}={other!r}, and the schedule {name!r} is written for {has}",
-                remedy=f"leave {option} out, or write the schedule for that",
-            )
-
-
-def _refuse_several(options: Options, kind: ScheduleKind) -> None:
-    """Raise ConfigError for what needs several microbatches, replicas or stages in one update."""
-    asked = f"under schedule={kind.name!r}"
-    scaled = scaler_of(options.grad_scaler) is not None
-    if (options.max_grad_norm is not None or scaled) and not kind.one_age:
-        raise ConfigError(
-            f"{'grad_scaler' if scaled else 'max_grad_norm'} {asked} needs the gradients of all "
-            "stages at one time, and they are of weights of unlike age",
-            remedy=f"use schedule={one_age_streams()}"
-            + (", or autocast='bfloat16'" if scaled else ", or clip per stage in the optimizer"),
-        )
-    if options.microbatches not in ("auto", 1) or set(options.microbatch_counts or ()) - {1}:
-        several = options.microbatch_counts or options.microbatches
-        raise ConfigError(
-            f"microbatches={several!r} {asked}, where every microbatch is a minibatch with an "
-            "update of its own",
-            remedy="microbatches=1, and smaller minibatches",
-        )
-    counts = options.replicas if isinstance(options.replicas, tuple) else (options.replicas,)
-    if not kind.takes_replicas and any(count not in ("1", 1) for count in counts):
-        raise ConfigError(
-            f"replicas={options.replicas!r} {asked}, where all stages run on one version of the "
-            "weights: stages of unlike counts update at unlike times",
-            remedy=f"one replica a stage, or a schedule of {with_replicas()}",
-        )
-
-
-def check_count(name: str, given: Any, otherwise: str) -> None:
-    """Raise ConfigError unless it is a number from 1 up, or what `otherwise` says."""
-    if given is None and otherwise.startswith("None"):
-        return
-    whole = isinstance(given, int) and not isinstance(given, bool)
-    if not whole or given < 1:
-        problem = "below 1" if whole else "not a whole number"
-        raise ConfigError(
-            f"{name}={given!r} is {problem}",
-            remedy=f"a whole number from 1 up, such as {name}=4, or {otherwise}",
-        )
 
 
 def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
@@ -377,7 +284,7 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
                 "has a dimension that counts samples",
                 remedy="say with batch_dims which one does, or write it for one microbatch",
             )
-    if not splits or _updates_each(options):
+    if not splits or updates_each(options):
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
@@ -390,11 +297,6 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
             remedy=f"microbatches={batch_size} or fewer, or a larger minibatch",
         )
     return int(given)
-
-
-def _updates_each(options: Options) -> bool:
-    """Is every microbatch a minibatch with an update of its own?"""
-    return options.schedule != "auto" and kind_of(options.schedule).updates_each
 
 
 def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
@@ -464,7 +366,7 @@ def _sharing(
     """The space of a schedule whose ranks hold several stages, as if it had been named: equal
     replicas where any are asked for.  None where there is none with these options."""
     several = devices // _width(options.replicas) > 1
-    if not several or space.recomputed or _counts_of(options) or options.stages is not None:
+    if not several or space.recomputed or counts_of(options) or options.stages is not None:
         return None
     replicas = "equal" if options.replicas == "any" else options.replicas
     named = replace(options, schedule=kind.name, replicas=replicas)
@@ -502,7 +404,7 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
                 )
         return tuple(dict.fromkeys(given))
     usual = configuration.training.num_microbatches
-    if _updates_each(options):
+    if updates_each(options):
         return (1,)
     written = kind_of(configuration.training.schedule).written
     if options.microbatches != "auto" or written or options.costs not in ("measured", "estimated"):
@@ -523,6 +425,6 @@ def capture_size(options: Options, configuration: Configuration) -> int:
     """Samples to capture with: two at least where the number of microbatches is open, since what
     a single sample skips (a copy, an `expand`) makes a graph of its own for it."""
     size, batch = configuration.microbatch_size, configuration.training.batch_size
-    if not options.searches or options.microbatches != "auto" or _updates_each(options):
+    if not options.searches or options.microbatches != "auto" or updates_each(options):
         return size
     return max(size, min(2, batch // min(options.microbatch_counts or (1,))))

@@ -15,12 +15,8 @@ from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.files import is_path
 from pdcompile.options import Options
-from pdcompile.options.configuration import (
-    SEARCHED,
-    check_count,
-    chosen_schedule,
-    not_a_cluster,
-)
+from pdcompile.options.chosen_schedule import check_count, chosen_schedule
+from pdcompile.options.configuration import SEARCHED, not_a_cluster
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import KNOWN, Constraint
 from pdcompile.schedule.registry import KINDS, find, flush_schedules
