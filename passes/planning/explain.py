@@ -28,8 +28,8 @@ from pdcompile.passes.partition.alternatives import (
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
 from pdcompile.passes.planning.search.freed_choices import Freed, freed
-from pdcompile.passes.planning.solved_problem import placed
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.planning.solved_problem import placed, setting_of
+from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import problem_of
 from pdcompile.plan.evaluate import Evaluation
@@ -161,13 +161,7 @@ def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
     """The schedule's memory rule with one more microbatch in flight a boundary, where it can."""
     try:
         depths = warmup(training.schedule, len(problem.stages), problem.num_microbatches, extra=1)
-        rule = memory_rule(
-            training.schedule,
-            depths,
-            problem.num_microbatches,
-            clipping=training.joint,
-            optimizer_factor=problem.memory.optimizer_factor,
-        )
+        rule = rule_of(setting_of(training), depths)
     except PdcompileError:
         return None  # a schedule that has no deeper form
     return rule if sum(rule.in_flight) > sum(problem.memory.in_flight) else None

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.schedules import memory_rule
-from pdcompile.plan import Plan
+from pdcompile.passes.schedules import rule_of
+from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
@@ -28,13 +28,7 @@ def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Pla
     training, ranks = plan.training, ranks_of(plan.stages)
     rule = MemoryRule(optimizer_factor=training.optimizer_factor, schedule=training.schedule)
     if all(stage.replicas == 1 for stage in plan.stages):
-        rule = memory_rule(
-            training.schedule,
-            training.warmup,
-            training.num_microbatches,
-            clipping=training.joint,
-            optimizer_factor=training.optimizer_factor,
-        )
+        rule = rule_of(setting_of(training), training.warmup)
     own = replace(
         on_stages(problem, len(plan.stages)),
         stages=stage_limits(cluster, len(plan.stages), ranks=[own[0] for own in ranks]),
@@ -54,17 +48,22 @@ def placed(plan: Plan, where: str = "plan.json") -> Evaluation:
     return evaluation(problem, cluster, candidate_of(plan, where))
 
 
+def setting_of(training: Training) -> Setting:
+    """What a training decides besides the cut."""
+    return Setting(
+        training.schedule,
+        training.num_microbatches,
+        optimizer_factor=training.optimizer_factor,
+        clipping=training.joint,
+        step=training.step,
+    )
+
+
 def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
     """What the search knew the plan as.  Raises as `assignment`."""
     training, stages = plan.training, plan.stages
     return Candidate(
-        Setting(
-            training.schedule,
-            training.num_microbatches,
-            optimizer_factor=training.optimizer_factor,
-            clipping=training.joint,
-            step=training.step,
-        ),
+        setting_of(training),
         assignment(plan, where),
         tuple(StageOption(stage.replicas, stage.recompute) for stage in stages),
         tuple(ranks_of(stages)),

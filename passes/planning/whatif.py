@@ -20,7 +20,8 @@ from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken
 from pdcompile.passes.planning.explain import with_ledgers
 from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import excess, within_ledgers
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.planning.solved_problem import setting_of
+from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
@@ -201,16 +202,9 @@ def changed_problem(
     resized = num_stages != len(plan.problem.stages)
     if resized or (name, m) != (before.schedule, before.num_microbatches):
         depths = warmup(name, num_stages, m, extra=extra_warmup(before, len(plan.stages)))
-        rule = memory_rule(
-            name,
-            depths,
-            m,
-            clipping=training.joint,
-            optimizer_factor=training.optimizer_factor,
-        )
         problem = replace(
             problem,
-            memory=rule,
+            memory=rule_of(setting_of(training), depths),
             num_microbatches=m,
             objective=kind_of(name).objective,
         )

@@ -10,6 +10,7 @@ from math import gcd
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.problem import MemoryRule
+from pdcompile.problem.space import Setting
 from pdcompile.schedule.instruction import most_held
 from pdcompile.schedule.registry import GRADIENT_SLOTS, ScheduleKind, StageWork, kind_of
 
@@ -131,6 +132,20 @@ def memory_rule(
         tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
         name,
         saved if saved != in_flight else (),
+    )
+
+
+def rule_of(
+    setting: Setting, warmup: tuple[int, ...], replicas: tuple[int, ...] = ()
+) -> MemoryRule:
+    """The memory rule of the outer choices of a problem."""
+    return memory_rule(
+        setting.schedule,
+        warmup,
+        setting.num_microbatches,
+        clipping=setting.clipping,
+        optimizer_factor=setting.optimizer_factor,
+        replicas=replicas,
     )
 
 

@@ -22,7 +22,7 @@ from pdcompile.passes.partition.space.pipelines import (
 )
 from pdcompile.passes.partition.space.places_bound import OrderProgram
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.problem import MemoryRule, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import kind_of
@@ -159,15 +159,7 @@ class StagesInTurn:
 
     def _rule(self) -> MemoryRule:
         """What a stage holds; where one recomputes it keeps one set of activations at a time."""
-        setting = self.setting
-        rule = memory_rule(
-            setting.schedule,
-            self.warmup,
-            setting.num_microbatches,
-            clipping=setting.clipping,
-            optimizer_factor=setting.optimizer_factor,
-            replicas=self.counts,
-        )
+        rule = rule_of(self.setting, self.warmup, self.counts)
         return replace(rule, in_flight=()) if True in self.space.recompute else rule
 
     def _problems(self) -> Iterator[PartitionProblem]:

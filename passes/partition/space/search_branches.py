@@ -16,7 +16,7 @@ from pdcompile.passes.partition.space.in_turn import (
 from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
 from pdcompile.passes.partition.space.probing import Late
 from pdcompile.passes.partition.space.seats import Seats, arrangements
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
@@ -75,13 +75,7 @@ class Branch:
             problem,
             stages=stage_limits(self.seats.cluster, len(ranks), ranks=ranks),
             pins=tuple((i, len(ranks) - 1 if s == last else s) for i, s in problem.pins),
-            memory=memory_rule(
-                setting.schedule,
-                self.warmup,
-                setting.num_microbatches,
-                clipping=setting.clipping,
-                optimizer_factor=setting.optimizer_factor,
-            ),
+            memory=rule_of(setting, self.warmup),
             num_microbatches=setting.num_microbatches,
             objective=kind_of(setting.schedule).objective,
         )

@@ -18,6 +18,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.partition.space.line_plans import LinePlans
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
+from pdcompile.passes.planning.solved_problem import setting_of
 from pdcompile.plan import Plan
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -111,10 +112,7 @@ def _least(
     late: Callable[[], bool] = partial(getattr, budget, "late")
     for schedule in space.schedules:
         for extra in space.extra_warmup:
-            setting = Setting(
-                schedule, training.num_microbatches, extra, training.optimizer_factor,
-                training.joint, training.step,
-            )  # fmt: skip
+            setting = replace(setting_of(training), schedule=schedule, extra_warmup=extra)
             for menus in plans.menus()[:2]:
                 for counts in menus:
                     try:
