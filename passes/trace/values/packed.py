@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from pdcompile.hardware import devices
+
 _STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 _MEMBERS = 9  # arguments of such a call with batch sizes, all positional
 
@@ -64,15 +66,28 @@ def _recurrent(name: str, args: Any) -> tuple[Tensor, ...]:
     data, _, states, weights, *_, both_ways = args
     states = list(states) if isinstance(states, tuple | list) else [states]
     sources = [data, *states, *weights]
-    width = states[0].shape[-1] * (2 if both_ways else 1)
+    width, dtype = states[0].shape[-1] * (2 if both_ways else 1), _dtype(name, data)
     return (
-        _like(data, (data.shape[0], width), sources),
-        *(_like(state, state.shape, sources) for state in states[: _STATES[name]]),
+        _like(data, (data.shape[0], width), sources, dtype),
+        *(_like(state, state.shape, sources, dtype) for state in states[: _STATES[name]]),
     )
 
 
-def _like(tensor: Tensor, shape: Any, sources: list[Tensor]) -> Tensor:
-    made = tensor.detach().new_empty(tuple(shape))
+def _dtype(name: str, data: Tensor) -> torch.dtype:
+    """The dtype of what a recurrent layer makes of these numbers, where an autocast region may be
+    open: cuDNN has its own, and on the CPU the plain cells alone are cast."""
+    kind = data.device.type
+    if not torch.is_autocast_enabled(kind) or data.dtype == torch.float64:
+        return data.dtype
+    if not devices.is_host(data.device):
+        return torch.float16
+    return torch.get_autocast_dtype(kind) if name.startswith("rnn") else data.dtype
+
+
+def _like(
+    tensor: Tensor, shape: Any, sources: list[Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
+    made = tensor.detach().new_empty(tuple(shape), dtype=dtype)
     needed = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
     # A result is not a leaf: the model may write into it.
     return made.requires_grad_().clone() if needed else made
