@@ -87,27 +87,22 @@ def test_a_checkpoint_of_a_resumed_run_is_as_good(tmp_path: Path) -> None:
     assert not states_equal(pipe.full_state_dict(), whole.full_state_dict())
 
 
-def test_where_earlier_weights_are_missing_a_note_says_what_takes_their_place(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("saved", "schedule", "stages", "said"),
+    [
+        ("1f1b", "2bw", 2, "does not have all earlier weights"),
+        ("2bw", "1f1b", 3, "training goes on from the newest"),  # as it drains
+    ],
+)
+def test_a_note_says_which_weights_training_goes_on_from(
+    saved: str, schedule: str, stages: int, said: str, tmp_path: Path
 ) -> None:
-    first = pipeline("1f1b")
+    first = pipeline(saved)
     train(first, 0, 3)
     first.save(tmp_path)
-    second, notes = resumed("2bw", 2, tmp_path)
-    assert "does not have all earlier weights" in notes[0]
-    expected = pipeline("2bw")
-    expected.load_state_dict(first.full_state_dict())
-    expected.load_optimizer_state_dict(first.full_optimizer_state_dict())
-    assert train(second, 3, 6) == train(expected, 3, 6)
-
-
-def test_schedules_that_drain_go_on_from_the_newest_weights(tmp_path: Path) -> None:
-    first = pipeline("2bw")
-    train(first, 0, 3)
-    first.save(tmp_path)
-    second, notes = resumed("1f1b", 3, tmp_path)
-    assert "training goes on from the newest" in notes[0]
-    expected = pipeline("1f1b")
+    second, notes = resumed(schedule, stages, tmp_path)
+    assert said in notes[0]
+    expected = pipeline(schedule)
     expected.load_state_dict(first.full_state_dict())
     expected.load_optimizer_state_dict(first.full_optimizer_state_dict())
     assert train(second, 3, 6) == train(expected, 3, 6)

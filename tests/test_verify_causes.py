@@ -117,25 +117,26 @@ class Whole(Differentiates):
         return self.part(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:captured as opaque")
-def test_what_only_fails_without_autograd_is_told_as_that() -> None:
-    pipe = pdcompile.compile(Whole(), stages=2, **OPTIONS)
-    with pytest.raises(VerifyError, match=r"evaluation runs under torch\.no_grad\(\)") as caught:
-        pipe.prepare(rows(8), target=rows(8))
-    assert "torch.enable_grad()" in str(caught.value.remedy)
-    assert "test_verify_causes.py" in str(caught.value.where)
-
-
 class Asks(Layers):
     def inner(self, x: Tensor) -> Tensor:
         return x * 2 if x.requires_grad else x * 3
 
 
-def test_a_forward_that_asks_for_gradients_is_told_so() -> None:
-    pipe = pdcompile.compile(Asks(), stages=2, **OPTIONS)
-    with pytest.raises(VerifyError, match=r"something else than where autograd records") as caught:
+@pytest.mark.filterwarnings("ignore:captured as opaque")
+@pytest.mark.parametrize(
+    ("model", "said", "remedy"),
+    [
+        (Whole, r"evaluation runs under torch\.no_grad\(\)", "torch.enable_grad()"),
+        (Asks, "something else than where autograd records", "self.training"),
+    ],
+)
+def test_what_depends_on_autograd_is_told_as_that(
+    model: type[nn.Module], said: str, remedy: str
+) -> None:
+    pipe = pdcompile.compile(model(), stages=2, **OPTIONS)
+    with pytest.raises(VerifyError, match=said) as caught:
         pipe.prepare(rows(8), target=rows(8))
-    assert "self.training" in str(caught.value.remedy)
+    assert remedy in str(caught.value.remedy)
     assert "test_verify_causes.py" in str(caught.value.where)
 
 
