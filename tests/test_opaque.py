@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -237,3 +237,39 @@ def test_what_an_opaque_module_sets_up_in_its_first_call_is_no_change_by_every_c
     assert model.part.known == 0
     with pytest.raises(TraceError, match=r"changes the Python attribute part\.known"):
         captured(make(forward, part=SetsUp(counts=True)))
+
+
+class Pair(NamedTuple):
+    """Two results."""
+
+    view: Tensor
+    twice: Tensor
+
+
+class ViewOf(nn.Module):
+    """Reads a value, and returns a part of its argument, in a class of its own."""
+
+    def forward(self, x: Tensor) -> Pair:
+        factor = 2 if float(x.detach().numpy().sum()) > -1e9 else 3
+        return Pair(x[:, :4], x * factor)
+
+
+class Slopes(nn.Module):
+    """Reads a value, and takes gradients by a transform."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if float(x.detach().numpy().sum()) > -1e9 else 3
+        return torch.func.vmap(torch.func.grad(lambda row: (row**2).sum()))(x) * factor
+
+
+def test_results_of_other_classes_that_share_memory_and_transforms_inside() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first, second = self.part(self.lin(x))
+        return self.slopes(second).sum(1, keepdim=True) + first
+
+    model = make(forward, part=ViewOf(), slopes=Slopes())
+    found = faithful(model)
+    assert [op.module_path for op in found.train.ops if op.opaque] == ["part", "slopes"]
+    view = next(value for value in found.train.values.values() if value.shape[-1:] == (4,))
+    linear = next(op.name for op in found.train.ops if op.module_path == "lin")
+    assert view.storage == found.train.values[linear].storage
