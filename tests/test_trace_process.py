@@ -14,6 +14,7 @@ from torch import Tensor
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture
 from pdcompile.passes import trace
+from pdcompile.passes.trace.tape.interceptor import patched
 from tests.helpers.captures import make
 
 
@@ -61,3 +62,22 @@ def test_nothing_is_told_of_others_and_all_is_put_back() -> None:
     before = (time.time, dist.get_rank, type(os.environ).__getitem__)
     assert capture(lambda self, x: self.lin(x)).unkept == ""
     assert (time.time, dist.get_rank, type(os.environ).__getitem__) == before
+
+
+def test_what_is_patched_is_put_back_as_it_was() -> None:
+    class Base:
+        def name(self) -> str:
+            return "base"
+
+        @classmethod
+        def kind(cls) -> str:
+            return cls.__name__
+
+    class Own(Base):
+        pass
+
+    other = classmethod(lambda cls: "other")
+    with patched((Own, "name", lambda self: "other"), (Base, "kind", other)):
+        assert (Own().name(), Own.kind()) == ("other", "other")
+    assert "name" not in vars(Own)
+    assert (Own().name(), Own.kind(), Base.kind()) == ("base", "Own", "Base")
