@@ -33,8 +33,7 @@ from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
-from pdcompile.passes.trace.values.drawn import DrawsInside
-from pdcompile.passes.trace.values.reads import GoesOn, Loops, Undecided
+from pdcompile.passes.trace.values.reads import GoesOn, Undecided
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
 MAX_TEXT = 64  # characters of the model's own error text in a check
@@ -221,16 +220,12 @@ def recorded(
     """
     try:
         return record(subject, call, assumed, training=training, settle=settle)
-    except Loops as loop:
-        raise Refuted(replace(assumed, loops=assumed.loops | {loop.site})) from None
     except Undecided as read:
         expected = _tried(subject, call, assumed, training, read)
         raise Refuted(replace(assumed, reads={**assumed.reads, read.site: expected})) from None
     except CannotMerge as ways:
         sites = {decision.key[2] for decision in ways.decisions}
         raise Refuted(replace(assumed, one_way=assumed.one_way | sites)) from None
-    except DrawsInside as found:
-        raise Refuted(replace(assumed, drawing=assumed.drawing | found.names)) from None
     except OutsideDraw:
         if assumed.watched_draws:
             raise
@@ -276,7 +271,7 @@ def _tried(
             text = _raised_on_purpose(error)
             if trial.begun and text is not None:
                 raised[value] = text
-        except (TraceError, CannotMerge, GoesOn):
+        except (TraceError, CannotMerge, GoesOn, Refuted):
             continue
     if len(raised) != 1:
         return None

@@ -9,6 +9,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,10 @@ from torch import Tensor
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.assumptions import Site
+from pdcompile.passes.trace.assumptions import Refuted, Site
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.passes.trace.values.example_sizes import SHAPELESS
-from pdcompile.passes.trace.values.reads import Loops
 from pdcompile.passes.trace.values.selections import is_mask
 
 if TYPE_CHECKING:
@@ -98,15 +98,14 @@ class ChosenLoops(Interceptor):
             raise self._refusal(name)
 
     def listed(self, tensor: Tensor) -> None:
-        """Raises `Loops` before a tensor that a mask chose becomes a list."""
+        """Raises `Refuted` before a tensor that a mask chose becomes a list: forward may loop."""
         name = self.tape.fakes.name(tensor)
         ops = {op.name: op for op in self.tape.ops} if self._chosen else {}
         while isinstance(name, Ref) and name.name in ops:
             op: Op = ops[name.name]
             if op.name in self._chosen:
-                found = refusals.as_kind(Loops, self._refusal("a loop"))
-                found.site = self._chosen[op.name]
-                raise found
+                assumed = self.tape.assumed
+                raise Refuted(replace(assumed, loops=assumed.loops | {self._chosen[op.name]}))
             if op.target.rpartition(".")[2] not in _THROUGH or not op.args:
                 return
             name = op.args[0]

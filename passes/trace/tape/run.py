@@ -18,7 +18,7 @@ from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
+from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key, Refuted
 from pdcompile.passes.trace.calls.memos import Computations
 from pdcompile.passes.trace.calls.outside import emptied
 from pdcompile.passes.trace.calls.python_state import State, write_rebound
@@ -100,7 +100,7 @@ def record(
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
-        Undecided, CannotMerge, SizeByValues, OutsideDraw: these assumptions do not hold.
+        Refuted, Undecided, CannotMerge, SizeByValues, OutsideDraw: these assumptions do not hold.
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
@@ -310,7 +310,7 @@ def run(
         if tape.region == "loss":
             tell_of_loss(refusal)
         raise
-    except PdcompileError:
+    except (PdcompileError, Refuted):
         raise
     except Exception as error:
         if isinstance(error, TypeError) and tape.handed_out is not None:

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.assumptions import Refuted
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.passes.trace.values import real_shapes
@@ -34,13 +36,6 @@ if TYPE_CHECKING:
 TARGET = f"{python_draws.PythonDraw.__module__}.{python_draws.PythonDraw.__qualname__}.apply"
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _INDEXED = ("__getitem__", "__setitem__")
-
-
-class DrawsInside(TraceError):
-    """A function that draws was not known as one; `names` are those of the function, here and
-    where it is called."""
-
-    names: frozenset[tuple[str, str]] = frozenset()
 
 
 class DrawnArray:
@@ -99,12 +94,10 @@ class DrawnInPython(Interceptor):
         places = {(str(frame.f_globals["__name__"]), frame.f_code.co_name)}
         caller = frame.f_back.f_globals if frame.f_back is not None else {}
         places |= {(str(caller["__name__"]), k) for k, v in caller.items() if v is own}
-        refusal = self._refusal(frame.f_code.co_name)
-        if places <= self.tape.assumed.drawing:
-            raise refusal
-        found = refusals.as_kind(DrawsInside, refusal)
-        found.names = frozenset(places)
-        raise found
+        assumed = self.tape.assumed
+        if places <= assumed.drawing:
+            raise self._refusal(frame.f_code.co_name)
+        raise Refuted(replace(assumed, drawing=assumed.drawing | places))
 
     def _recorded(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tape, refusal = self.tape, self._refusal(name.rpartition(".")[2])

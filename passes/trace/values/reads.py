@@ -52,10 +52,6 @@ class Undecided(TraceError):
     site: Site = ()
 
 
-class Loops(Undecided):
-    """Forward loops through the indices that a mask chooses at `site`."""
-
-
 class GoesOn(BaseException):
     """The model did not raise soon after a read.  Not an Exception: forward must not catch it."""
 
