@@ -107,6 +107,15 @@ class Refuted(Exception):
         self.instead = instead
 
 
+class Undecided(Refuted):
+    """Raised where the model reads a value at a place where both have yet to be tried, from which
+    the next assumptions follow."""
+
+    def __init__(self, site: Site) -> None:
+        Exception.__init__(self)
+        self.site = site
+
+
 @dataclass(slots=True)
 class Findings:
     """Facts that the runs of one recording found.

@@ -16,7 +16,7 @@ import torch
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial
+from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial, Undecided
 from pdcompile.passes.trace.calls.attribute_reads import (
     AttributeReads,
     watched_attributes,
@@ -33,7 +33,7 @@ from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
-from pdcompile.passes.trace.values.reads import GoesOn, Undecided
+from pdcompile.passes.trace.values.reads import GoesOn
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
 MAX_TEXT = 64  # characters of the model's own error text in a check

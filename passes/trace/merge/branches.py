@@ -26,7 +26,6 @@ from pdcompile.passes.trace.merge.branch_merge import (
     with_refs,
 )
 from pdcompile.passes.trace.merge.conditional_code import form_of
-from pdcompile.passes.trace.values.reads import Undecided
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
@@ -122,8 +121,6 @@ class _Ways:
     def _run(self, outcomes: Mapping[Key, bool], decisions: Sequence[Decision]) -> Recording:
         try:
             return self.once(outcomes)
-        except Undecided:
-            raise
         except TraceError:
             if self.trial:
                 raise

@@ -17,7 +17,6 @@ from pdcompile.ir.graph import Op, Ref, Value
 from pdcompile.passes.trace.merge.batch_sizes import merged
 from pdcompile.passes.trace.merge.conditional_code import left_out, renamed, with_gates
 from pdcompile.passes.trace.tape.results import beside
-from pdcompile.passes.trace.values.reads import Undecided
 from pdcompile.passes.trace.values.selections import Policy, average, same_ops, varied
 
 if TYPE_CHECKING:
@@ -81,8 +80,6 @@ def with_sizes_that_vary(
             return everything
         known = tried.setdefault(training, Tried(average(everything.chosen)))
         found = _at_many_sizes(run, known.sizes, everything, loops=loops)
-    except Undecided:
-        raise
     except TraceError:
         return None
     if found is None or found.usual is None:

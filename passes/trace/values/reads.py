@@ -27,7 +27,7 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import CHECK, Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.assumptions import Decision, Site
+from pdcompile.passes.trace.assumptions import Decision, Site, Undecided
 from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, parameter_share
 from pdcompile.passes.trace.tape.arguments import is_public
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
@@ -44,12 +44,6 @@ MAX_OPS = 8  # between a read and the exception that it leads to
 MAX_BRANCHES = 64  # on computed values, in one call of the model
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
-
-
-class Undecided(TraceError):
-    """The model reads a value at a place where both values have yet to be tried."""
-
-    site: Site = ()
 
 
 class GoesOn(BaseException):
@@ -131,9 +125,7 @@ class ValueReads(Interceptor):
             trial.begun = True
             return trial.value
         if site not in tape.assumed.reads:
-            undecided = refusals.as_kind(Undecided, refusal)
-            undecided.site = site
-            raise undecided
+            raise Undecided(site)
         expected = tape.assumed.reads[site]
         if expected is not None:
             place = file_and_line(refusal.where)
