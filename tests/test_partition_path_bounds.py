@@ -215,10 +215,30 @@ def test_of_several_stages_beside_the_path_one_with_the_largest_group_is_on_a_wa
     hidden, where the larger one does the smaller one is not."""
     zero, small, large, both = (np.array([f, 2 * f])[:, None, None] for f in (0.0, 0.1, 3.0, 3.1))
     for number in (2, math.inf):
-        neither = Side.of(both, zero, large).several[number]
+        neither = Side.of(both, zero, large).of_stages[number]
         assert [one.item() for one in neither] == pytest.approx([0.1, 0.2, 0.3])
-        larger = Side.of(both, large, small).several[number]
+        larger = Side.of(both, large, small).of_stages[number]
         assert [one.item() for one in larger] == pytest.approx([3.0, 6.0, 9.0])
+
+
+def test_no_more_is_out_of_the_way_than_may_be_there() -> None:
+    """Also where some of it spans the stage before and other work the stage behind."""
+    apart = 0
+    for seed in range(40):
+        problem, _ = around_a_chain(seed)
+        model = build(problem)
+        beside = Beside.of(model, heaviest_path(model))
+        assert beside is not None
+        forward, backward = np.array(model.forward), np.array(model.backward)
+        for one in parallels(beside, forward, backward, filled=True):
+            apart += not one.all_nested
+            ways = path_case.Ways(np.zeros((beside.length + 1,) * 2))
+            handed = path_case._Handed.of(ways, np.ones_like(one.onward.old), one.onward.old)
+            assert handed is not None
+            for others in (1, 2, math.inf):
+                found = handed.over(others, one, one.onward)
+                assert (found >= -(one.there[0] + one.there[1])[:, None] - 1e-9).all()
+    assert apart > 10
 
 
 def test_a_way_by_a_stage_beside_the_path_has_hops_of_its_own() -> None:

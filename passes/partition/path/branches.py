@@ -33,29 +33,28 @@ NARROW = 0.03, 0.1, 0.3, 1.0, math.inf  # average stages: groups beside less are
 class Side:
     """Of what may be at an end of an interval, what may be on no way if that is what it spans.
 
-    `both`: forward and backward seconds of all that spans the interval.  `several`: by how many
-    stages are there, what they may have of it forward, backward, and in both together: a group that
-    does not span the interval is on one of them that is on a way, or elsewhere.
+    Seconds forward, backward, and of both together, by how many stages are there.  One has what
+    spans the interval; of several, a group that does not is on one that is on a way, or elsewhere.
     """
 
-    both: Array
-    several: dict[float, tuple[Array, Array, Array]]
+    of_stages: dict[float, tuple[Array, Array, Array]]
 
     @staticmethod
     def of(there: Array, spans: Array, largest: Array) -> Side:
         """Forward and backward each: all that is there, what spans the interval, and the largest
         group that does not."""
-        several = {}
+        found = {1.0: (spans[0], spans[1], spans[0] + spans[1])}
         for number in (*range(2, NEAR), math.inf):
             f, w = np.minimum(there - largest, there - (there - spans) / number)
-            several[number] = f, w, f + w
-        return Side(spans[0] + spans[1], several)
+            found[number] = f, w, f + w
+        return Side(found)
 
     @property
     def turned(self) -> Side:
         """By the ends of intervals first."""
-        several = {n: (f.T.copy(), w.T.copy(), b.T.copy()) for n, (f, w, b) in self.several.items()}
-        return Side(self.both.T.copy(), several)
+        return Side({
+            n: (f.T.copy(), w.T.copy(), both.T.copy()) for n, (f, w, both) in self.of_stages.items()
+        })  # fmt: skip
 
 
 class Sides(NamedTuple):
@@ -77,8 +76,9 @@ class Parallel:
     Of wide groups (what all layers of a decoder read of its encoder) they may have all that may be
     `before` and `beyond` a boundary, but only once.  Of the others, `there` has all that may be at
     a boundary, forward and backward, and `Sides` what spans the stage before it or after it.  A
-    stage there is on no way only if it holds nothing but the one or nothing but the other; of
-    several, each may be another, but where the groups are `nested` the one has all of the other.
+    stage there is on no way only if it holds nothing but the one or nothing but the other, which on
+    the way up may be another than on the way down, but not where the groups are `nested`: then the
+    one has all of the other.  Of several stages, each may be another.
 
     What has been out of the way at one end of an interval is not again at the other (`Sides.old`).
     """

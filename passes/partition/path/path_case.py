@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -108,36 +107,35 @@ class _Handed(NamedTuple):
         """What the stage behind so many without the path has, by its intervals [k, l] with k in the
         window, without hops."""
         if others not in self.known:
-            one = self._over_one if others == 1 else partial(self._over_several, others)
-            self.known[others] = np.minimum(one(parallel, sides), self.again[:, None])
+            found = self._over(others, parallel, sides)
+            self.known[others] = np.minimum(found, self.again[:, None])
         return self.known[others]
 
-    def _over_one(self, parallel: Parallel, sides: Sides) -> Array:
-        """Either what spans the interval before is out of the way or what spans the one behind."""
-        behind = sides.behind.both[self.window.columns]
-        ahead = (self.ways - sides.ahead.both[self.window]).min(0)[:, None]
-        nested = np.minimum(ahead, self.least[:, None] - behind)
-        return nested if parallel.all_nested else self._where(parallel, nested, ahead - behind)
-
-    def _over_several(self, others: float, parallel: Parallel, sides: Sides) -> Array:
-        """The same, forward and backward each."""
+    def _over(self, others: float, parallel: Parallel, sides: Sides) -> Array:
+        """What spans the interval before is out of the way, or what spans the one behind."""
         here = self.window.columns
-        f, w, both = (one[self.window] for one in sides.ahead.several[others])
-        ff, ww, all_of_it = (one[here] for one in sides.behind.several[others])
-        nested: Array = np.minimum(
-            self.least[:, None] - all_of_it, (self.ways - both).min(0)[:, None]
-        )
-        nested = np.minimum(nested, (self.ways - f).min(0)[:, None] - ww)
-        nested = np.minimum(nested, (self.ways - w).min(0)[:, None] - ff)
-        if parallel.all_nested:
+        f, w, both = (one[self.window] for one in sides.ahead.of_stages[others])
+        ff, ww, all_of_it = (one[here] for one in sides.behind.of_stages[others])
+        least = self.least[:, None]
+        nested: Array = np.minimum(least - all_of_it, self._without(both))
+        if others == 1 and parallel.all_nested:
             return nested
-        found = (self.ways - sides.ahead.both[self.window] / others).min(0)[:, None]
-        rest = (1 - 1 / others) * (parallel.there[0] + parallel.there[1])[here, None]
-        return self._where(parallel, nested, found - sides.behind.both[here] / others - rest)
+        apart = np.minimum(nested, self._without(f) - ww)
+        apart = np.minimum(apart, self._without(w) - ff)
+        if others > 1:
+            nested = apart
+            if parallel.all_nested:
+                return nested
+            there = (parallel.there[0] + parallel.there[1])[here, None]
+            of_each = self._without(sides.ahead.of_stages[1][2][self.window] / others)
+            apart = of_each - sides.behind.of_stages[1][2][here] / others - (1 - 1 / others) * there
+            apart = np.maximum(apart, least - there)
+        found: Array = np.where(parallel.nested[here, None], nested, apart)
+        return found
 
-    def _where(self, parallel: Parallel, nested: Array, apart: Array) -> Array:
-        here = parallel.nested[self.window.columns, None]
-        found: Array = np.where(here, nested, apart)
+    def _without(self, seconds: Array) -> Array:
+        """The least, by k, that is handed on if so much of it is out of the way."""
+        found: Array = (self.ways - seconds).min(0)[:, None]
         return found
 
 
