@@ -263,9 +263,9 @@ def test_tensors_made_of_nothing_are_on_the_device_as_in_a_stage() -> None:
 
 
 def test_what_fails_on_a_gpu_fails_as_there() -> None:
-    with pytest.raises(TraceError, match="at least two devices, cuda:0 and cpu") as caught:
+    with pytest.raises(TraceError, match="computes with a tensor of the CPU") as caught:
         planned(Casting(lambda x: x + torch.ones(16, 16, device="cpu")[x.argmax(-1)]))
-    assert "computes with a tensor of the CPU and one of a GPU" in caught.value.message
+    assert "cuda:0" in caught.value.message
     assert "device=x.device" in str(caught.value.remedy)
     with pytest.raises(TraceError, match="unsafe to autocast"):
         planned(Casting(lambda x: x + F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))))
@@ -459,6 +459,8 @@ _X = torch.rand(4, 4) / 2 + 0.25
 )  # fmt: skip
 def test_casts_on_the_cpu_are_those_of_gpus(function: Any, dtype: torch.dtype) -> None:
     x = _X.to(dtype)
+    if function is torch.trace and x.dtype == torch.bfloat16 and torch.__version__ < "2.13":
+        pytest.skip("this torch has no trace of bfloat16 on the CPU")
     given = 2 if function in _OF_TWO else 1
     assert fake_gpus_have_gradients()
     with FakeTensorMode(), gpu_autocast_anywhere():

@@ -58,6 +58,11 @@ __all__ = [
 # Where torch's functions are, besides its public namespaces.
 NN_FUNCTIONS: Any = torch._C._nn
 VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
+
+# What errors say, in the words of these releases: an op of tensors of two devices, and autograd's
+# engine on fake tensors of a GPU that is not there.
+TWO_DEVICES = "at least two devices", "found two different devices"
+NO_GPU = "Cannot access accelerator device", "hasPrimaryContext expects a valid device index"
 ASSERT: Callable[..., Any] = torch._assert
 # Those that ask torch for a device where none is given.
 CONSTRUCTORS = frozenset(one.__name__ for one in _device_constructors())

@@ -40,6 +40,8 @@ from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.selections import Policy, Selections
 from pdcompile.releases.gpu_casts import layers_of_cudnn
 from pdcompile.releases.torch_internals import (
+    NO_GPU,
+    TWO_DEVICES,
     FakeTensorMode,
     gpu_autocast_anywhere,
     quiet_shape_errors,
@@ -321,10 +323,13 @@ def run(
         hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
         if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
             said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
-        if "at least two devices" in str(error) and tape.fakes.home != tape.fakes.device:
+        if (
+            any(words in str(error) for words in TWO_DEVICES)
+            and tape.fakes.home != tape.fakes.device
+        ):
             said = f"{what} computes with a tensor of the CPU and one of a GPU: {error}"
             hint = "make tensors on the device of an input: torch.ones(n, device=x.device)"
-        if "Cannot access accelerator device" in str(error):  # of autograd's engine
+        if any(words in str(error) for words in NO_GPU):  # of autograd's engine
             said = f"{what} differentiates, on fake tensors of a GPU, which takes a GPU"
             hint = "have model and minibatch on a GPU, or plan without autocast"
         raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
