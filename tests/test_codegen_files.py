@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -35,7 +36,7 @@ def test_what_was_written_is_read_as_unedited(tmp_path):
     assert found.edited == ()
     assert found.files == sources().files
     assert found.interfaces == sources().interfaces
-    assert sorted(os.listdir(tmp_path / "stages")) == sorted(sources().files)
+    assert sorted(os.listdir(tmp_path / "stages")) == sorted([*sources().files, "written.json"])
 
 
 def test_one_changed_byte_counts_as_edited(tmp_path):
@@ -48,13 +49,36 @@ def test_one_changed_byte_counts_as_edited(tmp_path):
     assert [cls.__name__ for cls in stage_classes(found)] == ["Stage0", "Stage1"]
 
 
-def test_writing_again_replaces_and_leaves_other_files_alone(tmp_path):
+def test_writing_again_replaces_what_was_written_and_leaves_other_files_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    write(sources(), tmp_path)
-    (tmp_path / "stage_0.py").write_text("broken")
+    files = sources().files
+    other = replace(
+        sources(), files={**files, "stage_0.py": files["stage_0.py"] + "# of another\n"}
+    )
+    for found in (other, sources(), sources()):
+        write(found, tmp_path)
+        assert read(tmp_path, found).edited == ()
+    (tmp_path / "stage_0.py").unlink()
     write(sources(), tmp_path)
     assert read(tmp_path, sources()).edited == ()
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("file", ["stage_0.py", "pipeline.py"])
+def test_edited_and_foreign_source_is_never_written_over(tmp_path, file):
+    folder = tmp_path / "of another"
+    folder.mkdir()
+    (folder / file).write_text("mine")
+    with pytest.raises(SourceError, match=f"{file} is there already") as caught:
+        write(sources(), folder)
+    assert os.listdir(folder) == [file]
+    assert "another folder" in str(caught.value.remedy)
+    write(sources(), tmp_path / "edited")
+    (tmp_path / "edited" / file).write_text("edited")
+    for _ in range(2):
+        with pytest.raises(SourceError, match="was edited since"):
+            write(sources(), tmp_path / "edited")
+    assert (tmp_path / "edited" / file).read_text() == "edited"
 
 
 @pytest.mark.parametrize("missing", ["stage_0.py", "stage_1.py"])

@@ -6,6 +6,7 @@ import.  What `generate` wrote is recognised by its text; anything else counts a
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import linecache
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompile import jsonio
 from pdcompile.errors import SourceError, os_errors_as
 from pdcompile.files import is_path, read_limited, write_whole
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
 _LOADS = itertools.count()
+RECORD = "written.json"  # in the folder: digests of the source as it was written
 
 
 def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
@@ -140,7 +143,8 @@ def write(
     plan last.  Other files in the folder are left alone.
 
     Raises:
-        SourceError: the target is a symbolic link or a file, or cannot be written.
+        SourceError: the target is a symbolic link or a file, or cannot be written; or source there
+            was edited, or written by somebody else.
     """
     if not is_path(folder):
         raise SourceError(f"{folder!r} is no path", where="dump", remedy="name a folder")
@@ -152,8 +156,32 @@ def write(
         SourceError, "the stages cannot be written", root, "name a folder that you may write to"
     ):
         _prepare(root)
+        digests = {name: _digest(contents[name]) for name in contents if name.endswith(".py")}
+        _keep_edited(root, digests)
         for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
             _replace(root, name, contents[name])
+        _replace(root, RECORD, jsonio.dumps(digests).encode())
+
+
+def _keep_edited(root: Path, digests: dict[str, str]) -> None:
+    """Refuses to replace source that is neither what was written there nor what will be."""
+    record = root / RECORD
+    text = read_limited(record) if record.is_file() else b"{}"
+    written = jsonio.loads(text, where=str(record), error=SourceError, remedy="remove the file")
+    for name, digest in digests.items():
+        path = root / name
+        there = path.is_file() and not path.is_symlink()
+        own = _digest(read_limited(path)) if there else digest
+        if own != digest and (not isinstance(written, dict) or own != written.get(name)):
+            raise SourceError(
+                f"{name} is there already, and was edited since or not written by dump",
+                where=str(path),
+                remedy="name another folder, or remove the file if it is no longer needed",
+            )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _prepare(root: Path) -> None:

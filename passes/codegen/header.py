@@ -17,8 +17,8 @@ from pdcompile.passes.stages.signatures import Mode
 
 NOTE = (
     "Comments give dtype[shape]: b is the microbatch size{letters}. Names are the model's, also in "
-    "state_dict(). Written by pdcompile: edit it, and load it with compile(..., sources=folder). "
-    "`python pipeline.py` runs all stages."
+    "state_dict(). Written by pdcompile: edit it, and run it by compile(..., sources=folder, "
+    "allow_edited=True). `python pipeline.py` runs all stages."
 )
 LETTERS = ", other letters differ between instances of a class"
 

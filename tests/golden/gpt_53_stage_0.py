@@ -6,8 +6,9 @@ Holds wte, wpe, drop, blocks.0-1.
     out  x    f32[b, 16, 32]  to stage 1
 
 Comments give dtype[shape]: b is the microbatch size. Names are the model's, also in
-state_dict(). Written by pdcompile: edit it, and load it with compile(..., sources=folder).
-`python pipeline.py` runs all stages. Source lines are those of tests/helpers/models.py.
+state_dict(). Written by pdcompile: edit it, and run it by compile(..., sources=folder,
+allow_edited=True). `python pipeline.py` runs all stages. Source lines are those of
+tests/helpers/models.py.
 """
 
 import torch

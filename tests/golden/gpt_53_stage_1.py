@@ -7,8 +7,9 @@ Holds blocks.2-3, ln_f, lm_head.
     loss target  i64[b, 16]      from the call
 
 Comments give dtype[shape]: b is the microbatch size. Names are the model's, also in
-state_dict(). Written by pdcompile: edit it, and load it with compile(..., sources=folder).
-`python pipeline.py` runs all stages. Source lines are those of tests/helpers/models.py.
+state_dict(). Written by pdcompile: edit it, and run it by compile(..., sources=folder,
+allow_edited=True). `python pipeline.py` runs all stages. Source lines are those of
+tests/helpers/models.py.
 """
 
 import torch.nn.functional as F

@@ -24,7 +24,7 @@ def dump(
 ) -> None:
     """Write one readable nn.Module a stage: stage_0.py, stage_1.py, and pipeline.py to run them.
 
-    Read them, edit them, and run the folder:
+    Read them, edit them, and run the folder (what was edited is never written over):
 
       pdcompile run TARGET --sources stages/ --allow-edited
 
