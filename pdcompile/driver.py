@@ -44,6 +44,7 @@ from pdcompile.passes.trace.kept.capture_cache import forget, kept_or_captured, 
 from pdcompile.passes.trace.merge.size_range import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import Verification, verify
+from pdcompile.passes.verify.uneven_means import uneven_means
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
@@ -227,11 +228,13 @@ def _verified(
 
 
 def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
-    """The plan with notes where replicas have buffers of their own, where its stages cannot be
-    compared with the model, where ranks share cores, and where its devices have another autocast
-    region than the model was captured in."""
+    """The plan with notes where replicas have buffers of their own, where its loss is a mean over
+    some of the targets, where its stages cannot be compared with the model, where ranks share
+    cores, and where its devices have another autocast region than the model was captured in."""
     reason = unverifiable(model) if options.verify == "auto" else ""
     notes = (*plan.notes, *notes_on_own_buffers(plan, captured.train))
+    if options.loss_reduction == "mean" and plan.training.num_microbatches > 1:
+        notes = (*notes, *uneven_means(captured.train))
     notes = (*notes, f"not verified: {reason}") if reason else notes
     crowded = note_on_cores() if is_distributed(options) else ""
     notes = (*notes, crowded) if crowded else notes

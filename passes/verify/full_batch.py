@@ -73,7 +73,8 @@ def full_batch_notes(
         return tuple(notes), ()
     if gap is not None and not hint:
         notes.append(
-            "the loss is not linear in the batch (an auxiliary or contrastive loss, or statistics "
+            "the loss is not linear in the batch (a mean over targets of which samples have unlike "
+            "numbers, which loss_reduction can count; an auxiliary or contrastive loss; statistics "
             f"over samples), so that gradients are not those of one full batch of {rows}: {gap}"
         )
     return tuple(notes), (hint,) if hint else ()
