@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.batch.call import example_call
 from pdcompile.errors import (
     ConfigError,
     InfeasibleError,
@@ -347,3 +348,19 @@ def test_a_number_where_a_tensor_was() -> None:
     assert caught.value.where == "target"
     pipe.step(x, target=y)
     pipe.close()
+
+
+def test_a_dict_that_forward_takes_whole_goes_into_a_tuple() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> Any:
+            return self.lin(batch["x"])
+
+    batch = {"x": torch.rand(4, 4)}
+    with pytest.raises(InputError, match="missing a required argument: 'batch'") as caught:
+        example_call(Whole(), batch)
+    assert "takes it as its 'batch', give it in a tuple, (batch,)" in str(caught.value.remedy)
+    assert example_call(Whole(), (batch,)).leaves

@@ -81,7 +81,7 @@ def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | Non
 def with_remedy(error: InfeasibleError, found: PlannedLimit) -> InfeasibleError:
     """The same refusal, with that limit in place of those of the planner's formula."""
     known = three_digits(found.least, up=False)[1]
-    known = f" (less than {known} never is)" if found.least else ""
+    known = f" (less than {known} is not, unless {OTHER_WAYS} change)" if found.least else ""
     memory = f"{found.text} of memory on every stage, which is enough{known}"
     return type(error)(
         error.message, where=error.where, remedy=", or ".join([memory, *error.others])
@@ -99,6 +99,7 @@ def _least(problem: PartitionProblem) -> tuple[int, int]:
 
 ROUNDS = 8
 FAR = 0.7  # of a limit by the formula: then ledgers, which have more, hardly ever exceed it
+OTHER_WAYS = "microbatches, schedule or recomputation"
 SCOPE = "memory by the planner's formula and by the schedule's ledger"
 LOOSER = "a bound by the formula alone"
 

@@ -117,10 +117,16 @@ def flatten_call(
     except TypeError as error:
         surplus = [key for key in kwargs if key not in signature.parameters]
         open_ones = [p for p in signature.parameters if p not in kwargs][len(args) :]
+        hint = "".join(did_you_mean(key, open_ones) for key in surplus[:1])
+        if surplus and len(open_ones) == 1 and not hint:
+            hint = (
+                f"a dict holds keyword arguments: where forward takes it as its {open_ones[0]!r}, "
+                "give it in a tuple, (batch,); or "
+            )
         raise InputError(
             f"the call does not fit the model's forward: {error}",
             where=f"{name}.forward{signature}",
-            remedy="".join(did_you_mean(key, open_ones) for key in surplus[:1])
+            remedy=hint
             + "pass the arguments that the model takes; those of the loss alone are passed as "
             "target=",
         ) from None
@@ -169,7 +175,10 @@ def empty_call(model: nn.Module, whole: Whole) -> FlatCall:
 def as_one_argument(given: Any) -> str:
     """The remedy where a whole batch may have been passed as forward's one argument, else ""."""
     if isinstance(given, Mapping):
-        return "one dict was passed as the one argument of forward: step(**batch) passes keywords"
+        return (
+            "one dict was passed as the one argument of forward: where forward takes its entries "
+            "as keywords, step(**batch) passes them"
+        )
     if isinstance(given, tuple | list) and any(isinstance(one, Tensor) for one in given):
         return (
             f"one {type(given).__name__} was passed as the one argument of forward: step(*batch) "
