@@ -378,7 +378,7 @@ def relaxations(plan: Evaluation, deeper: MemoryRule | None = None) -> Iterator[
         text = f"links {FASTER:g} times as fast"
         yield Relaxation("bandwidth", text, eased(plan, link=_faster))
     if deeper is not None and deeper != problem.memory:
-        text = f"a deeper warm-up, {list(deeper.in_flight)} microbatches in flight"
+        text = f"a deeper warm-up (--warmup 1), {list(deeper.in_flight)} microbatches in flight"
         yield Relaxation("warm-up", text, plan.of(plan.stage_of, replace(problem, memory=deeper)))
     for wish in problem.wishes:
         if wish.text == OUTPUT_WISH:
