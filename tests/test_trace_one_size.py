@@ -46,7 +46,10 @@ FORWARDS = [_rows_in_a_loop, _in_reverse, _twice, _batch_as_float, _batch_square
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_it_is_the_model_at_this_size(forward: Forward) -> None:
     model = make(forward, second=nn.Linear(8, 8))
-    with pytest.warns(UserWarning, match=r"of 4 samples: .*test_trace_one_size.py:\d+"):
+    with pytest.warns(
+        UserWarning,
+        match=r"of 4 samples, and .* are refused: .*test_trace_one_size.py:\d+",
+    ):
         found = faithful(model, sizes=(4,))
     for graph in (found.train, found.eval):
         assert (graph.sizes.smallest, graph.sizes.largest) == (4, 4)
@@ -150,7 +153,8 @@ def _with_a_table(self: nn.Module, x: Tensor) -> Tensor:
 def test_a_model_that_runs_with_its_own_size_alone() -> None:
     model = make(_with_a_table, table=rows(seed=5))
     with pytest.warns(
-        UserWarning, match=r"of 4 samples: with 2 samples the model's forward raised"
+        UserWarning,
+        match=r"of 4 samples, .* are refused: with 2 samples the model's forward raised",
     ):
         graph = pdcompile.trace(model, rows())
     assert (graph.sizes.smallest, graph.sizes.largest) == (4, 4)
@@ -200,3 +204,23 @@ def test_a_large_module_is_not() -> None:
     with pytest.warns(UserWarning, match="of 4 samples"):
         found = captured(model)
     assert not any(op.opaque for op in found.train.ops)
+
+
+def test_a_layer_that_lays_out_one_sample_otherwise_has_its_size_with_the_way_out() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model, x = Attends(), torch.randn(4, 5, 16)
+    given = {"loss_fn": nn.functional.mse_loss, "example_target": x, "costs": "estimated"}
+    with pytest.warns(UserWarning, match="of one sample, .* fewer, larger microbatches"):
+        pdcompile.compile(model, x, microbatches=4, **given).close()
+    pipe = pdcompile.compile(model, x, microbatches=2, **given)
+    assert pipe.step(x[:3], target=x[:3]).loss > 0
+    pipe.close()

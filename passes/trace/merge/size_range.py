@@ -95,7 +95,12 @@ def warn_of_one_size(found: Capture) -> None:
     """Warns where every microbatch has to have the size of the first one."""
     graph = next((g for g in (found.train, found.eval) if g.sizes.is_one), None)
     if graph is not None:
-        warn(f"every microbatch has to be of {counted(graph.batch_size)}: {graph.sizes.above}")
+        size = graph.batch_size
+        larger = "; with fewer, larger microbatches that may not be so" if size == 1 else ""
+        warn(
+            f"every microbatch has to be of {counted(size)}, and minibatches of another size are "
+            f"refused{larger}: {graph.sizes.above}"
+        )
 
 
 def _misfit(
