@@ -17,7 +17,7 @@ PAGE = """\
 `pipe.dump(folder)` and `pdcompile dump` write what runs: one Python file a stage, `pipeline.py`,
 which runs all of them in one process, and the plan. Each file needs torch and nothing of pdcompile
 (what else it needs is listed under `# needs:`). Source that was edited since it was written, or
-that `dump` did not write, is never written over (`written.json` in the folder tells).
+that `dump` did not write, is never written over (`digests.json` in the folder tells).
 
 This model, cut into two stages:
 

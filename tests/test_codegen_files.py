@@ -36,7 +36,7 @@ def test_what_was_written_is_read_as_unedited(tmp_path):
     assert found.edited == ()
     assert found.files == sources().files
     assert found.interfaces == sources().interfaces
-    assert sorted(os.listdir(tmp_path / "stages")) == sorted([*sources().files, "written.json"])
+    assert sorted(os.listdir(tmp_path / "stages")) == sorted([*sources().files, "digests.json"])
 
 
 def test_one_changed_byte_counts_as_edited(tmp_path):

@@ -27,7 +27,7 @@ from pdcompile.files import is_path, read_limited, write_whole
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
 _LOADS = itertools.count()
-RECORD = "written.json"  # in the folder: digests of the source as it was written
+DIGESTS = "digests.json"  # in the folder: of the source as it was written
 
 
 def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
@@ -139,8 +139,8 @@ def write(
 ) -> None:
     """Writes every file of the sources, and with a model ``stage_k.pt``: buffers and constants.
 
-    Each file is complete or not there: it is written beside its place and renamed into it, the
-    plan last.  Other files in the folder are left alone.
+    Each file is complete or not there: it is written beside its place and renamed into it, after
+    the source the plan, and then digests of the source.  Other files in the folder are left alone.
 
     Raises:
         SourceError: the target is a symbolic link or a file, or cannot be written; or source there
@@ -160,12 +160,12 @@ def write(
         _keep_edited(root, digests)
         for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
             _replace(root, name, contents[name])
-        _replace(root, RECORD, jsonio.dumps(digests).encode())
+        _replace(root, DIGESTS, jsonio.dumps(digests).encode())
 
 
 def _keep_edited(root: Path, digests: dict[str, str]) -> None:
     """Refuses to replace source that is neither what was written there nor what will be."""
-    record = root / RECORD
+    record = root / DIGESTS
     text = read_limited(record) if record.is_file() else b"{}"
     written = jsonio.loads(text, where=str(record), error=SourceError, remedy="remove the file")
     for name, digest in digests.items():

@@ -128,9 +128,7 @@ def _as_known(plan: Plan, like: Plan) -> Plan:
     for at in (0, -1):  # the first has most of the inputs, the last has targets and all outputs
         stages[at] = replace(
             stages[at],
-            input_bytes=math.ceil(
-                like.stages[at].input_bytes * ours.batch_size / theirs.batch_size
-            ),
+            input_bytes=math.ceil(like.stages[at].input_bytes * batch),
             output_bytes=math.ceil(like.stages[at].output_bytes * size / was),
         )
     return replace(plan, stages=tuple(stages))

@@ -104,10 +104,10 @@ class MemoryRule:
         return held, received, self.returned[stage] if self.returned else 0
 
 
-#: the text of the wish that coarsening adds: what makes the loss or output is pinned
 # Parts of a certificate's scope, which "; " separates: "among all plans with ...".
 ANY_CUT = "cuts between any two ops"
 ONE_GROUP = "in one group: "
+#: the text of the wish that coarsening adds: what makes the loss or output is pinned
 OUTPUT_WISH = "the loss or output on the last stage"
 
 

@@ -45,9 +45,8 @@ WIDEST = frozenset((
 # cuDNN computes them in float16 whatever the region's dtype is (_cudnn_rnn_cast_reflatten).
 _CUDNN = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 _LAYERS = tuple(f"{name}.{way}" for name in _CUDNN for way in ("input", "data"))
-_WITH_DTYPE: dict[
-    str, Callable[..., Any]
-] = {  # float32 is what they are told, and not what their inputs are cast to
+# Float32 is what they are told, and not what their inputs are cast to.
+_WITH_DTYPE: dict[str, Callable[..., Any]] = {
     "norm.Scalar": lambda x, p=2: torch.ops.aten.norm.ScalarOpt_dtype(x, p, dtype=torch.float32),
     "norm.ScalarOpt_dim": lambda x, p, dim, keepdim=False: torch.ops.aten.norm.ScalarOpt_dim_dtype(
         x, p, dim, keepdim, dtype=torch.float32

@@ -417,8 +417,8 @@ class Case:
         return [found[s] for s in range(count)]
 
 
-class _Limits(NamedTuple):
-    """Of all work, how much the stages up to a boundary compute, at least and at most."""
+class _WorkUpTo(NamedTuple):
+    """By boundary: how much the stages up to it compute, at least and at most."""
 
     least: Array
     most: Array
@@ -448,14 +448,14 @@ def _drop_without_all_work(
     before, behind = (one - rounding for one in surely)
     masked = [np.where(mask, own, -np.inf) for mask, own in zip(states, most, strict=True)]
     turned = [own.T for own in masked[::-1]]
-    ahead = _computed(masked, rooms, loose, 0, _Limits(before, total - behind))
-    rest = _computed(turned, rooms[::-1], loose, -1, _Limits(behind, total - before))[::-1]
+    ahead = _computed(masked, rooms, loose, 0, _WorkUpTo(before, total - behind))
+    rest = _computed(turned, rooms[::-1], loose, -1, _WorkUpTo(behind, total - before))[::-1]
     for s, own in enumerate(most):
         states[s] &= ahead[s][:, None] + own + rest[s + 1][None, :] >= total - rounding
 
 
 def _computed(
-    most: list[Array], rooms: list[float], loose: Array | None, first: int, limits: _Limits
+    most: list[Array], rooms: list[float], loose: Array | None, first: int, due: _WorkUpTo
 ) -> list[Array]:
     """The most that stages before each one, and all, compute, by the boundary they come to from the
     `first`: what is loose there is there only once for several stages without the path."""
@@ -463,11 +463,11 @@ def _computed(
     start[first] = 0.0
     found, with_path = [start], [start]
     for s, own in enumerate(most):
-        with_path.append(limits.of((found[s][:, None] + own).max(0)))
+        with_path.append(due.of((found[s][:, None] + own).max(0)))
         best, room = with_path[-1], 0.0
         if loose is not None:
             for t in reversed(range(s + 1)):
                 room += rooms[t]
-                best = np.maximum(best, limits.of(with_path[t] + np.minimum(room, loose)))
+                best = np.maximum(best, due.of(with_path[t] + np.minimum(room, loose)))
         found.append(best)
     return found
