@@ -17,6 +17,7 @@ from pdcompile.passes.published.piper_model import (
     evaluate,
 )
 from pdcompile.passes.published.solution import Solution
+from pdcompile.units import parse_bytes
 from tests.helpers.menus import brute_force, random_menu
 
 
@@ -111,7 +112,7 @@ def test_a_node_too_large_is_named_and_the_bytes_it_says_are_enough() -> None:
     answer = solve(problem)
     assert answer.status == "infeasible"
     assert "node 0 alone needs 20 B" in answer.reason
-    enough = int(answer.reason.split("; ")[1].split()[0])
+    enough = parse_bytes(answer.reason.split("; ")[1].partition(" on each")[0])
     assert solve(replace(problem, memory_bytes=float(enough))).status == "optimal"
 
 
