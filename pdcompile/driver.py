@@ -17,7 +17,7 @@ from pdcompile.eager.autocast import other_region
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
-from pdcompile.errors import PdcompileError, VerifyError
+from pdcompile.errors import PdcompileError, VerifyError, refuse_unknown
 from pdcompile.given import (
     check_given,
     check_here,
@@ -31,9 +31,9 @@ from pdcompile.given import (
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.ir.training_check import check_loss
-from pdcompile.options import Options
+from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
-from pdcompile.options.option_checks import check_model, check_options, refuse_unknown
+from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.profile import check_costs
@@ -395,7 +395,8 @@ def compile(
     given = dict(locals())
     for name in ("model", "example_inputs", "example_target", "unknown"):
         del given[name]
-    refuse_unknown(unknown, ("example_inputs", "example_target", *given))
+    known = ("example_inputs", "example_target", *given)
+    refuse_unknown("compile has no option", unknown, known, NOT_OPTIONS)
     return pipeline(model, Options.given(given), example_inputs, example_target)
 
 

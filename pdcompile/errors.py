@@ -8,7 +8,7 @@ class's code, under which docs/errors.md says more.  Codes are never renamed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -196,3 +196,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     where none is like it."""
     found = get_close_matches(name, list(known), n=1)
     return f"did you mean {found[0]!r}? " if found else ""
+
+
+def refuse_unknown(
+    of: str, given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str]
+) -> None:
+    """Refuse names that something has not.
+
+    Args:
+        of: what it is and of what kind, as in "compile has no option".
+        elsewhere: remedies for names that have their place somewhere else.
+
+    Raises:
+        ConfigError: names the first of them, and what to write in its place.
+    """
+    for name in given:
+        remedy = elsewhere.get(name) or did_you_mean(name, known) + f"there are {', '.join(known)}"
+        raise ConfigError(f"{of} {name!r}", where=name, remedy=remedy)

@@ -7,20 +7,29 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
-from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.errors import ConfigError, PdcompileError, refuse_unknown
 
 if TYPE_CHECKING:
     import torch
 
 FORMS = "`file.py:function` or `package.module:function`"
+AN_OPTION = (
+    "it is an option: {0}=… of pdcompile.compile; of the command line, see pdcompile plan --help"
+)
+# What people look for in a workload, and where it is.
+NOT_FIELDS = {
+    "example_target": "the example's target is that of the first (inputs, target) of batches",
+    "batch_size": "it is that of the minibatch: example_inputs is a whole one",
+    "lr": "it is the optimizer's: --lr on the command line, or optimizer= of pdcompile.compile",
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Workload:
     """A model and what it is trained on.
 
@@ -38,9 +47,29 @@ class Workload:
 
     model: torch.nn.Module
     example_inputs: Any
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    batches: Callable[[], Iterable[tuple[Any, Any]]] | None = None
-    weights: Any = None
+    loss_fn: Callable[[Any, Any], Any] | None
+    batches: Callable[[], Iterable[tuple[Any, Any]]] | None
+    weights: Any
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        example_inputs: Any,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        batches: Callable[[], Iterable[tuple[Any, Any]]] | None = None,
+        weights: Any = None,
+        **unknown: Never,
+    ) -> None:
+        """Raises ConfigError: a field that there is not; says what is meant instead."""
+        given = (model, example_inputs, loss_fn, batches, weights)
+        known = tuple(field.name for field in fields(self))
+        if unknown:
+            from pdcompile.options import Options
+
+            options = {field.name: AN_OPTION.format(field.name) for field in fields(Options)}
+            refuse_unknown("Workload has no field", unknown, known, options | NOT_FIELDS)
+        for name, value in zip(known, given, strict=True):
+            object.__setattr__(self, name, value)  # it is frozen
 
     def example_target(self) -> Any:
         """The target that belongs to the example: that of the first batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from typing import Any
 
@@ -29,6 +30,25 @@ def test_an_option_that_there_is_not_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as other:
         pdcompile.compile(nn.Linear(1, 1), qqq=2)  # type: ignore[arg-type]
     assert str(other.value.remedy).startswith("there are example_inputs, ")
+    with pytest.raises(ConfigError) as elsewhere:
+        pdcompile.compile(nn.Linear(1, 1), lr=2)  # type: ignore[arg-type]
+    assert "optimizer=partial(" in str(elsewhere.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("batch", "did you mean 'batches'? there are model, "),
+        ("optimizer", "it is an option: optimizer=… of pdcompile.compile"),
+        ("example_target", "the example's target is that of the first "),
+        ("qqq", "there are model, "),
+    ],
+)
+def test_a_field_that_a_workload_has_not_names_what_is_meant(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"Workload has no field '{name}'") as caught:
+        pdcompile.Workload(nn.Linear(1, 1), torch.ones(1, 1), **{name: None})
+    assert str(caught.value.remedy).startswith(remedy)
+    assert len(inspect.signature(pdcompile.Workload).parameters) == 6  # all of them are shown
 
 
 class OfDict(nn.Module):

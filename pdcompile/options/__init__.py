@@ -17,6 +17,12 @@ OPEN = (
     "schedule", "replicas", "recompute", "loss_reduction", "linear_lr_scaling", "seed", "outputs",
     "autocast", "grad_scaler", "max_grad_norm",
 )  # fmt: skip
+# What people look for among the options, and where it is.
+NOT_OPTIONS = {
+    "lr": "it is the optimizer's: optimizer=partial(torch.optim.AdamW, lr=3e-4)",
+    "batches": "the loop is yours: pipe.step(inputs, target=target) takes one minibatch a call",
+    "batch_size": "it is that of the minibatch: example_inputs is a whole one",
+}
 
 
 @dataclass(frozen=True, slots=True)

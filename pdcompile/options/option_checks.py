@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
-from pdcompile.errors import ConfigError, did_you_mean
+from pdcompile.errors import ConfigError
 from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import check_count, chosen_schedule
@@ -32,17 +32,6 @@ def check_model(model: Any) -> None:
         raise ConfigError(
             f"the model must be a torch.nn.Module, got {shown}",
             remedy="pass an instance: pdcompile.compile(MyModel(), ...)",
-        )
-
-
-def refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse options of `compile` that there are not.  Raises ConfigError."""
-    for name in given:
-        options = tuple(known)
-        raise ConfigError(
-            f"compile has no option {name!r}",
-            where=name,
-            remedy=did_you_mean(name, options) + f"there are {', '.join(options)}",
         )
 
 
