@@ -33,6 +33,7 @@ from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.here import lacks, lacks_devices
+from pdcompile.plan.other_model import first_difference, made_of
 from pdcompile.plan.schema import ranks_of
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
@@ -103,7 +104,8 @@ def with_given_plan(options: Options) -> Options:
                 remedy=f"leave {name} out, or plan again with it",
             )
     refuse_others(options, plan)
-    return replace(completed(options, plan), plan=plan)
+    named = options if isinstance(options.plan, Plan) else _file_named(options)
+    return replace(completed(named, plan), plan=plan)
 
 
 def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
@@ -164,9 +166,10 @@ def given_plan(
     needed = planned(graph, plan.training)
     if plan.fingerprint.split(".")[0] != fingerprint(needed)[:FINGERPRINT_DIGITS]:
         raise PlanError(
-            "the plan is of another model: the fingerprint of the captured graph differs",
-            where="plan",
-            remedy="plan again for this model",
+            f"the plan is of another model: {made_of(plan)}, and this is {graph.model}: "
+            f"{first_difference(plan, needed)}",
+            where=options.plan_file,
+            remedy="plan again for this model, or give the target that the plan was made of",
         )
     check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen.training, options.outputs, graph)
@@ -265,12 +268,17 @@ def given_sources(options: Options, generated: Sources) -> Sources:
 
 
 def _plan_of(options: Options) -> Plan | None:
-    given = options.plan
-    if given is None:
-        if options.sources is None:
-            return None
-        given = Path(options.sources) / "plan.json"
-    return given if isinstance(given, Plan) else Plan.load(given)
+    if isinstance(options.plan, Plan):
+        return options.plan
+    if options.plan is None and options.sources is None:
+        return None
+    return Plan.load(_file_named(options).plan_file)
+
+
+def _file_named(options: Options) -> Options:
+    """The options with the file that the plan is read from."""
+    path = Path(options.sources) / "plan.json" if options.plan is None else options.plan
+    return replace(options, plan_file=str(path))
 
 
 def check_memory(cluster: Cluster, plan: Plan) -> None:

@@ -229,7 +229,7 @@ FILES: dict[str, Case] = {
     ),
     "plan: of another model": (
         "PLAN",
-        "fingerprint",
+        "fingerprint of the graph differs",
         edited(lambda d: d.update(fingerprint="0" * 64)),
     ),
     "plan: the loss on the first stage": (

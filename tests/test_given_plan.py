@@ -155,6 +155,33 @@ def test_minibatches_of_another_size(plan: Plan) -> None:
             compiled(size=size, plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (models.mlp(layers=8), r"MLP: .* only this model has is .* \(torch.*models.py:"),
+        (
+            models.mlp(width=32),
+            r"MLP: the weights of .* \(torch.* are 1.09 kB in the plan, 4.22 kB here",
+        ),
+        (torch.nn.Linear(16, 16), "Linear: .* only the plan has is .* on stage 0"),
+    ],
+    ids=["more layers", "wider ones", "another class"],
+)
+def test_a_plan_of_another_model_says_what_differs_first(
+    model: torch.nn.Module, said: str, tmp_path: Path
+) -> None:
+    with compiled(models.mlp(), stages=2) as pipe:
+        made = replace(pipe.plan, command=("net.py:build",))
+    (tmp_path / "own.json").write_text(made.to_json())
+    x = torch.ones(8, next(model.parameters()).shape[1])
+    other = pdcompile.compile(
+        model, loss_fn=torch.nn.functional.mse_loss, plan=tmp_path / "own.json", verify="off"
+    )
+    with pytest.raises(PlanError, match="another model: MLP of net.py:build, .* " + said) as caught:
+        other.prepare(x, target=x)
+    assert caught.value.where == str(tmp_path / "own.json")
+
+
 def test_the_command_line_does_as_compile_does(tmp_path: Path, call: Call) -> None:
     file = str(tmp_path / "plan.json")
     made_with = ("--schedule", "2bw", "--seed", "7", "--max-grad-norm", "0.5", "--microbatches")

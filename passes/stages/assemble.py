@@ -92,7 +92,7 @@ def assemble(
             *(_notes_on_whole_backwards(ops) if splits else ()),
             *filter(None, (kernels.note(),)),
         ),
-        model=graph.classes.get("", ("", ""))[0].rpartition(".")[2],
+        model=graph.model,
         rehearsed=_digest(held, stages) if rehearsed else "",
     )
 

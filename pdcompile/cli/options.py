@@ -321,6 +321,7 @@ class GivenPlan:
         beside = capture_beside(self.plan)
         return {
             "plan": Plan.load(self.plan),
+            "plan_file": str(self.plan),
             "capture_file": beside if beside.exists() else None,
         }
 

@@ -84,6 +84,11 @@ class OpGraph(Cached):
     origin: Any = field(default=None, compare=False, repr=False)
     whole: OpGraph | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def model(self) -> str:
+        """The name of the model's class, "" where that is not known."""
+        return self.classes.get("", ("", ""))[0].rpartition(".")[2]
+
     def __str__(self) -> str:
         return format_graph(self)
 

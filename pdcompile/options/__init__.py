@@ -73,6 +73,7 @@ class Options:
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
     keep_captures: bool = False  # of the command line: use those of earlier commands, and keep
     capture_file: Path | None = None  # one more to look into and to write
+    plan_file: str = "plan"  # where a plan that was read comes from
     said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
