@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError, os_errors_as
 from pdcompile.files import read_limited
+from pdcompile.hardware.data_sheets import SHEETS, meant_by
 from pdcompile.jsonio import decode, loads_toml
 from pdcompile.problem import StageLimits
 from pdcompile.units import (
@@ -43,6 +44,7 @@ from pdcompile.units import (
 MAX_DEVICES = 65_536
 HOST_KIND = "cpu"  # of devices that compute in the memory of their host
 GPU_KIND = "cuda"  # what torch calls all others, AMD's too
+KNOWN_KINDS = (HOST_KIND, GPU_KIND, *SHEETS)
 BARE_NOTE = (
     "cluster {text!r} says nothing of links: assumed 100 GB/s inside a host and 12.5 GB/s between "
     "hosts, full duplex; and no memory limit but the one that memory= gives"
@@ -58,11 +60,18 @@ AUTO_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One worker. `speed` is relative to the reference device; `memory_bytes` None: no limit."""
+    """One worker. `speed` is relative to the reference device; `memory_bytes` None: no limit.
+
+    A kind with a data sheet, "cuda" (any GPU), or any other name, of a GPU of which nothing is
+    known.  Raises ClusterError: another spelling of one that is known.
+    """
 
     kind: str = HOST_KIND
     memory_bytes: int | None = None
     speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_spelling(self.kind)
 
     @property
     def on_host(self) -> bool:
@@ -318,6 +327,22 @@ def stage_limits(
     return tuple(limits)
 
 
+def _check_spelling(kind: str, where: str | None = None) -> None:
+    """Raise ClusterError for another spelling of a kind that is known."""
+    if kind in KNOWN_KINDS:
+        return
+    of_torch = {"gpu": GPU_KIND, GPU_KIND: GPU_KIND, HOST_KIND: HOST_KIND}
+    named = of_torch.get(kind.lower().partition(":")[0])
+    meant = (named,) if named else meant_by(kind)
+    if meant:
+        raise ClusterError(
+            f"there is no device kind {kind!r}",
+            where=where,
+            remedy=f"did you mean {' or '.join(map(repr, meant))}? known are "
+            f"{', '.join(KNOWN_KINDS)}",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
     count: int = 1
@@ -386,6 +411,7 @@ def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
             where=f"{where}.speed",
             remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
         )
+    _check_spelling(row.kind, f"{where}.kind")
     memory = row.memory
     if memory is not None:
         memory = parse_bytes(memory, what="memory", where=f"{where}.memory")

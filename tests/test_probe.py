@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster
+from pdcompile.hardware.data_sheets import kind_of_name
 from pdcompile.passes.costs.machines import Machine
-from pdcompile.passes.probe.device_kind import kind_of_name
 from pdcompile.passes.probe.levels import (
     PairTimes,
     block_sizes,

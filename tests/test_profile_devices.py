@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.driver import build
+from pdcompile.errors import ClusterError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
-from pdcompile.passes.costs.machines import KINDS, SHEETS, machine_of, relative
+from pdcompile.passes.costs.machines import SHEETS, machine_of, relative
 from pdcompile.passes.profile import profile
 from tests.helpers import models
 from tests.helpers.graphs import GraphBuilder
@@ -48,9 +50,31 @@ def test_no_kind_computes_faster_than_its_sheet_says() -> None:
             assert 0.2 * tera < reached < tera, (kind, dtype)
 
 
-def test_names_are_read_as_people_write_them() -> None:
-    assert machine_of(" H100 ") is KINDS["h100"]
-    assert machine_of("h1000") is None
+@pytest.mark.parametrize(
+    ("kind", "meant"),
+    [
+        ("H100", "'h100'"),
+        ("h-100", "'h100'"),
+        ("RTX 4090", "'rtx-4090'"),
+        ("A100", "'a100-40' or 'a100-80'"),
+        ("NVIDIA A100-SXM4-80GB", "'a100-80'"),
+        ("CPU", "'cpu'"),
+        ("gpu", "'cuda'"),
+        ("cuda:0", "'cuda'"),
+    ],
+)
+def test_another_spelling_of_a_kind_is_refused(kind: str, meant: str) -> None:
+    said = re.escape(f"did you mean {meant}? known are cpu, cuda, v100, ")
+    with pytest.raises(ClusterError, match=said):
+        Device(kind)
+    with pytest.raises(ClusterError, match=said) as caught:
+        Cluster.from_toml(f'[[devices]]\nkind = "{kind}"')
+    assert caught.value.where == "cluster.toml: devices[0].kind"
+
+
+@pytest.mark.parametrize("kind", ["h1000", "h20", "b200", "tpu", "l40"])
+def test_a_kind_that_is_not_known_may_be_named(kind: str) -> None:
+    assert machine_of(Device(kind).kind) is None
 
 
 def test_estimates_for_a_cpu_stay_what_they_were() -> None:

@@ -1,9 +1,7 @@
 """Turns operations and bytes into seconds: a roofline with a price for every call, by device kind.
 
-Device kinds are those that a cluster may name, for planning without the hardware.  Peak rates are
-those of the makers' data sheets, dense, in units of 1e12 operations a second: float32 without
-tensor cores (what torch does unless told otherwise), half precision with them.  What kernels
-reach of a peak is an assumption, and the same for every kind.
+Device kinds are those that a cluster may name, for planning without the hardware.  What kernels
+reach of a peak in a data sheet is an assumption, and the same for every kind.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 from pdcompile.cluster import HOST_KIND, Cluster
+from pdcompile.hardware.data_sheets import SHEETS, Sheet
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import rule_of
@@ -120,49 +118,26 @@ REACHED_BANDWIDTH = 0.8  # by element-wise kernels on large tensors
 LAUNCH_SECONDS = 5e-6  # from one short kernel to the next, launched one by one
 
 
-class Sheet(NamedTuple):
-    """A device by its data sheet; a rate of 0: the device computes that dtype as float32."""
-
-    float32_tera: float
-    float16_tera: float
-    bfloat16_tera: float
-    float64_tera: float
-    memory_gigabytes_per_second: float
-
-    def machine(self) -> Machine:
-        """The roofline of what kernels reach."""
-        rates = zip(("float16", "bfloat16", "float64"), self[1:4], strict=True)
-        return Machine(
-            flops_per_second=self.float32_tera * TERA * REACHED_FLOPS,
-            bytes_per_second=self.memory_gigabytes_per_second * GIGA * REACHED_BANDWIDTH,
-            call_seconds=LAUNCH_SECONDS,
-            by_dtype=tuple((dtype, tera * TERA * REACHED_FLOPS) for dtype, tera in rates if tera),
-        )
+def _machine(sheet: Sheet) -> Machine:
+    """The roofline of what kernels reach."""
+    rates = zip(("float16", "bfloat16", "float64"), sheet[1:4], strict=True)
+    return Machine(
+        flops_per_second=sheet.float32_tera * TERA * REACHED_FLOPS,
+        bytes_per_second=sheet.memory_gigabytes_per_second * GIGA * REACHED_BANDWIDTH,
+        call_seconds=LAUNCH_SECONDS,
+        by_dtype=tuple((dtype, tera * TERA * REACHED_FLOPS) for dtype, tera in rates if tera),
+    )
 
 
-SHEETS = {  # float32, float16, bfloat16, float64; memory
-    "v100": Sheet(15.7, 125, 0, 7.8, 900),
-    "t4": Sheet(8.1, 65, 0, 0.25, 320),
-    "a10": Sheet(31.2, 125, 125, 0.49, 600),
-    "a10g": Sheet(35, 70, 70, 0.55, 600),
-    "l4": Sheet(30.3, 121, 121, 0.47, 300),
-    "l40s": Sheet(91.6, 362, 362, 1.4, 864),
-    "rtx-3090": Sheet(35.6, 71, 71, 0.56, 936),
-    "rtx-4090": Sheet(82.6, 165, 165, 1.3, 1008),
-    "a100-40": Sheet(19.5, 312, 312, 9.7, 1555),
-    "a100-80": Sheet(19.5, 312, 312, 9.7, 2039),
-    "h100": Sheet(67, 989, 989, 34, 3350),
-    "h200": Sheet(67, 989, 989, 34, 4800),
-}
 KINDS: dict[str, Machine] = {
-    "cpu": REFERENCE,
-    **{kind: sheet.machine() for kind, sheet in SHEETS.items()},
+    HOST_KIND: REFERENCE,
+    **{kind: _machine(sheet) for kind, sheet in SHEETS.items()},
 }
 
 
 def machine_of(kind: str) -> Machine | None:
     """The machine of a device kind, None for an unknown kind."""
-    return KINDS.get(kind.strip().lower())
+    return KINDS.get(kind)
 
 
 def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from pdcompile.cluster import HOST_KIND
 from pdcompile.errors import LaunchError
 from pdcompile.hardware import devices, host
+from pdcompile.hardware.data_sheets import kind_of_name
 from pdcompile.passes.costs.machines import Machine, calibrate
-from pdcompile.passes.probe.device_kind import kind_of_name
 from pdcompile.passes.probe.levels import PairTimes, partner
 
 SMALL, LARGE = 8, 4_000_000  # bytes of a message, for latency and for bandwidth

@@ -29,7 +29,7 @@ from pdcompile.passes.costs import (
     seconds,
     structural_key,
 )
-from pdcompile.passes.costs.machines import machine_of
+from pdcompile.passes.costs.machines import KINDS, machine_of
 from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, Profile
@@ -117,14 +117,17 @@ def machine_here(device_kind: str) -> Machine:
 def other_device(costs: Any, device_kind: str) -> str:
     """A sentence where costs were not measured on the kind of device that a plan is for; or ""."""
     from pdcompile.hardware import devices
-    from pdcompile.passes.probe.device_kind import kind_of_name
+    from pdcompile.hardware.data_sheets import kind_of_name
 
     if costs == "estimated" or device_kind == HOST_KIND:
         return ""
     device = devices.of_kind(device_kind)
     remedy = f'costs="estimated" (--costs estimated) goes by the data sheet of {device_kind}'
     if machine_of(device_kind) is None:
-        remedy = 'plan where there is one, or name its kind and take costs="estimated"'
+        remedy = (
+            'plan where there is one, or name its kind and take costs="estimated"; known kinds are '
+            + ", ".join(KINDS)
+        )
     if devices.is_host(device):
         return (
             f"costs were measured on a CPU, as torch finds no GPU here, and the plan is for "
@@ -132,7 +135,7 @@ def other_device(costs: Any, device_kind: str) -> str:
             + remedy
         )
     name = devices.gpu_name(device)
-    if machine_of(device_kind) is None or kind_of_name(name) == device_kind.strip().lower():
+    if machine_of(device_kind) is None or kind_of_name(name) == device_kind:
         return ""
     return f"costs were measured on {name}, and the plan is for {device_kind}; {remedy}"
 
