@@ -261,8 +261,9 @@ def given_sources(options: Options, generated: Sources) -> Sources:
         raise SourceError(
             f"{', '.join(sources.edited)} is not what this plan and model generate",
             where=str(options.sources),
-            remedy="allow_edited=True (--allow-edited) runs it as it is, and explain() reports how "
-            "it differs from the model; or dump the folder anew",
+            remedy="--allow-edited (allow_edited=True) runs it as it is; with it `pdcompile verify "
+            f"TARGET --sources {options.sources}` (explain() in a program) says how it differs "
+            "from the model; or dump the folder anew",
         )
     return sources
 

@@ -172,9 +172,12 @@ class PipelineState(ModuleHints):
         first = None if evaluation else self._num_minibatches
         return shards(self._running, dataset, batches, loader, first)
 
-    def explain(self) -> str:
-        """The plan as a table: stages, time, memory, traffic, proof."""
-        return self._running.compiled.explain()
+    def explain(self, *, short: bool = False) -> str:
+        """The plan as a table: stages, time, memory, traffic, proof.
+
+        `short`: what is run and how long a step takes, and which files of stages were edited.
+        """
+        return self._running.compiled.explain(short=short)
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""

@@ -398,6 +398,7 @@ def test_plan_then_dump_then_verify_then_run(tmp_path: Path, call: Call) -> None
     code, _, err = call("verify", target, "--sources", folder)
     assert code == 2
     assert "is not what this plan and model generate" in err
+    assert "remedy: --allow-edited " in err
     code, out, _ = call("verify", target, "--sources", folder, "--allow-edited", "--json")
     assert code == 1
     assert json.loads(out)["differences"] > 0
@@ -405,6 +406,8 @@ def test_plan_then_dump_then_verify_then_run(tmp_path: Path, call: Call) -> None
         "run", target, "--sources", folder, "--allow-edited", "--steps", "2", "--json"
     )
     assert (code, json.loads(out)["steps"]) == (0, 2)
+    _, out, _ = call("run", target, "--sources", folder, "--allow-edited", "--steps", "1")
+    assert f"edited ({stage.name}): the stages differ from eager in" in out
 
 
 def test_a_schedule_by_its_name(tmp_path: Path, call: Call) -> None:

@@ -81,9 +81,9 @@ class Verification:
     rows: tuple[Compared, ...] = ()
 
     def __str__(self) -> str:
-        if self.unverified:
-            return f"not verified: {self.unverified}"
         edited = f"edited ({', '.join(self.edited)}): " if self.edited else ""
+        if self.unverified:
+            return f"{edited}not verified: {self.unverified}"
         rest = [f"  not verified: {', '.join(self.left_out)}"] if self.left_out else []
         rest += [f"  note: {note}" for note in self.notes]
         if not self.differences:

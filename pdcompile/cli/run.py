@@ -135,7 +135,6 @@ def run(
     """
     from pdcompile import driver
     from pdcompile.cli.output import is_first_rank, stdout
-    from pdcompile.report.plan_table import brief
     from pdcompile.workload import load_target
 
     flags.check()
@@ -151,8 +150,8 @@ def run(
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)
     if is_first_rank() and not as_json:
-        known = options.plan is not None  # `explain` has shown it
-        stdout().print(brief(pipe.plan) if known else pipe.explain(), markup=False)
+        known = options.plan is not None  # it was shown when it was made
+        stdout().print(pipe.explain(short=known), markup=False)
     first = pipe.position.minibatches
     minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
     with pipe, training_progress(max(steps - first, 0)) as advance:
