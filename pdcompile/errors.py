@@ -193,9 +193,10 @@ class RankError(PdcompileError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The beginning of a remedy for a name that is not known: ``did you mean 'scale'? ``, or ""
-    where none is like it."""
-    found = get_close_matches(name, list(known), n=1)
-    return f"did you mean {found[0]!r}? " if found else ""
+    where none is like it, in small letters or capitals."""
+    by_small = {one.lower(): one for one in known}
+    found = get_close_matches(name.lower(), by_small, n=1)
+    return f"did you mean {by_small[found[0]]!r}? " if found else ""
 
 
 def refuse_unknown(

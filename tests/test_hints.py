@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, InputError, TraceError
+from pdcompile.errors import ConfigError, InputError, PdcompileError, TraceError
+from pdcompile.options.option_texts import optimizer_of
+from pdcompile.schedule import registry
+from tests.helpers.alike import Call
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -49,6 +53,30 @@ def test_a_field_that_a_workload_has_not_names_what_is_meant(name: str, remedy: 
         pdcompile.Workload(nn.Linear(1, 1), torch.ones(1, 1), **{name: None})
     assert str(caught.value.remedy).startswith(remedy)
     assert len(inspect.signature(pdcompile.Workload).parameters) == 6  # all of them are shown
+
+
+@pytest.mark.parametrize("given", ["1f1bb", "1F1B"])
+def test_a_schedule_that_there_is_not_names_the_nearest(given: str, call: Call) -> None:
+    model, loss_fn = nn.Linear(1, 1), nn.functional.mse_loss
+    calls: list[Callable[[], Any]] = [
+        lambda: compiled(model, schedule=given),
+        lambda: pdcompile.reference(model, loss_fn=loss_fn, schedule=given, microbatches=1),
+        lambda: registry.kind_of(given),
+    ]
+    for attempt in calls:
+        with pytest.raises(PdcompileError) as caught:
+            attempt()
+        assert str(caught.value.remedy).startswith("did you mean '1f1b'? ")
+    assert "remedy: did you mean '1f1b'? one of gpipe, 1f1b" in call("schedule", given)[2]
+
+
+def test_a_value_that_there_is_not_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'blocks'\? one of 'auto', 'full'"):
+        compiled(nn.Linear(1, 1), verify="block")
+    with pytest.raises(ConfigError, match=r"did you mean 'adamw'\? one of "):
+        optimizer_of("AdaGrat", 0.1)
+    with pytest.raises(ConfigError, match="remedy: one of 'auto', 'full'"):
+        compiled(nn.Linear(1, 1), verify=3)  # none of them is like it
 
 
 class OfDict(nn.Module):

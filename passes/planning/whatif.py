@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError, did_you_mean
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken, stage_uses
 from pdcompile.passes.planning.explain import with_ledgers
@@ -293,7 +293,7 @@ def _training(training: Training, change: Scenario) -> Training:
         raise ConfigError(
             f"--schedule {name!r} is not available",
             where="--schedule",
-            remedy=f"one of {', '.join(KINDS)}",
+            remedy=did_you_mean(name, KINDS) + f"one of {', '.join(KINDS)}",
         )
     batch, m = change.batch_size, change.microbatches
     batch = training.batch_size if batch is None else batch

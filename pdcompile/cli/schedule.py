@@ -9,7 +9,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.plan import Plan
 from pdcompile.schedule import files
 from pdcompile.schedule.registry import KINDS, flush_schedules, kind_of
@@ -145,7 +145,8 @@ def _of_file(source: str, counts: dict[str, int | None]) -> Written:
     if path.suffix.lower() not in files.SUFFIXES:
         raise ConfigError(
             f"{source!r} is neither a schedule nor a file of one",
-            remedy=f"one of {flush_schedules()}, or FILE.csv or FILE.json",
+            remedy=did_you_mean(source, KINDS)
+            + f"one of {flush_schedules()}, or FILE.csv or FILE.json",
         )
     for option, given in counts.items():
         if given is not None:

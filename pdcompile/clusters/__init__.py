@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ClusterError
+from pdcompile.errors import ClusterError, did_you_mean
 
 FOLDER = Path(__file__).parent
 FORMS = (
@@ -32,11 +31,10 @@ def names() -> tuple[str, ...]:
 def described(name: str) -> Cluster:
     """The machines of a name, as many as their file says.  Raises ClusterError: there are none."""
     if name not in names():
-        near = get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ClusterError(
             f"there are no machines of the name {name!r}",
-            remedy=f"{hint}one of {', '.join(names())}; or describe yours in a cluster.toml",
+            remedy=did_you_mean(name, names())
+            + f"one of {', '.join(names())}; or describe yours in a cluster.toml",
         )
     return Cluster.load(str(FOLDER / f"{name}.toml"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdcompile.eager.loss_scale import scaler_of
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.options import Options
 from pdcompile.schedule.registry import (
     DEFAULT,
@@ -31,10 +31,11 @@ def chosen_schedule(options: Options) -> str:
         return streams[0] if streams else DEFAULT
     written = isinstance(options.schedule, str) and ":" in options.schedule
     if not written and options.schedule not in KINDS:
-        known = ", ".join(map(repr, (*KINDS, "auto")))
+        names = (*KINDS, "auto")
         raise ConfigError(
             f"schedule={options.schedule!r} is not available",
-            remedy=f"one of {known}, or the path of a .csv or .json file",
+            remedy=f"{did_you_mean(str(options.schedule), names)}one of "
+            f"{', '.join(map(repr, names))}, or the path of a .csv or .json file",
         )
     kind = kind_of(options.schedule)
     if kind.updates_each:

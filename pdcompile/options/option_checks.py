@@ -12,7 +12,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import check_count, chosen_schedule
@@ -289,5 +289,6 @@ def _one_of(name: str, given: Any, known: tuple[Any, ...], or_else: str = "") ->
     if not any(given is one or (type(given) is type(one) and given == one) for one in known):
         raise ConfigError(
             f"{name}={given!r} is not a valid value",
-            remedy=f"one of {', '.join(map(repr, known))}{or_else}",
+            remedy=did_you_mean(str(given), [one for one in known if isinstance(one, str)])
+            + f"one of {', '.join(map(repr, known))}{or_else}",
         )

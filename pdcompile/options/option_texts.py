@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, did_you_mean
 
 
 def reduction_of(text: str | None) -> Any:
@@ -83,7 +83,9 @@ def check_one_of(flag: str, given: str, known: tuple[str, ...]) -> None:
     """Raises ConfigError for a value that is not known."""
     if given not in known:
         raise ConfigError(
-            f"{flag} {given} is not a valid value", where=flag, remedy=f"one of {', '.join(known)}"
+            f"{flag} {given} is not a valid value",
+            where=flag,
+            remedy=did_you_mean(given, known) + f"one of {', '.join(known)}",
         )
 
 
@@ -104,6 +106,6 @@ def optimizer_of(name: str, lr: float) -> Any:
         raise ConfigError(
             f"there is no optimizer '{name}' in torch.optim",
             where="--optimizer",
-            remedy=f"one of {', '.join(sorted(known))}, or none",
+            remedy=did_you_mean(name, known) + f"one of {', '.join(sorted(known))}, or none",
         )
     return functools.partial(known[name.lower()], lr=lr)

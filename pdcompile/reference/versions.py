@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS, find, one_age_streams
@@ -97,7 +97,8 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
     if kind is None:
         raise ConfigError(
             f"schedule={options.schedule!r} is not a known schedule",
-            remedy=f"one of {', '.join(KINDS)} (pipe.plan.training.schedule)",
+            remedy=did_you_mean(str(options.schedule), KINDS)
+            + f"one of {', '.join(KINDS)} (pipe.plan.training.schedule)",
         )
     if not kind.updates_each:
         return dict.fromkeys(names, Age(kind.lag_of(0, 0)))

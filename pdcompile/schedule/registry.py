@@ -10,7 +10,7 @@ from importlib import import_module
 from math import lcm
 from typing import Literal, NamedTuple
 
-from pdcompile.errors import ScheduleError
+from pdcompile.errors import ScheduleError, did_you_mean
 from pdcompile.schedule.instruction import BACKWARDS, Action
 from pdcompile.schedule.written import Written, parse
 
@@ -371,7 +371,7 @@ def kind_of(name: str, where: str | None = None) -> ScheduleKind:
         raise ScheduleError(
             f"schedule {name!r} is not one of {', '.join(KINDS)}",
             where=where,
-            remedy=f'schedule="{DEFAULT}"',
+            remedy=did_you_mean(name, KINDS) + f'schedule="{DEFAULT}"',
         )
     return KINDS[name]
 
