@@ -262,8 +262,8 @@ def given_sources(options: Options, generated: Sources) -> Sources:
             f"{', '.join(sources.edited)} is not what this plan and model generate",
             where=str(options.sources),
             remedy="--allow-edited (allow_edited=True) runs it as it is; with it `pdcompile verify "
-            f"TARGET --sources {options.sources}` (explain() in a program) says how it differs "
-            "from the model; or dump the folder anew",
+            "TARGET --sources FOLDER` (explain() in a program) says how it differs from the model; "
+            "or dump the folder anew",
         )
     return sources
 
