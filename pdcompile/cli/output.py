@@ -16,6 +16,7 @@ from pdcompile.errors import (
     InfeasibleError,
     NotFoundError,
     PdcompileError,
+    RankError,
     os_errors_as,
 )
 from pdcompile.report.labels import Terminal
@@ -114,17 +115,32 @@ def show_warning(
 
 
 def fail(error: PdcompileError, *, as_json: bool = False) -> int:
-    """Print an error as a person wants to read it; the exit code that belongs to it."""
-    if as_json:
-        emit_json(error_document(error))
+    """Print an error as a person wants to read it, of several ranks that end with it by one of
+    them; the exit code that belongs to it."""
     infeasible = isinstance(error, InfeasibleError)
     proved = infeasible and not isinstance(error, NotFoundError)
-    text = Text()
-    text.append(f"{'infeasible' if proved else 'error'}: ", style="bold red")
-    text.append(error.message)
-    for label, line in error.details():
-        text.append(f"\n  {label}: ", style="bold")
-        text.append(line)
-    # soft_wrap: a path or a command that can be pasted is never broken.
-    stderr().print(text, soft_wrap=True)
+    several = under_torchrun()
+
+    def show() -> None:
+        if as_json:
+            emit_json(error_document(error))
+        text = Text()
+        text.append("infeasible" if proved else "error", style="bold red")
+        text.append(f" on rank {os.environ.get('RANK')}: " if several else ": ", style="bold red")
+        text.append(error.message)
+        for label, line in error.details():
+            text.append(f"\n  {label}: ", style="bold")
+            text.append(line)
+        # soft_wrap: a path or a command that can be pasted is never broken.
+        stderr().print(text, soft_wrap=True)
+
+    if several:
+        from pdcompile.runtime.failure.told_once import told_once
+
+        others = told_once(str(error), show, derived=isinstance(error, RankError))
+        if others:
+            ranks = ", ".join(map(str, others))
+            stderr().print(f"the same on rank{'s' * (len(others) > 1)} {ranks}", soft_wrap=True)
+    else:
+        show()
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
