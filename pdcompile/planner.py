@@ -31,7 +31,7 @@ from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
 from pdcompile.passes.planning.preferred_plan import fitting, preferred_plan
 from pdcompile.passes.planning.refine import refine
-from pdcompile.passes.profile import machine_for
+from pdcompile.passes.profile import machine_for, source_of
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
 from pdcompile.passes.stages.boundaries import as_planned
@@ -196,7 +196,8 @@ class Planner:
         plan = fitting(searched, preferred, graphs.__getitem__, self.cluster)
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
         notes = (*self.cluster.notes, *self._notes, *self._on_ages(plan, graphs))
-        return replace(plan, notes=(*plan.notes, *notes))
+        source = source_of(self.options.costs, self.cluster.devices[0].kind)
+        return replace(plan, notes=(*plan.notes, *notes), costs=source)
 
     @property
     def _own_ages(self) -> bool:

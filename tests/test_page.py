@@ -98,11 +98,13 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert not re.findall(r"\son\w+=", document)
 
 
-@pytest.mark.parametrize("place", ["notes", "model", "fqn", "item", "title"])
+@pytest.mark.parametrize("place", ["notes", "model", "fqn", "item", "title", "costs"])
 def test_texts_of_a_plan_are_never_markup(place: str) -> None:
     made = with_problem()
     if place == "notes":
         made = replace(made, notes=(HOSTILE,))
+    elif place == "costs":
+        made = replace(made, costs=HOSTILE)
     elif place == "model":
         made = replace(made, model=HOSTILE)
     elif place == "fqn":
@@ -122,13 +124,14 @@ def test_texts_of_a_plan_are_never_markup(place: str) -> None:
 
 
 def test_the_numbers_are_those_of_the_plan() -> None:
-    made = with_problem()
+    made = replace(with_problem(), costs="estimated costs")
     data = data_of(made)
     tiles = {tile.label: tile for tile in data.tiles}
     assert data.title == "GPT on 2 ranks"
     assert "25 November 2026" in data.subtitle
     assert "2 × cpu of 4.00 MB" in data.subtitle
     assert tiles["step time"].value == "45.0 ms"  # 3 ms + 6 ms a microbatch, and one more of them
+    assert tiles["step time"].note == "forecast from estimated costs"
     assert tiles["idle"].value == "20.0 %"
     assert tiles["gap"].value == "0 %"
     assert "of 4.00 MB on rank" in tiles["peak memory"].note

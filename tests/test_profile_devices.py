@@ -6,7 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
+import pdcompile
 from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.driver import build
@@ -14,7 +16,8 @@ from pdcompile.errors import ClusterError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.costs.machines import SHEETS, machine_of, relative
-from pdcompile.passes.profile import profile
+from pdcompile.passes.profile import profile, source_of
+from pdcompile.plan import Plan
 from tests.helpers import models
 from tests.helpers.graphs import GraphBuilder
 
@@ -91,6 +94,19 @@ def test_unknown_kinds_are_named_with_the_known_ones() -> None:
     (note,) = found.notes
     assert "'cuda'" in note
     assert "h100" in note
+
+
+def test_a_plan_says_where_its_times_come_from() -> None:
+    assert source_of("measured", "cpu") == ""
+    assert source_of("estimated", "cpu") == source_of("estimated", "h100") == "estimated costs"
+    here = source_of("measured", "h100")
+    assert (here == "costs measured on a CPU") is not torch.cuda.is_available()
+    with pdcompile.compile(
+        models.mlp(), torch.ones(4, 16), loss_fn=models.loss_for(models.mlp()),
+        example_target=torch.ones(4, 16), stages=2, costs="estimated", verify="off",
+    ) as pipe:  # fmt: skip
+        assert pipe.plan.costs == "estimated costs"
+        assert Plan.from_json(pipe.plan.to_json()) == pipe.plan
 
 
 def test_unlike_kinds_get_speeds_for_this_model() -> None:

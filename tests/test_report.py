@@ -177,6 +177,12 @@ def test_explain_does_not_call_a_gap_optimal() -> None:
     assert "optimal" not in text
 
 
+def test_a_forecast_from_costs_that_are_not_the_devices_says_so_before_its_figure() -> None:
+    made = dataclasses.replace(plan(), costs="costs measured on a CPU")
+    assert "forecast from costs measured on a CPU: 22.5 ms a step, " in plan_table.brief(made)
+    assert "forecast: 22.5 ms a step, " in plan_table.brief(plan())
+
+
 def test_explain_without_forecast() -> None:
     text = plan_table.explain(plan(forecast=False))
     assert "forecast" not in text

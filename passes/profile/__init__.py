@@ -47,6 +47,7 @@ Say = Callable[[str], None]
 
 _LOG = logging.getLogger(__name__)
 
+ON_CPU = "costs measured on a CPU"
 BUDGET_SECONDS = 2.0
 MAX_OPERAND_BYTES = 2 << 30
 GPU_SHARE = 8  # of a GPU's memory, that operands of an op may take: its backward has copies of them
@@ -114,30 +115,45 @@ def machine_here(device_kind: str) -> Machine:
     return calibrate(device=str(devices.of_kind(device_kind)))
 
 
-def other_device(costs: Any, device_kind: str) -> str:
-    """A sentence where costs were not measured on the kind of device that a plan is for; or ""."""
+def source_of(costs: Any, device_kind: str) -> str:
+    """Where costs come from, unless they were measured on the kind of device that a plan is for:
+    then ""."""
     from pdcompile.hardware import devices
     from pdcompile.hardware.data_sheets import kind_of_name
 
-    if costs == "estimated" or device_kind == HOST_KIND:
+    if costs == "estimated":
+        return "estimated costs"
+    if device_kind == HOST_KIND:
         return ""
     device = devices.of_kind(device_kind)
+    if devices.is_host(device):
+        return ON_CPU
+    name = devices.gpu_name(device)
+    if machine_of(device_kind) is None or kind_of_name(name) == device_kind:
+        return ""
+    return f"costs measured on {name}"
+
+
+def other_device(costs: Any, device_kind: str) -> str:
+    """A sentence where costs were not measured on the kind of device that a plan is for; or ""."""
+    source = "" if costs == "estimated" else source_of(costs, device_kind)
+    if not source:
+        return ""
     remedy = f'costs="estimated" (--costs estimated) goes by the data sheet of {device_kind}'
     if machine_of(device_kind) is None:
         remedy = (
             'plan where there is one, or name its kind and take costs="estimated"; known kinds are '
             + ", ".join(KINDS)
         )
-    if devices.is_host(device):
+    if source == ON_CPU:
         return (
             f"costs were measured on a CPU, as torch finds no GPU here, and the plan is for "
             f"{device_kind}: stages balance as they would on that CPU, and no time is a GPU's; "
             + remedy
         )
-    name = devices.gpu_name(device)
-    if machine_of(device_kind) is None or kind_of_name(name) == device_kind:
-        return ""
-    return f"costs were measured on {name}, and the plan is for {device_kind}; {remedy}"
+    return (
+        f"{source.replace('costs', 'costs were', 1)}, and the plan is for {device_kind}; {remedy}"
+    )
 
 
 def check_costs(costs: Any) -> None:

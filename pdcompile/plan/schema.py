@@ -203,6 +203,7 @@ class Plan:
     `diff`, `whatif` and reports read it.  `model` is the class of the model, for people.
     `command`: TARGET and options (``--name=value``) of the command that made it, for `whatif`.
     `rehearsed`: a digest of what stages hold and of all that decides it, see `with_own_bytes`.
+    `costs`: what its times come from, where that is not the kind of device that it is for.
     """
 
     fingerprint: str  # of graph, costs and cluster
@@ -219,6 +220,7 @@ class Plan:
     model: str = field(default="", metadata=COMPACT)
     command: tuple[str, ...] = field(default=(), metadata=COMPACT)
     rehearsed: str = field(default="", metadata=COMPACT)
+    costs: str = field(default="", metadata=COMPACT)  # "estimated costs", "costs measured on a CPU"
 
     @property
     def num_ranks(self) -> int:

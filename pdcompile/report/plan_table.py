@@ -177,8 +177,9 @@ def forecast_line(plan: Plan) -> Text:
     sent = " + ".join(format_bytes(count) for count in forecast.sent_bytes)
     if len(forecast.sent_bytes) > 4:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
+    source = f" from {plan.costs}" if plan.costs else ""
     return Text(
-        f"forecast: {format_seconds(forecast.step_seconds)} a step, "
+        f"forecast{source}: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
         f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{_sums(plan)}"
     )

@@ -128,8 +128,9 @@ def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
     gap, certain = gap_tile(plan.certificate)
     seconds = None if run is None else run.step_seconds
     measured = "" if seconds is None else f"measured {format_seconds(seconds)}"
+    source = f"forecast from {plan.costs}" if plan.costs else "forecast"
     return (
-        Tile("step time", format_seconds(forecast.step_seconds), measured or "forecast"),
+        Tile("step time", format_seconds(forecast.step_seconds), measured or source),
         Tile("samples/s", f"{forecast.samples_per_second:,.3g}"
              if forecast.samples_per_second < 100 else f"{forecast.samples_per_second:,.0f}",
              f"minibatches of {plan.training.batch_size}"),
