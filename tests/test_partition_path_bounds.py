@@ -319,6 +319,21 @@ def test_both_values_of_a_cut_inside_a_branch_are_counted() -> None:
     assert bound_of(problem) > 0.999
 
 
+@pytest.mark.parametrize(
+    ("count", "stages", "slow", "sent"), [(8, 4, 6, 40), (8, 4, 5, 20), (7, 5, 4, 40)]
+)
+def test_round_trips_over_several_stages(count: int, stages: int, slow: int, sent: int) -> None:
+    """Between the first stages values are large: trips over all of these, again and again, are what
+    the schedule waits for."""
+    items = tuple(Item(f"i{i}", (f"i{i}",), 1.0, 2.0) for i in range(count))
+    traffic = tuple(
+        Traffic(f"i{i}", i, (i + 1,), *(sent if i < slow else 1,) * 2) for i in range(count - 1)
+    )
+    limits = (StageLimits(bytes_per_second=10.0),) * stages
+    problem = PartitionProblem(items, traffic, limits, num_microbatches=32, objective="flush")
+    assert bound_of(problem) > 0.98
+
+
 @pytest.mark.slow
 def test_what_many_stages_read_is_out_of_the_way_only_once() -> None:
     """Two projections of the encoder's output beside four layers: they may be made beside the

@@ -15,6 +15,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.path.beside import Array
 from pdcompile.passes.partition.path.branches import NEAR, Parallel, Sides
 from pdcompile.passes.partition.path.crossings import Hop
+from pdcompile.passes.partition.path.round_trips import RoundTrips
 
 Mask = NDArray[np.bool_]
 
@@ -207,6 +208,7 @@ class Case:
     left_out: bool  # some stage surely is without the path
     first: tuple[int, int]  # so many stages may be without the path before it, at least and at most
     last: int  # and at most behind it
+    _trips: RoundTrips = field(init=False)
     _paths: list[list[tuple[Array, int, int, float]]] = field(init=False)
     _steps: dict[tuple[int, int], _Step] = field(init=False)
     _left: tuple[float, list[Mask]] | None = field(init=False, default=None)  # by what makespan
@@ -233,6 +235,7 @@ class Case:
             last = self._last(s)
             self._paths.append([(one[0] + last, *one[1:]) for one in found if one[0].any()])
         count = len(self.own)
+        self._trips = RoundTrips.of(self.warmup, m)
         self._steps = {
             (s, t): _Step.of(self.hop(s, t), self.parallel, t - s - 1)
             for s in range(count)
@@ -256,8 +259,7 @@ class Case:
             most = [self._most(s, ahead[s], behind[s], makespan, states[s]) for s in range(count)]
             for s in range(count):
                 states[s] &= most[s] >= 0
-            wide = 0.0 if self.parallel is None else self.parallel.before[:, None]
-            self._between([ways.least(wide) for ways in ahead], states, makespan)
+            self._drop_long_trips(ahead, behind, states, makespan)
             rooms = [speed * makespan / self.microbatches for speed in self.speeds]
             loose = self.loose if self.parallel is not None else None
             _drop_without_all_work(states, most, rooms, loose, self.surely, self.total)
@@ -317,43 +319,42 @@ class Case:
         if here is not None:
             yield here - before, behind.least(beyond), here + behind.least() - wide
 
-    def _between(self, ahead: list[Array], states: list[Mask], makespan: float) -> None:
-        """Drop intervals whose round trips to the next stage with some of the path, and from the
-        one before, take too long with every interval of every such stage."""
-        count = len(states)
-        onward, since = ([np.zeros_like(mask) for mask in states] for _ in range(2))
-        for s in range(count):
-            onward[s][:, -1] = count - 1 - s <= self.last
-            since[s][0] = self.first[0] <= s <= self.first[1]
-        for (s, t), step in self._steps.items():
-            if not step.far:
-                left, right = self._round_trips(s, t, ahead[s], states, makespan)
-            else:  # hardly ever too long
-                left = (states[t].any(1) & (step.least < np.inf))[None, :]
-                right = (states[s].any(0) & (step.least < np.inf))[:, None]
-            onward[s] |= left
-            since[t] |= right
-        for s in range(count):
-            states[s] &= onward[s] & since[s]
+    def _drop_long_trips(
+        self, ahead: list[Ways], behind: list[Ways], states: list[Mask], makespan: float
+    ) -> None:
+        """Drop intervals with which round trips of stages, one after the other, take too long."""
+        limits = self._trips.limits(makespan, *self._rests(ahead, behind, states))
+        if limits is None:
+            return
 
-    def _round_trips(
-        self, s: int, t: int, ahead: Array, states: list[Mask], makespan: float
-    ) -> tuple[Mask, Mask]:
-        """Intervals of stage s that leave time for stage t as the next one, and of stage t."""
-        here, there = self.warmup[s], self.warmup[t]
-        own, beyond = (f + w for f, w in (self.own[s], self.own[t]))
-        hop = self._steps[s, t].hop
-        possible = self._steps[s, t].least < np.inf
-        onward, since = possible[None, :], possible[:, None]
-        for trips, others in trips_in_turn(self.microbatches - there, here - there + 1):
-            left = ahead + self.before[:, None] + (there + trips + others) * own
-            left = left + trips * hop.least[None, :] + self._last(s)
-            right = trips * beyond
-            after = hop.after(np.where(states[t], right, np.inf), trips)
-            before = hop.before(np.where(states[s], left, np.inf), trips)
-            onward = onward & (left + after <= makespan)
-            since = since & (right + before <= makespan)
-        return onward, since
+        def over(s: int, t: int, trip: Array) -> Array | None:
+            step = self._steps.get((s, t))
+            return None if step is None else step.hop.before(trip) + step.least[:, None]
+
+        own = [f + w for f, w in self.own]
+        self._trips.drop(states, limits, own, own[0] * self.speeds[0], self.first, over)
+
+    def _rests(
+        self, ahead: list[Ways], behind: list[Ways], states: list[Mask]
+    ) -> tuple[float, Array, Array]:
+        """Least seconds of all the path; from each stage to its end and back; and from that stage
+        or, if it has nothing of the path, the next one that has."""
+        once, rest, without = math.inf, np.full(len(states), np.inf), 0
+        beyond: Array | float = 0.0
+        if self.parallel is not None:
+            beyond = self.parallel.beyond[:, None]
+            without = int(min(self.parallel.most.max(), len(states)))
+        for s, mask in enumerate(states):
+            around = self.rest[:, None] + behind[s].least(beyond)
+            rest[s] = np.where(mask, around, np.inf).min()
+            if self.first[0] <= s <= self.first[1]:
+                at = Window(slice(1), slice(None))
+                for *_, whole in self._ways(ahead[s].within(at), behind[s].within(at), at):
+                    taken = np.where(mask[at], self.whole + whole + self._last(s)[at[0]], np.inf)
+                    once = min(once, float(taken.min()))
+        last = [rest[s : s + without + 1].min() for s in range(len(states))]
+        last[len(states) - self.last :] = [0.0] * self.last
+        return once, rest, np.array(last)
 
     def ahead(self, states: list[Mask]) -> list[Ways]:
         """The least transfers on the way to each stage, by its interval, less what is out of the
