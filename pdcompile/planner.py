@@ -38,7 +38,7 @@ from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.plan import check as check_plan
-from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
 from pdcompile.schedule.registry import kind_of, one_age_streams
 
 if TYPE_CHECKING:
@@ -127,8 +127,9 @@ class Planner:
         """A planner of the cut alone; all else is as in this plan."""
         again = tuple(stage.recompute for stage in plan.stages)
         options = replace(
-            self.options, schedule=plan.training.schedule, replicas=1, recompute=again
-        )
+            self.options, schedule=plan.training.schedule, replicas=1, recompute=again,
+            microbatches=plan.training.num_microbatches,
+        )  # fmt: skip
         stages = self.space.stages or len(self.cluster.devices)
         training = replace(plan.training, warmup=())
         chosen = Configuration(self.cluster, stages, training, placement=self.space.placement)
@@ -194,10 +195,26 @@ class Planner:
             return preferred_plan(plan, graph, self.cluster, tolerance, seconds=left)
 
         plan = fitting(searched, preferred, graphs.__getitem__, self.cluster)
+        if self._by_rule:
+            near = ",".join(map(str, plan.training.near_counts))
+            rule = f"{plan.training.num_microbatches} {BY_RULE} (--microbatches {near} compares)"
+            certificate = replace(plan.certificate, scope=f"{plan.certificate.scope}; {rule}")
+            plan = replace(plan, certificate=certificate)
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
         notes = (*self.cluster.notes, *self._notes, *self._on_ages(plan, graphs))
         source = source_of(self.options.costs, self.cluster.devices[0].kind)
         return replace(plan, notes=(*plan.notes, *notes), costs=source)
+
+    @property
+    def _by_rule(self) -> bool:
+        """Whether the number of microbatches is neither the user's nor the search's choice."""
+        written = kind_of(self.training.schedule).written
+        return (
+            self.options.microbatches == "auto"
+            and len(self.space.microbatches) == 1
+            and self.training.num_microbatches > 1
+            and written is None
+        )
 
     @property
     def _own_ages(self) -> bool:

@@ -39,10 +39,11 @@ from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation, measure, violations
 from pdcompile.plan.rivals import neighbours
-from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
 from pdcompile.problem.scenario import Scenario
 from pdcompile.problem.space import SearchSpace
+from pdcompile.report.plan_table import brief
 from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
@@ -148,7 +149,7 @@ def test_no_time_means_not_tried() -> None:
     found = explain(plan, time_limit=0)
     assert {one.status for one in found.relaxed} == {"not tried"}
     assert all(one.reason for one in found.relaxed)
-    assert found.freed is None
+    assert found.freed == ()
     slow = replace(plan, certificate=replace(plan.certificate, seconds=50.0))
     assert {one.status for one in explain(slow).relaxed} != {"not tried"}
 
@@ -446,19 +447,41 @@ def test_a_choice_that_costs_much_is_named() -> None:
     ops = tuple(replace(op, cost=cost) if op is slow else op for op in graph.ops)
     plan = planned(replace(graph, ops=ops), Cluster.parse("3"))
     found = explain(plan)
-    assert found.freed is not None
-    assert found.freed.choice == "replicas='any'"
-    assert found.freed.times > 1.3
-    assert str(found.freed).startswith("replicas='any' would be ")
-    assert "rank" in found.freed.plan
+    (freed,) = found.freed
+    assert freed.choice == "replicas='any'"
+    assert freed.times > 1.3
+    assert str(freed).startswith("replicas='any' would be ")
+    assert "rank" in freed.plan
     open_ = replace(plan.certificate, scope="any number of stages; replicas any")
     again = explain(replace(plan, certificate=open_))
-    assert again.freed is None or "replicas" not in again.freed.choice
+    assert not any("replicas" in one.choice for one in again.freed)
 
 
 def test_what_was_left_open_is_not_named() -> None:
     plan = planned(chain(6), Cluster.parse("2"))
     scope = "replicas any; recomputation by stage; schedules gpipe, 1f1b, zb-h1"
-    assert explain(plan).freed is not None  # both ranks on all ops
+    assert explain(plan).freed  # both ranks on all ops
     certificate = replace(plan.certificate, scope=scope)
-    assert explain(replace(plan, certificate=certificate)).freed is None
+    assert explain(replace(plan, certificate=certificate)).freed == ()
+
+
+def by_rule(plan: Plan) -> Plan:
+    scope = f"{plan.certificate.scope}; {plan.training.num_microbatches} {BY_RULE}"
+    return replace(plan, certificate=replace(plan.certificate, scope=scope))
+
+
+def test_more_microbatches_are_named_where_a_rule_said_how_many() -> None:
+    """Of equal stages m of m + 3 turns are work: 4 of 7 of them, and 16 of 19 where m is 16."""
+    cluster = Cluster.local(4)
+    plan = planned(chain(4), cluster, microbatches=4, batch_size=64)
+    assert not any("--microbatches" in one.choice for one in explain(plan).freed)
+    (found,) = (one for one in explain(by_rule(plan)).freed if "--microbatches" in one.choice)
+    many = planned(chain(4), cluster, microbatches=16, batch_size=64)
+    assert found.choice == "--microbatches 16"
+    assert found.times == pytest.approx(  # its ops take as long for a quarter of the samples
+        4 * plan.certificate.objective_seconds / many.certificate.objective_seconds, rel=1e-3
+    )
+    assert str(found).endswith("smaller microbatches; --microbatches 2,4,8,16 compares")
+    few = by_rule(planned(chain(4), cluster, microbatches=4, batch_size=4))
+    assert not any("--microbatches" in one.choice for one in explain(few).freed)
+    assert "in 4 microbatches (by rule)\n" in brief(few)

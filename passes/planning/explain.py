@@ -27,7 +27,7 @@ from pdcompile.passes.partition.alternatives import (
 )
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
-from pdcompile.passes.planning.search.freed_choices import Freed, freed
+from pdcompile.passes.planning.search.freed_choices import Freed, freed, more_microbatches
 from pdcompile.passes.planning.solved_problem import placed, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Plan, Training
@@ -62,7 +62,7 @@ class Explanation:
     edited: bool = False
     names: tuple[str, ...] = ()  # of the items
     seconds: float = 0.0  # wall time of explaining
-    freed: Freed | None = None  # the choice that costs most of those that were fixed
+    freed: tuple[Freed, ...] = ()  # of the choices that were fixed, those that cost much
 
 
 def explain(
@@ -84,7 +84,10 @@ def explain(
     edited = not math.isclose(objective, claimed, rel_tol=1e-6, abs_tol=1e-300)
     limit = DEFAULT_SECONDS if time_limit is None else time_limit
     cluster = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
-    costs_much = freed(plan, found, cluster, Budget(FREEING * limit)) if limit > 0 else None
+    costs_much = (
+        freed(plan, found, cluster, Budget(FREEING * limit)),
+        more_microbatches(plan, found),
+    ) if limit > 0 else ()  # fmt: skip
     deeper = None if found.placed else _deeper(problem, plan.training)
     breaks = _by_ledger(plan, found)
     wanted = (*relaxations(found, deeper), *_activations_kept(plan, where))
@@ -104,7 +107,7 @@ def explain(
         edited=edited,
         names=tuple(item.name for item in problem.items),
         seconds=time.monotonic() - begin,
-        freed=costs_much,
+        freed=tuple(one for one in costs_much if one is not None),
     )
 
 

@@ -20,13 +20,13 @@ from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken
 from pdcompile.passes.planning.explain import with_ledgers
 from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import excess, within_ledgers
-from pdcompile.passes.planning.solved_problem import setting_of
+from pdcompile.passes.planning.solved_problem import scaled, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
-from pdcompile.problem import Item, Partition, PartitionProblem, Traffic
+from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import KINDS, kind_of
 from pdcompile.units import format_bytes
@@ -259,32 +259,6 @@ def extra_warmup(training: Training, num_stages: int) -> int:
         if depths == training.warmup:
             return extra
     return 0
-
-
-def scaled(problem: PartitionProblem, factor: float) -> PartitionProblem:
-    """The problem with microbatches `factor` times as large; weights stay, all else follows."""
-
-    def item(one: Item) -> Item:
-        return replace(
-            one,
-            forward_seconds=one.forward_seconds * factor,
-            backward_seconds=one.backward_seconds * factor,
-            saved_bytes=math.ceil(one.saved_bytes * factor),
-            workspace_bytes=math.ceil(one.workspace_bytes * factor),
-        )
-
-    def value(one: Traffic) -> Traffic:
-        return replace(
-            one,
-            forward_bytes=math.ceil(one.forward_bytes * factor),
-            backward_bytes=math.ceil(one.backward_bytes * factor),
-        )
-
-    return replace(
-        problem,
-        items=tuple(map(item, problem.items)),
-        traffic=tuple(map(value, problem.traffic)),
-    )
 
 
 def _training(training: Training, change: Scenario) -> Training:

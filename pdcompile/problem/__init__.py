@@ -106,6 +106,7 @@ class MemoryRule:
 
 # Parts of a certificate's scope, which "; " separates: "among all plans with ...".
 ANY_CUT = "cuts between any two ops"
+BY_RULE = "microbatches by rule"  # in a scope: nobody chose how many, and no others were compared
 ONE_GROUP = "in one group: "
 #: the text of the wish that coarsening adds: what makes the loss or output is pinned
 OUTPUT_WISH = "the loss or output on the last stage"

@@ -26,8 +26,7 @@ BINDS = {
 def explain_report(found: Explanation) -> Group:
     """Limits of each stage, the next-best cuts, and the gain of looser limits."""
     parts: list[RenderableType] = [Text(""), stage_table(found), deciding(found)]
-    if found.freed is not None:
-        parts.append(Text(str(found.freed)))
+    parts += [Text(str(one)) for one in found.freed]
     if found.edited:
         parts.append(
             Text(

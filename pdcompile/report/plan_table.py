@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
-from pdcompile.problem import ONE_GROUP
+from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
 from pdcompile.schedule.registry import kind_of, name_of
@@ -67,6 +67,8 @@ def headline(plan: Plan) -> Text:
         f"minibatches of {counted(training.batch_size, 'sample')} "
         f"in {counted(training.num_microbatches, 'microbatch', 'microbatches')}"
     )
+    if BY_RULE in plan.certificate.scope:
+        text.append(" (by rule)")
     if training.max_grad_norm is not None:
         text.append(f", gradients clipped to norm {training.max_grad_norm:g}")
     if training.loss_scaling:

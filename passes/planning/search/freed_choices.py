@@ -14,17 +14,22 @@ from typing import Any
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition.alternatives import broken
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.partition.space.line_plans import LinePlans
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
-from pdcompile.passes.planning.solved_problem import setting_of
+from pdcompile.passes.planning.solved_problem import scaled, setting_of
+from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Plan
+from pdcompile.plan.embedded import plain
 from pdcompile.plan.evaluate import Evaluation
+from pdcompile.problem import BY_RULE
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import KINDS, kind_of
 
 MUCH = 1.1  # times as fast, from which it is worth a line
+MORE = (2, 4)  # times as many microbatches
 ALMOST = 0.97  # of what all choices together gain: then one of them is named
 
 
@@ -35,9 +40,11 @@ class Freed:
     choice: str
     times: float
     plan: str
+    at_most: bool = False  # costs are assumed that nobody knows
 
     def __str__(self) -> str:
-        return f"{self.choice} would be {self.times:.2g} times as fast: {self.plan}"
+        times = f"{'up to ' if self.at_most else ''}{self.times:.2g} times"
+        return f"{self.choice} would be {times} as fast: {self.plan}"
 
 
 def freed(plan: Plan, found: Evaluation, cluster: Cluster, budget: Budget) -> Freed | None:
@@ -59,6 +66,45 @@ def freed(plan: Plan, found: Evaluation, cluster: Cluster, budget: Budget) -> Fr
             each.append(Freed(choice, seconds / least, describe(best)))
     most = max((one.times for one in each), default=0.0)
     return next((one for one in each if one.times >= ALMOST * most), None)
+
+
+def more_microbatches(plan: Plan, found: Evaluation) -> Freed | None:
+    """The gain of more microbatches for the same stages, where a rule said how many there are.
+
+    A plan has costs of one size: a sample is taken to need as long in smaller microbatches, which
+    need longer if anything.  So of fewer microbatches nothing is said.
+    """
+    training = plan.training
+    if BY_RULE not in plan.certificate.scope or not plain(plan):
+        return None
+    kind, size = kind_of(training.schedule), -(-training.batch_size // training.num_microbatches)
+
+    def seconds(m: int) -> float:
+        """Of a step of so many."""
+        depths = warmup(training.schedule, len(plan.stages), m)
+        setting = replace(setting_of(training), num_microbatches=m)
+        problem = replace(
+            scaled(found.problem, -(-training.batch_size // m) / size),
+            memory=rule_of(setting, depths),
+            num_microbatches=m,
+        )
+        one = Evaluation(problem, found.stage_of)
+        return math.inf if broken(one) else one.seconds * (m if kind.stream else 1)
+
+    counts = [training.num_microbatches * factor for factor in MORE]
+    tried = {m: seconds(m) for m in counts if m <= training.batch_size}
+    least = min(tried, key=lambda m: tried[m], default=0)
+    now = found.seconds * (found.m if kind.stream else 1)
+    if not tried or tried[least] >= now / MUCH:
+        return None
+    near = ",".join(map(str, dict.fromkeys((*training.near_counts, least))))
+    return Freed(
+        f"--microbatches {least}",
+        now / tried[least],
+        "less idle, if a sample needs no longer in smaller microbatches; --microbatches "
+        f"{near} compares",
+        at_most=True,
+    )
 
 
 def _spaces(plan: Plan) -> Iterator[tuple[str, SearchSpace]]:
