@@ -498,7 +498,8 @@ def test_the_command_prints_what_rounding_costs(tmp_path: Path, call: Call) -> N
     plan = exported.planned(exported.mlp(), 3, cut_tolerance=0.0)
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json(), encoding="utf-8")
-    words = ("export", str(path), f"{HERE}:mlp", "--to", "megatron", "-o", str(tmp_path / "out"))
+    more = ("--to", "megatron", "-o", str(tmp_path / "out"))
+    words = ("export", f"{HERE}:mlp", "--plan", str(path), *more)
     code, out, err = call(*words)
     assert code == 0, err
     assert "cuts between modules cost +" in out or "rounding costs 0 %" in out
@@ -508,6 +509,11 @@ def test_the_command_prints_what_rounding_costs(tmp_path: Path, call: Call) -> N
     assert code == 0
     assert found["percent"] >= 0
     assert found["files"] == ["arguments.txt", "plan.json"]
+    assert call("export", str(path), f"{HERE}:mlp", *more)[:2] == call(*words)[:2]
+    for wrong in ((f"{HERE}:mlp",), ("a.json", "b.py:c", "--plan", str(path)), ("a", "b", "c")):
+        code, _, err = call("export", *wrong, *more)
+        assert code == 2
+        assert "export takes one plan and one target" in err
 
 
 def test_what_does_not_run_is_where_its_weight_is() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, PlanFile, Target
+from pdcompile.cli.options import AsJson
 
 if TYPE_CHECKING:
     from pdcompile.export import Export
@@ -18,11 +18,21 @@ TARGETS = ("torch-pipelining", "torchtitan", "megatron", "accelerate")
 
 @app.command()
 def export(
-    plan: PlanFile,
-    target: Target,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET",
+            show_default=False,
+            help="file.py:function or package.module:function that returns a pdcompile.Workload; "
+            "a plan before it is as one in --plan.",
+        ),
+    ],
     to: Annotated[
         str, typer.Option("--to", metavar="|".join(TARGETS), help="Whose runtime it is for.")
     ],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="plan.json, made by `plan -o`.")
+    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
     ] = Path("exported"),
@@ -54,17 +64,24 @@ def export(
 
       pdcompile plan gpt.py:build --cluster 1x2 -o plan.json
 
-      pdcompile export plan.json gpt.py:build --to torch-pipelining -o exported/
+      pdcompile export gpt.py:build --plan plan.json --to torch-pipelining -o exported/
 
       torchrun --nproc-per-node=2 exported/train.py
 
-      pdcompile export plan.json gpt.py:build --to accelerate -o exported/
+      pdcompile export gpt.py:build --plan plan.json --to accelerate -o exported/
     """
     import os
 
     from pdcompile.cli.output import emit_json, stdout
     from pdcompile.errors import ConfigError
 
+    *before, target = [*([str(plan)] if plan else []), *words]
+    if len(before) != 1:
+        raise ConfigError(
+            "export takes one plan and one target",
+            where=" ".join(words),
+            remedy="pdcompile export TARGET --plan plan.json --to …",
+        )
     if to not in TARGETS:
         raise ConfigError(
             f"there is no target {to!r}", where="--to", remedy=f"one of {', '.join(TARGETS)}"
@@ -73,7 +90,7 @@ def export(
     from pdcompile.export import export as exported
 
     found = exported(
-        plan, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
+        before[0], target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
         progress=True,
     )  # fmt: skip
     if as_json:
