@@ -303,6 +303,21 @@ def test_gradients_of_a_shared_parameter_wait_for_slots() -> None:
     assert bound_of(replace(problem, shared=shared)) > 0.85
 
 
+@pytest.mark.parametrize("branch", [False, True])
+def test_new_weights_of_a_shared_parameter_are_sent_at_last(branch: bool) -> None:
+    """60 seconds over the slow link in the middle, also if a branch beside the second group may
+    have a stage of its own."""
+    items = tuple(Item(f"i{i}", (f"i{i}",), 10.0, 20.0) for i in range(4))
+    readers = ((1, 2), (3,), (3,)) if branch else ((1,), (2,), (3,))
+    traffic = tuple(Traffic(f"i{i}", i, sinks, 1, 1) for i, sinks in enumerate(readers))
+    limits = tuple(StageLimits(bytes_per_second=rate) for rate in (50.0, 1.0, 50.0, 50.0))
+    shared = (SharedParameter("w", 60, True, (0, 3)),)
+    problem = PartitionProblem(
+        items, traffic, limits, shared, num_microbatches=2, objective="flush"
+    )
+    assert bound_of(problem) > 0.87
+
+
 def test_both_values_of_a_cut_inside_a_branch_are_counted() -> None:
     """A residual of 30 bytes goes around the second item.  The cut behind that one, which sends it
     too, still is the best: else one stage computes twice as much."""

@@ -99,12 +99,13 @@ class _Question:
         return None
 
     def _of(self, case: list[Case], makespan: float) -> list[int] | None:
-        ends = None
+        ends = left = None
         for n, one in enumerate(case):
-            ends = one.chain(makespan, self.budget)
+            ends = one.chain(makespan, self.budget, left)
             if ends is None:
                 case.insert(0, case.pop(n))
                 return None
+            left = one.left
         return ends
 
     @property

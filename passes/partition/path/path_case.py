@@ -200,7 +200,7 @@ class Case:
     loose: Array  # that a stage without the path can have, by the boundary where it lies
     whole: float  # on all, but for what may be on stages before the path
     total: float  # and all there is
-    final: Array  # after the first stage's last backward, by its end
+    final: Array  # after the last backward of the path's first stage, by its end
     shared: list[Array]  # until the last gradient of a tied parameter, without the way down
     returned: list[Array]  # and until the first stage has worked with it, without hops
     microbatches: int
@@ -211,13 +211,17 @@ class Case:
     _trips: RoundTrips = field(init=False)
     _paths: list[list[tuple[Array, int, int, float]]] = field(init=False)
     _steps: dict[tuple[int, int], _Step] = field(init=False)
-    _left: tuple[float, list[Mask]] | None = field(init=False, default=None)  # by what makespan
+    left: list[Mask] = field(init=False)  # that may be, with this makespan
+    _makespan: float = field(init=False, default=math.inf)
+    _last: Array = field(init=False)  # `final`, by the interval of any stage
 
     def __post_init__(self) -> None:
         """`_paths`: of each stage; how often the ways before it and after it are in each, and, at
         least, what it computes besides."""
         m, before = self.microbatches, self.before[:, None]
-        self._paths = []
+        self._paths, self.left = [], self.allowed
+        self._last = np.tile(self.final[:, None], len(self.final))
+        self._last[0] = self.final
         for s, (f, w) in enumerate(self.own):
             own, depth = f + w, self.warmup[s] + 1
             ends = self.whole + (m - 1) * np.maximum(f, w) + (m - depth) * np.minimum(f, w)
@@ -232,8 +236,7 @@ class Case:
             for trips, others in trips_in_turn(m, depth):
                 around = before + trips * self.rest[:, None] + others * own
                 found.append((around, 1, trips, others))
-            last = self._last(s)
-            self._paths.append([(one[0] + last, *one[1:]) for one in found if one[0].any()])
+            self._paths.append([(one[0] + self._last, *one[1:]) for one in found if one[0].any()])
         count = len(self.own)
         self._trips = RoundTrips.of(self.warmup, m)
         self._steps = {
@@ -242,17 +245,15 @@ class Case:
             for t in range(s + 1, count if self.parallel else min(s + 2, count))
         }
 
-    def _last(self, s: int) -> Array:
-        """Seconds after the first stage's last backward, by the intervals of stage s."""
-        return self.final[None, :] if s == 0 else self.final[:, None]
-
-    def chain(self, makespan: float, budget: Budget) -> list[int] | None:
-        """The ends of intervals of which nothing shows that they take longer; None if there is
-        no such chain.  Empty, if there is one, where stages may hold nothing of the path."""
+    def chain(
+        self, makespan: float, budget: Budget, among: list[Mask] | None = None
+    ) -> list[int] | None:
+        """The ends of intervals (`among` these) of which nothing shows that they take longer; None
+        if there is no such chain.  Empty, if there is one, where stages may hold nothing of the
+        path."""
         count = len(self.own)
-        if self._left is None or makespan > self._left[0]:
-            self._left = makespan, self.allowed
-        states = [mask.copy() for mask in self._left[1]]
+        left = self.allowed if makespan > self._makespan else self.left
+        states = [a & b for a, b in zip(left, among or left, strict=True)]
         size = -1
         while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
             ahead, behind = self.ahead(states), self.behind(states)
@@ -265,7 +266,7 @@ class Case:
             _drop_without_all_work(states, most, rooms, loose, self.surely, self.total)
             if not self._any(states):
                 return None
-        self._left = makespan, states
+        self._makespan, self.left = makespan, states
         if self.parallel is not None:
             return []
         ends = [0]
@@ -350,7 +351,7 @@ class Case:
             if self.first[0] <= s <= self.first[1]:
                 at = Window(slice(1), slice(None))
                 for *_, whole in self._ways(ahead[s].within(at), behind[s].within(at), at):
-                    taken = np.where(mask[at], self.whole + whole + self._last(s)[at[0]], np.inf)
+                    taken = np.where(mask[at], self.whole + whole + self._last[at], np.inf)
                     once = min(once, float(taken.min()))
         last = [rest[s : s + without + 1].min() for s in range(len(states))]
         last[len(states) - self.last :] = [0.0] * self.last

@@ -140,7 +140,7 @@ def _case(
         loose=beside.across(work),
         whole=whole,
         total=total,
-        final=_final(beside) if every else np.zeros(size + 1),
+        final=_final(beside, first, 0 if every else lasts, parallel),
         shared=[
             _shared(beside, between, f + w, missing, every=every)
             for between, (f, w) in zip(links, own, strict=True)
@@ -200,7 +200,7 @@ def _shared(
     beside: Beside, links: Sequence[StageLimits], own: Array, missing: float, *, every: bool
 ) -> Array:
     """[j, k]: seconds until the last gradient of a parameter that a group of the stage shares
-    with one before the path has arrived there over these links, after the least way down."""
+    with the first one of the path has arrived there over these links, after the least way down."""
     model, found = beside.model, np.zeros_like(own)
     m, fastest = model.problem.num_microbatches, max(one.speed for one in model.problem.stages)
     down = np.maximum(beside.before(np.array(model.forward)) / fastest - missing, 0.0)
@@ -228,13 +228,13 @@ def _returned(beside: Beside, links: Sequence[StageLimits], whole: float, *, eve
 def _tied(
     beside: Beside, links: Sequence[StageLimits], *, every: bool
 ) -> Iterator[tuple[Flow, float, Mask]]:
-    """Shared parameters whose first holder is at or before the first of the path: seconds of one
-    microbatch's gradient over the slowest link that surely is between the first holder and the
-    last one (from holder to holder, one of which sends over it), and where that one is."""
+    """Shared parameters whose first holder is the first of the path: seconds of one microbatch's
+    gradient over the slowest link that surely is between the first holder and the last one (from
+    holder to holder, one of which sends over it), and where that one is."""
     model = beside.model
     for flow in model.flows:
         last = flow.sinks[-1]
-        if not flow.tied or beside.high[min(*flow.sources, *flow.sinks)] != 1:
+        if not flow.tied or not _begins(beside, min(*flow.sources, *flow.sinks)):
             continue
         if links:
             has = np.zeros(model.num_groups)
@@ -243,18 +243,31 @@ def _tied(
             yield flow, once, beside.inside(has, every=every) > 0
 
 
-def _final(beside: Beside) -> Array:
-    """By the end of the first stage: seconds of new weights that it sends after its update.
+def _begins(beside: Beside, v: int) -> bool:
+    """Whether the path begins with this group."""
+    return bool(beside.low[v] == beside.high[v] == 1)
 
-    Of a parameter that a group surely on it shares with one that surely is not.
+
+def _final(beside: Beside, first: tuple[int, int], last: int, parallel: Parallel | None) -> Array:
+    """By the end of the path's first stage: seconds of new weights that are sent after its last
+    backward.
+
+    Of a parameter that the path's first group shares with one that surely is on a later stage, over
+    the slowest link that surely is between.  The first holder, which sends them, is where the path
+    begins, or has waited for the gradient from there.
     """
-    model = beside.model
-    m, found = model.problem.num_microbatches, np.zeros(beside.length + 1)
+    model, stages, size = beside.model, beside.model.problem.stages, beside.length
+    found = np.zeros(size + 1)
     for flow in model.flows:
-        if flow.tied:
-            first = min(int(beside.high[v]) for v in flow.sources)
-            last = max(int(beside.low[v]) for v in flow.sinks)
-            once = m * flow.forward_seconds(model.problem.stages[0])
-            if first == 1:  # surely on the first stage
-                found[:last] = np.maximum(found[:last], once)
+        if not flow.tied or not any(_begins(beside, v) for v in flow.sources):
+            continue
+        for low in map(int, beside.low[list(flow.sinks)]):
+            behind = size - low + last
+            if parallel is not None:
+                behind += min(parallel.most[low:size].sum(), len(stages))
+            links = stages[first[1] : max(len(stages) - 1 - int(behind), 0)]
+            seconds = [flow.forward_seconds(link) for link in links]
+            least = min(map(flow.forward_seconds, stages[first[0] : first[1] + 1]))
+            once = model.problem.num_microbatches * max(seconds, default=least)
+            found[:low] = np.maximum(found[:low], once)
     return found
