@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_that_another_rank_failed_is_said_where_that_one_says_nothing(tmp_path: 
     assert len(alone) == 2
     assert alone[0].endswith("another rank failed first: wrong")
     assert alone[1].startswith("the same on rank ")
+
+
+def test_what_torchrun_ends_meanwhile_is_shown_before(tmp_path: Path) -> None:
+    """Rank 1 gets SIGTERM while it waits whether rank 0 says what came first."""
+    script = """
+        import os, signal, threading
+        from pdcompile.cli.output import fail
+        from pdcompile.errors import RankError
+        if os.environ["RANK"] == "1":
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            fail(RankError("another rank failed first: killed"))
+            print("goes on")
+    """
+    run = processes(script, 2, tmp_path)
+    assert run.code == -signal.SIGTERM, run
+    assert "error on rank 1: another rank failed first: killed" in run.output
+    assert "goes on" not in run.output
 
 
 def test_json_is_one_object(tmp_path: Path) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
+
+from pdcompile.runtime.failure.termination import end_by_sigterm
 
 SETTLE_SECONDS = 0.5  # in which other ranks come to the same error
 _CONNECT_SECONDS = 2.0
@@ -27,11 +31,29 @@ def told_once(text: str, show: Callable[[], None], *, derived: bool) -> tuple[in
     """Show an error, unless another rank has shown the same.
 
     One that is `derived` from another rank's is shown only where none shows its own.  Waits a
-    moment for others, since torchrun ends all ranks as soon as one has ended.
+    moment for others, since torchrun ends all ranks as soon as one has ended.  In the main thread.
 
     Returns:
         Other ranks that end with this error, where it was shown by this one.
     """
+    with _without_sigterm():
+        return _told_once(text, show, derived)
+
+
+@contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """torchrun's SIGTERM, which comes as soon as one rank has ended, has to wait till the end."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            end_by_sigterm()
+
+
+def _told_once(text: str, show: Callable[[], None], derived: bool) -> tuple[int, ...]:
     shown = False
     try:
         board = _board()
