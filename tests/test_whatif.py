@@ -287,6 +287,13 @@ def test_the_warm_up_stays_as_deep_as_it_was() -> None:
     assert (training.warmup, problem.memory.in_flight) == ((6, 4, 2, 0), (7, 5, 3, 1))
 
 
+def test_what_times_come_from_is_said_first() -> None:
+    plan = replace(planned(chain(4), Cluster.local(2)), costs="costs measured on a CPU")
+    assert whatif(plan, Scenario()).notes[0] == (
+        "times come from costs measured on a CPU, as those of the plan"
+    )
+
+
 def test_replicas_and_recomputation_are_refused() -> None:
     plan = planned(chain(6), Cluster.local(2))
     again = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))

@@ -132,6 +132,7 @@ def whatif(
     if own is not None and own.certificate.objective_seconds < after.certificate.objective_seconds:
         bound = min(after.certificate.bound_seconds, own.certificate.objective_seconds)
         after = replace(own, certificate=replace(own.certificate, bound_seconds=bound))
+    source = [f"times come from {plan.costs}, as those of the plan"] if plan.costs else []
     return Whatif(
         before=_state(
             straight_plan_of(problem, stage_of, plan.certificate, plan.training, now, plan)
@@ -139,7 +140,7 @@ def whatif(
         after=_state(after),
         kept_seconds=kept,
         kept_broken=wrong,
-        notes=notes + _close(after),
+        notes=(*source, *notes, *_close(after)),
     )
 
 
