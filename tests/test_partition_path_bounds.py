@@ -14,7 +14,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.path import path_bounds, path_case
 from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
-from pdcompile.passes.partition.path.branches import NARROW, Side, parallels
+from pdcompile.passes.partition.path.branches import Side, parallels
 from pdcompile.passes.partition.path.path_bounds import path_bound
 from pdcompile.passes.partition.search import solve
 from pdcompile.plan.evaluate import measure, violations
@@ -238,7 +238,7 @@ def test_no_more_is_out_of_the_way_than_may_be_there() -> None:
             for others in (1, 2, math.inf):
                 found = handed.over(others, one, one.onward)
                 assert (found >= -(one.there[0] + one.there[1])[:, None] - 1e-9).all()
-    assert apart > 10
+    assert apart > 5
 
 
 def test_a_way_by_a_stage_beside_the_path_has_hops_of_its_own() -> None:
@@ -449,21 +449,3 @@ def test_what_may_be_on_any_of_several_stages_is_computed_once() -> None:
 def test_all_work_is_done_where_some_stages_are_without_the_path(seed: int) -> None:
     """What the others compute in that time is not all: without that sum it is 0.69 and 0.66."""
     assert bound_of(branched(seed)) > 0.78
-
-
-def test_each_choice_of_groups_that_are_told_apart_is_known_by_its_share() -> None:
-    """Those that denied a makespan are asked again where more of the path is told apart."""
-    problem = residual_blocks(6, 4)
-    items = tuple(
-        replace(one, forward_seconds=(1 + n % 5) * one.forward_seconds)
-        for n, one in enumerate(problem.items)
-    )
-    model = build(replace(problem, items=items))
-    beside = Beside.of(model, heaviest_path(model))
-    assert beside is not None
-    forward, backward = np.array(model.forward), np.array(model.backward)
-    found = [one.part for one in parallels(beside, forward, backward, NARROW, filled=True)]
-    assert len(found) > 1
-    assert len(set(found)) == len(found)
-    assert found[-1] == math.inf
-    assert set(found) <= set(NARROW)

@@ -15,7 +15,7 @@ later one where all that may be there may have been at the earlier one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.path.beside import Array, Beside, with_gradients
 
 NEAR = 3  # stages without the path between two others: so many or more are counted as any number
-NARROW = 0.03, 0.1, 0.3, 1.0, math.inf  # average stages: groups beside less are told apart
+NARROW = 0.3, math.inf  # average stages: groups beside less are told apart
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ class Parallel:
     nested: NDArray[np.bool_]
     most: Array  # so many stages may be there, each with something
     wide_seconds: float
-    part: float  # see `NARROW`
 
     @property
     def all_nested(self) -> bool:
@@ -107,7 +106,6 @@ def parallels(
     beside: Beside,
     forward: Array,
     backward: Array,
-    parts: Iterable[float] = NARROW,
     *,
     filled: bool,
 ) -> list[Parallel]:
@@ -121,14 +119,12 @@ def parallels(
     until = until.cumsum()
     beside_it = until[beside.near_high[loose] - 1] - until[beside.near_low[loose]]
     average = work.sum() / beside.model.num_stages
-    chosen = {}
-    for part in sorted(parts):
-        narrow = inner & (beside_it <= (part * average if part < math.inf else math.inf))
-        chosen[tuple(loose[narrow].tolist())] = part
     ends = {v: _Ends.of(beside, v, others) for v, others in read_with(beside).items()}
+    most = (part * average if part < math.inf else part for part in NARROW)
+    narrow = (loose[inner & (beside_it <= seconds)].tolist() for seconds in most)
     return [
-        _parallel(beside, forward, backward, [ends[v] for v in one], part, filled=filled)
-        for one, part in chosen.items()
+        _parallel(beside, forward, backward, [ends[v] for v in one], filled=filled)
+        for one in dict.fromkeys(map(tuple, narrow))
     ]
 
 
@@ -185,7 +181,6 @@ def _parallel(
     forward: Array,
     backward: Array,
     groups: list[_Ends],
-    part: float,
     *,
     filled: bool,
 ) -> Parallel:
@@ -223,7 +218,7 @@ def _parallel(
     before, beyond = beside.before(of_wide), beside.behind(of_wide)
     all_there = there[0], there[1]
     return Parallel(
-        wide, before, beyond, all_there, onward, back, _nested(groups, size), most, total, part,
+        wide, before, beyond, all_there, onward, back, _nested(groups, size), most, total,
     )  # fmt: skip
 
 

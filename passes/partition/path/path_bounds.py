@@ -38,7 +38,6 @@ from pdcompile.passes.partition.bounds import bisected
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.path.beside import Beside, heaviest_path
-from pdcompile.passes.partition.path.branches import NARROW
 from pdcompile.passes.partition.path.path_case import Case
 from pdcompile.passes.partition.path.path_cases import cases_of
 
@@ -61,12 +60,12 @@ def path_bound(
     What is possible as far as the bound knows is offered, stages of groups, and `upper` asked
     again.  A budget that ends leaves the bound as far as it has come.
     """
-    path, parts = heaviest_path(model), set(NARROW)
+    path = heaviest_path(model)
     sizes = [most for most in SIZES if len(path) > ALMOST * most] + [SIZES[-1]]
     for most in dict.fromkeys(sizes):
         beside = Beside.of(model, path, most)
         if beside is not None and lower < upper() * (1 - 1e-9) and not budget.late:
-            question = _Question([*cases_of(beside, parts)], budget)
+            question = _Question([*cases_of(beside)], budget)
 
             def found(ends: list[int], beside: Beside = beside) -> None:
                 for groups in beside.assignments(ends) if ends else ():
@@ -77,7 +76,6 @@ def path_bound(
                 question.chain, lower, limit, CLOSE, budget, found, SHARES[last],
                 rising=most != sizes[0],
             )  # fmt: skip
-            parts = question.parts if most != sizes[0] and question.parts else parts
     return lower
 
 
@@ -100,15 +98,11 @@ class _Question:
 
     def _of(self, case: list[Case], makespan: float) -> list[int] | None:
         ends = left = None
-        for n, one in enumerate(case):
+        for one in [*case, *case[:-1]]:  # the first ones again, among what the others leave
             ends = one.chain(makespan, self.budget, left)
             if ends is None:
-                case.insert(0, case.pop(n))
+                case.remove(one)
+                case.insert(0, one)
                 return None
             left = one.left
         return ends
-
-    @property
-    def parts(self) -> set[float]:
-        """How many groups those tell apart that denied it last."""
-        return {case[0].parallel.part for case in self.cases if case[0].parallel is not None}

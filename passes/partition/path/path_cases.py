@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -29,7 +29,7 @@ SHARES = tuple(i / 40 for i in range(41))  # of a backward in forward and backwa
 WORTH = 0.2  # of the average stage's work: for so much work it has to say most
 
 
-def cases_of(beside: Beside, parts: Iterable[float]) -> Iterator[list[Case]]:
+def cases_of(beside: Beside) -> Iterator[list[Case]]:
     """All stages hold groups of the path; or some do not, and it begins on one of these.
 
     Each with more or fewer groups told apart (`branches.NARROW`): what is impossible in one of the
@@ -40,7 +40,7 @@ def cases_of(beside: Beside, parts: Iterable[float]) -> Iterator[list[Case]]:
     if alone or in_order(model):
         yield [_case(beside, hop, _Limits.of(beside, every=True), None, (0, 0))]
     if not alone:
-        choices = parallels(beside, *_seconds(model), parts, filled=in_order(model))
+        choices = parallels(beside, *_seconds(model), filled=in_order(model))
         limits = _Limits.of(beside, every=False)
         for first in _firsts(beside):
             yield [_case(beside, hop, limits, parallel, first) for parallel in choices]
