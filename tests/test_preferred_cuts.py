@@ -358,7 +358,8 @@ def kept(plan: Plan, fastest: Plan, tolerance: float, graph: OpGraph) -> None:
         total = sum(item.forward_seconds + item.backward_seconds for item in items)
         parts = units(graph, after.problem, total / len(set(before.stage_of)))
         fewer = divided(parts, after.stage_of) < divided(parts, before.stage_of)
-        assert fewer or sent_bytes(after) < sent_bytes(before)
+        # Where a faster plan turned up, what is preferred has fewer than that one.
+        assert fewer or sent_bytes(after) < sent_bytes(before) or known < old.objective_seconds
     for stage in plan.stages:
         for rank in stage.ranks:
             limit = Cluster.from_toml(plan.cluster).devices[rank].memory_bytes
