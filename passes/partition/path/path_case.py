@@ -15,7 +15,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.path.beside import Array
 from pdcompile.passes.partition.path.branches import NEAR, Parallel, Sides
 from pdcompile.passes.partition.path.crossings import Hop
-from pdcompile.passes.partition.path.round_trips import RoundTrips
+from pdcompile.passes.partition.path.round_trips import Least, RoundTrips
 
 Mask = NDArray[np.bool_]
 
@@ -324,7 +324,7 @@ class Case:
         self, ahead: list[Ways], behind: list[Ways], states: list[Mask], makespan: float
     ) -> None:
         """Drop intervals with which round trips of stages, one after the other, take too long."""
-        limits = self._trips.limits(makespan, *self._rests(ahead, behind, states))
+        limits = self._trips.limits(makespan, self._least(ahead, behind, states))
         if limits is None:
             return
 
@@ -335,11 +335,7 @@ class Case:
         own = [f + w for f, w in self.own]
         self._trips.drop(states, limits, own, own[0] * self.speeds[0], self.first, over)
 
-    def _rests(
-        self, ahead: list[Ways], behind: list[Ways], states: list[Mask]
-    ) -> tuple[float, Array, Array]:
-        """Least seconds of all the path; from each stage to its end and back; and from that stage
-        or, if it has nothing of the path, the next one that has."""
+    def _least(self, ahead: list[Ways], behind: list[Ways], states: list[Mask]) -> Least:
         once, rest, without = math.inf, np.full(len(states), np.inf), 0
         beyond: Array | float = 0.0
         if self.parallel is not None:
@@ -355,7 +351,16 @@ class Case:
                     once = min(once, float(taken.min()))
         last = [rest[s : s + without + 1].min() for s in range(len(states))]
         last[len(states) - self.last :] = [0.0] * self.last
-        return once, rest, np.array(last)
+        own = [
+            [
+                np.where(mask, one[way], np.inf).min()
+                for mask, one in zip(states, self.own, strict=True)
+            ]
+            for way in range(2)
+        ]
+        f, w = np.where(np.isfinite(rest), own, 0.0)
+        always = np.arange(len(states)) < (1 if self.first == (0, 0) else 0)
+        return Least(once, rest, np.array(last), (f, w), always | (self.parallel is None))
 
     def ahead(self, states: list[Mask]) -> list[Ways]:
         """The least transfers on the way to each stage, by its interval, less what is out of the

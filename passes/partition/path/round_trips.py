@@ -23,6 +23,16 @@ TRIED = 16  # numbers of trips between two stages, from the largest on
 NONE = 1e9  # times the pace, less than nothing: no trip has begun
 
 
+class Least(NamedTuple):
+    """Seconds at least, by stage: with whatever of the path it may have."""
+
+    once: float  # of all the path
+    rest: Array  # from the stage to the path's end and back; infinite where it has none of it
+    last: Array  # the same from that stage or, without the path, the next one that has some
+    own: tuple[Array, Array]  # forward and backward, with some of the path
+    always: NDArray[np.bool_]  # it surely has some
+
+
 class Limits(NamedTuple):
     """A trip from s to t, of n microbatches, takes at most n times the `pace` and what `most` of t
     is above `start` of s."""
@@ -38,9 +48,11 @@ class RoundTrips:
 
     They follow the first microbatch over all of the path; after its backward on stage s, q times to
     stage t and back, x times to the end of the path and back, and once more to its end from stage r
-    (the number of stages: not at all); and then a backward to where the path begins.
+    (the number of stages: not at all); and then a backward to where the path begins.  Instead of x
+    and r, this may wait on s or before it for all that is still to be done there.
     """
 
+    microbatches: int
     warmup: tuple[int, ...]
     ways: Counts  # s, t, q, x, r
     ahead: Counts  # [s, t]: microbatches that one trip takes the schedule on
@@ -59,21 +71,16 @@ class RoundTrips:
                     last = next((r for r in range(s, count) if warmup[r] < left), count)
                     found.append((s, t, q, whole, last if whole or last <= t else count))
         table = np.array(found, dtype=np.intp).reshape(-1, 5).T
-        return RoundTrips(warmup, table, np.subtract.outer(warmup, warmup) + 1)
+        return RoundTrips(m, warmup, table, np.subtract.outer(warmup, warmup) + 1)
 
-    def limits(self, makespan: float, once: float, rest: Array, last: Array) -> Limits | None:
-        """Of trips, if all is done in so many seconds; None where there are no trips.
-
-        `once`: seconds of all the path; `rest`: from each stage to its end and back; `last`: the
-        same from that stage or, if it has nothing of the path, the next one that has.  Infinite
-        where nothing is possible.
-        """
+    def limits(self, makespan: float, least: Least) -> Limits | None:
+        """Of trips, if all is done in so many seconds; None where there are no trips."""
         s, t, times, whole, r = self.ways
-        possible = np.isfinite(rest)
-        rest, last = (np.where(np.isfinite(one), one, 0.0) for one in (rest, last))
+        possible = np.isfinite(least.rest)
+        rest, last = (np.where(np.isfinite(one), one, 0.0) for one in (least.rest, least.last))
+        tails = np.maximum(whole * rest[s] + np.append(last, 0.0)[r], self._waits(least))
         room = np.full(self.ahead.shape, np.inf)
-        spare = makespan - once - whole * rest[s] - np.append(last, 0.0)[r]
-        np.minimum.at(room, (s, t), spare / times)
+        np.minimum.at(room, (s, t), (makespan - least.once - tails) / times)
         here = np.isfinite(room) & possible[:, None]
         if not here.any():
             return None
@@ -82,6 +89,18 @@ class RoundTrips:
         most = np.where(here.any(0), over.max(0), np.inf)
         start = np.where(here, most[None, :] - np.where(here, over, 0.0), np.inf).min(1)
         return Limits(pace, np.where(here.any(1), start, -NONE * pace), most)
+
+    def _waits(self, least: Least) -> Array:
+        """By way: the most that it waits on some stage up to s, which surely has some of the path,
+        for what is to be done there."""
+        s, t, times, *_ = self.ways
+        left = (self.microbatches - 1 - times * self.ahead[s, t])[:, None]
+        forward, backward = least.own
+        waits = left * backward + np.maximum(left - self.warmup, 0) * forward
+        stages = np.arange(len(self.warmup))
+        there = (stages <= s[:, None]) & (least.always | (stages == s[:, None]))
+        found: Array = np.where(there, waits, 0.0).max(1, initial=0.0)
+        return found
 
     def drop(
         self,
