@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +36,8 @@ class Workload:
     Args:
         model: any nn.Module; may be on the meta device.
         example_inputs: one global minibatch (batch dimension first): a tensor, a tuple of
-            positional or a dict of keyword arguments of forward.
+            positional or a dict of keyword arguments of forward.  Where `batches` are given, of
+            their form and size.
         loss_fn: ``loss_fn(output, target) -> scalar``; None: the model returns the loss.
         batches: called for a fresh pass over the data, yields ``(inputs, target)`` pairs of
             global minibatches; inputs have the form of `example_inputs`, target is any pytree
@@ -83,7 +84,12 @@ class Workload:
         return self.example()[1]
 
     def example(self) -> tuple[Any, Any]:
-        """``(inputs, target)`` to capture with; inputs and target are of one batch."""
+        """``(inputs, target)`` to capture with; inputs and target are of one batch.
+
+        Raises:
+            ConfigError: as `example_target`; or the first batch has another form than the example.
+            InputError: one of them does not fit the model's forward.
+        """
         if self.loss_fn is None:
             return self.example_inputs, None
         if self.batches is None:
@@ -92,7 +98,9 @@ class Workload:
                 where="Workload.batches",
                 remedy="give Workload(..., batches=function) that yields (inputs, target)",
             )
-        return next(self.stream())
+        inputs, target = next(self.stream())
+        _compare(self.model, self.example_inputs, inputs)
+        return inputs, target
 
     def stream(self) -> Iterator[tuple[Any, Any]]:
         """Minibatches without end: `batches` from the start again whenever it is used up.
@@ -119,6 +127,39 @@ class Workload:
                     where="Workload.batches",
                     remedy="return a fresh iterable of (inputs, target) at every call",
                 )
+
+
+def _compare(model: torch.nn.Module, example_inputs: Any, inputs: Any) -> None:
+    """Raise ConfigError where the first batch's inputs have another form than the example's; warn
+    where they only have other sizes."""
+    from pdcompile.batch import example_call
+    from pdcompile.warn import warn
+
+    example, first = (example_call(model, one).leaves for one in (example_inputs, inputs))
+    for path in dict.fromkeys((*example, *first)):
+        (kind, size), (other, of_batch) = _form(example, path), _form(first, path)
+        found = (
+            f"{path} is {kind}{size or ''} in example_inputs and {other}{of_batch or ''} in the "
+            "first batch"
+        )
+        if kind != other or len(size) != len(of_batch):
+            raise ConfigError(
+                found,
+                where="Workload.example_inputs",
+                remedy="give the inputs of one minibatch, as batches() yields them",
+            )
+        if size != of_batch:
+            warn(f"{found}: plans and figures are for minibatches as batches() yields them")
+            return
+
+
+def _form(leaves: Mapping[str, Any], path: str) -> tuple[str, list[int]]:
+    """The dtype of a tensor, else the type, and the shape."""
+    if path not in leaves:
+        return "not there", []
+    leaf = leaves[path]
+    shape = getattr(leaf, "shape", None)
+    return (type(leaf).__name__, []) if shape is None else (str(leaf.dtype), list(shape))
 
 
 def load_target(target: str) -> Workload:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pdcompile import ConfigError, Workload, load_target
+from pdcompile.errors import InputError
 
 GOOD = """
 import torch
@@ -152,3 +153,34 @@ def test_batches_that_are_empty() -> None:
     workload = Workload(nn.Linear(1, 1), 0, nn.functional.mse_loss, list)
     with pytest.raises(ConfigError, match="yields nothing"):
         next(workload.stream())
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (torch.ones(4, 3, dtype=torch.float64), "torch.float64.* and torch.float32"),
+        (torch.ones(3), r"input is torch.float32\[3\] in .* torch.float32\[4, 3\] in the first"),
+    ],
+)
+def test_an_example_of_another_form_than_the_batches(example: torch.Tensor, message: str) -> None:
+    x = torch.ones(4, 3)
+    workload = Workload(nn.Linear(3, 3), example, nn.functional.mse_loss, lambda: [(x, x)])
+    with pytest.raises(ConfigError, match=message) as caught:
+        workload.example()
+    assert caught.value.where == "Workload.example_inputs"
+
+
+def test_an_example_of_another_size_is_told() -> None:
+    x = torch.ones(4, 3)
+    workload = Workload(
+        nn.Linear(3, 3), torch.ones(64, 3), nn.functional.mse_loss, lambda: [(x, x)]
+    )
+    with pytest.warns(UserWarning, match=r"\[64, 3\] in example_inputs .* as batches\(\) yields"):
+        assert workload.example()[0] is x
+
+
+def test_keywords_of_the_example_have_to_be_those_of_forward() -> None:
+    x = torch.ones(4, 3)
+    workload = Workload(nn.Linear(3, 3), {"inpt": x}, nn.functional.mse_loss, lambda: [(x, x)])
+    with pytest.raises(InputError, match="does not fit"):
+        workload.example()
