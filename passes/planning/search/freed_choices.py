@@ -30,7 +30,8 @@ from pdcompile.schedule.registry import KINDS, kind_of
 
 MUCH = 1.1  # times as fast, from which it is worth a line
 MORE = (2, 4)  # times as many microbatches
-ALMOST = 0.97  # of what all choices together gain: then one of them is named
+MUCH_MORE = 1.25  # times as fast at most: what small microbatches cost nobody knows
+ALMOST = 0.97  # of what all choices, or most microbatches, gain: then one of them is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,15 @@ def more_microbatches(plan: Plan, found: Evaluation) -> Freed | None:
 
     counts = [training.num_microbatches * factor for factor in MORE]
     tried = {m: seconds(m) for m in counts if m <= training.batch_size}
-    least = min(tried, key=lambda m: tried[m], default=0)
     now = found.seconds * (found.m if kind.stream else 1)
-    if not tried or tried[least] >= now / MUCH:
+    enough = min(tried.values(), default=math.inf) / ALMOST
+    few = min((m for m, one in tried.items() if one <= enough), default=0)
+    if not few or tried[few] >= now / MUCH_MORE:
         return None
-    near = ",".join(map(str, dict.fromkeys((*training.near_counts, least))))
+    near = ",".join(map(str, dict.fromkeys((*training.near_counts, few))))
     return Freed(
-        f"--microbatches {least}",
-        now / tried[least],
+        f"--microbatches {few}",
+        now / tried[few],
         "less idle, if a sample needs no longer in smaller microbatches; --microbatches "
         f"{near} compares",
         at_most=True,
