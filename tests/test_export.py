@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pdcompile import Cluster, ConfigError, InfeasibleError, Workload
+from pdcompile import Cluster, ConfigError, InfeasibleError, PlanError, Workload
 from pdcompile.eager.autocast import NO_CASTS
 from pdcompile.export import Export, export, source_of
 from pdcompile.ir.graph import OpGraph
@@ -510,10 +510,33 @@ def test_the_command_prints_what_rounding_costs(tmp_path: Path, call: Call) -> N
     assert found["percent"] >= 0
     assert found["files"] == ["arguments.txt", "plan.json"]
     assert call("export", str(path), f"{HERE}:mlp", *more)[:2] == call(*words)[:2]
-    for wrong in ((f"{HERE}:mlp",), ("a.json", "b.py:c", "--plan", str(path)), ("a", "b", "c")):
-        code, _, err = call("export", *wrong, *more)
-        assert code == 2
-        assert "export takes one plan and one target" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "remedy"),
+    [
+        (["a.py:f"], "--plan is missing", "export a.py:f --plan plan.json --to megatron"),
+        (["a.py:f", "p.json"], "p.json is a plan", "export a.py:f --plan p.json --to megatron"),
+        (["p.json"], "p.json is a plan", "export TARGET --plan p.json --to megatron"),
+        (["p.json", "b.py:c", "--plan", "q.json"], "export takes one plan and one target", ""),
+        (["a", "b", "c"], "export takes one plan and one target", ""),
+    ],
+)
+def test_a_plan_that_is_missing_or_in_the_targets_place(
+    words: list[str], said: str, remedy: str, call: Call
+) -> None:
+    code, _, err = call("export", *words, "--to", "megatron")
+    assert code == 2
+    assert said in err
+    assert f"remedy: pdcompile {remedy or 'export TARGET'}" in err
+
+
+def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(exported.planned(exported.mlp(), 2).to_json(), encoding="utf-8")
+    with pytest.raises(PlanError, match="the plan is of another model") as caught:
+        export(path, f"{HERE}:crossing", to="megatron", folder=tmp_path / "out")
+    assert caught.value.where == str(path)
 
 
 def test_what_does_not_run_is_where_its_weight_is() -> None:

@@ -96,9 +96,12 @@ def export(
     result = driver.build(
         workload.model,
         example_call(workload.model, inputs, expected),
-        Options(loss_fn=workload.loss_fn, plan=given, progress=progress, weights=workload.weights),
+        Options(
+            loss_fn=workload.loss_fn, plan=given, plan_file=where, progress=progress,
+            weights=workload.weights,
+        ),
         replan=replan,
-    )
+    )  # fmt: skip
     found = targets.export(
         Subject(
             result.capture,

@@ -75,13 +75,7 @@ def export(
     from pdcompile.cli.output import emit_json, stdout
     from pdcompile.errors import ConfigError
 
-    *before, target = [*([str(plan)] if plan else []), *words]
-    if len(before) != 1:
-        raise ConfigError(
-            "export takes one plan and one target",
-            where=" ".join(words),
-            remedy="pdcompile export TARGET --plan plan.json --to …",
-        )
+    plan_path, target = plan_and_target(words, plan, to)
     if to not in TARGETS:
         raise ConfigError(
             f"there is no target {to!r}", where="--to", remedy=f"one of {', '.join(TARGETS)}"
@@ -90,7 +84,7 @@ def export(
     from pdcompile.export import export as exported
 
     found = exported(
-        before[0], target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
+        plan_path, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
         progress=True,
     )  # fmt: skip
     if as_json:
@@ -102,6 +96,39 @@ def export(
         console.print(str(output / name), markup=False, soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def plan_and_target(words: list[str], plan: Path | None, to: str) -> tuple[str, str]:
+    """The path of the plan, which may stand before the target, and the target.
+
+    Raises:
+        ConfigError: one is missing, there are more, or they are the wrong way round.
+    """
+    from pdcompile.errors import ConfigError
+
+    *before, target = [*([str(plan)] if plan else []), *words]
+    at = " ".join(words)
+    if target.endswith(".json"):  # no target ends so: it has a function's name
+        first = before[0] if before and plan is None else "TARGET"
+        raise ConfigError(
+            f"{target} is a plan, and stands where the target is expected",
+            where=at,
+            remedy=f"pdcompile export {first} --plan {target} --to {to}",
+        )
+    if not before:
+        raise ConfigError(
+            "export needs a plan, and --plan is missing",
+            where=at,
+            remedy=f"pdcompile export {target} --plan plan.json --to {to}, after "
+            f"pdcompile plan {target} -o plan.json",
+        )
+    if len(before) != 1:
+        raise ConfigError(
+            "export takes one plan and one target",
+            where=at,
+            remedy=f"pdcompile export TARGET --plan plan.json --to {to}",
+        )
+    return before[0], target
 
 
 def cost_line(found: Export) -> str:
