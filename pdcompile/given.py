@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -258,11 +259,12 @@ def given_sources(options: Options, generated: Sources) -> Sources:
     # The plan is not source: it was checked as a plan, and its times may be of another day.
     sources = replace(sources, edited=tuple(n for n in sources.edited if n.endswith(".py")))
     if sources.edited and not options.allow_edited:
+        words = ("verify", options.command_target, "--sources", str(options.sources))
         raise SourceError(
             f"{', '.join(sources.edited)} is not what this plan and model generate",
             where=str(options.sources),
-            remedy="--allow-edited (allow_edited=True) runs it as it is; with it `pdcompile verify "
-            "TARGET --sources FOLDER` (explain() in a program) says how it differs from the model; "
+            remedy=f"`pdcompile {shlex.join(words)} --allow-edited` (explain() in a program) says "
+            "how it differs from the model; --allow-edited (allow_edited=True) runs it as it is; "
             "or dump the folder anew",
         )
     return sources

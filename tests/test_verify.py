@@ -156,6 +156,10 @@ def test_the_first_op_that_differs_is_named_with_both_lines():
         report.places[0],
     )
     assert f"first at {report.places[0]}" in str(report)
+    total = sum(row.outputs + row.gradients + row.buffers for row in report.rows)
+    share = f"the stages differ from eager in {len(report.differences)} places of {total} compared"
+    assert total > report.outputs
+    assert f"{share} ({report.outputs} outputs" in str(report)
 
 
 def test_a_value_that_is_made_in_another_way_is_no_difference_and_hides_none():

@@ -91,7 +91,7 @@ class Verification:
             head = f"{edited}{self.blocks or 'the stages'} equal eager {how} ({self.compared})"
             return "\n".join([head, *rest])
         count = len(self.differences)
-        lines = [f"{edited}the stages differ from eager in {count} places ({self.compared})"]
+        lines = [f"{edited}the stages differ from eager in {self.share} ({self.compared})"]
         lines += [f"  first at {place}" for place in self.places]
         lines += [f"  {difference}" for difference in self.differences[:10]]
         lines += [f"  and {count - 10} more"] if count > 10 else []
@@ -101,6 +101,13 @@ class Verification:
     def place(self) -> str:
         """Where it was compared, in words; "" where that goes without saying."""
         return f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
+
+    @property
+    def share(self) -> str:
+        """The number of differences, of how many tensors in all steps."""
+        each = self.rows or (self,)
+        total = sum(one.outputs + one.gradients + one.buffers for one in each)
+        return f"{len(self.differences)} places of {total} compared"
 
     @property
     def compared(self) -> str:

@@ -427,7 +427,7 @@ def compiled(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with collecting_seldom():
         workload = load_target(target)
-        options = flags.to_options(workload, progress=True, **more)
+        options = flags.to_options(workload, progress=True, command_target=target, **more)
         inputs, expected = workload.example()
         if flags.dry_run:
             show(intended(workload, options, inputs, expected), writes, as_json=as_json)

@@ -142,7 +142,7 @@ def run(
     files = given.to_options()
     more = asdict(run_time) | ({"resume": saves.folder} if saves.resume else {})
     more["weights"] = more["weights"] or workload.weights
-    options = flags.to_options(workload, **files, **more)
+    options = flags.to_options(workload, command_target=target, **files, **more)
     inputs, expected = workload.example()
     if flags.dry_run:
         show(intended(workload, options, inputs, expected), saves.folder, as_json=as_json)

@@ -74,6 +74,7 @@ class Options:
     keep_captures: bool = False  # of the command line: use those of earlier commands, and keep
     capture_file: Path | None = None  # one more to look into and to write
     plan_file: str = "plan"  # where a plan that was read comes from
+    command_target: str = "TARGET"  # of the command line, for commands that remedies name
     said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -61,8 +61,7 @@ def _verdict(found: Verification) -> Text:
     who = "captured graph and stages" if found.graph else found.blocks or "the stages"
     who = f"edited ({', '.join(found.edited)}): {who}" if found.edited else who
     if found.differences:
-        count = len(found.differences)
-        return Text(f"{who} differ from eager in {count} places", style="bold red")
+        return Text(f"{who} differ from eager in {found.share}", style="bold red")
     how = ("bit for bit" if found.exact else f"up to rounding ({ROUNDED})") + found.place
     text = f"{who} equal eager {how}"
     text += f", {found.steps} steps on {found.steps} inputs" if found.steps > 1 else ""
