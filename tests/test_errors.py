@@ -107,11 +107,12 @@ def damaged(folder: Path, _: Any) -> None:
     pipe.load(folder)
 
 
-def edited_folder(folder: Path, _: Any) -> None:
+def edited_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     pipe_of().prepare(X, target=X).dump(folder / "stages")
     file = folder / "stages" / "stage_1.py"
     file.write_text(file.read_text() + "\n# mine\n")
-    pipe_of(sources=folder / "stages").prepare(X, target=X)
+    pipe_of(sources="stages").prepare(X, target=X)
 
 
 def closed(*_: Any) -> None:
