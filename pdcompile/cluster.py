@@ -63,7 +63,7 @@ class Device:
     """One worker. `speed` is relative to the reference device; `memory_bytes` None: no limit.
 
     A kind with a data sheet, "cuda" (any GPU), or any other name, of a GPU of which nothing is
-    known.  Raises ClusterError: another spelling of one that is known.
+    known.  Raises ClusterError: another spelling of one that is known, or no name at all.
     """
 
     kind: str = HOST_KIND
@@ -328,9 +328,15 @@ def stage_limits(
 
 
 def _check_spelling(kind: str, where: str | None = None) -> None:
-    """Raise ClusterError for another spelling of a kind that is known."""
+    """Raise ClusterError for another spelling of a kind that is known, and for an empty one."""
     if kind in KNOWN_KINDS:
         return
+    if not kind.strip():
+        raise ClusterError(
+            f"the device kind is {kind!r}, which names none",
+            where=where,
+            remedy=f"leave it out for {HOST_KIND!r}; known are {', '.join(KNOWN_KINDS)}",
+        )
     of_torch = {"gpu": GPU_KIND, GPU_KIND: GPU_KIND, HOST_KIND: HOST_KIND}
     named = of_torch.get(kind.lower().partition(":")[0])
     meant = (named,) if named else meant_by(kind)

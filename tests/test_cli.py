@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -357,6 +358,11 @@ def test_simulate_json(plan_file: Path, call: Call) -> None:
     assert document["seconds"] > 0
     assert 0 < document["idle"] < 1
     assert len(document["forecast"]["ledgers"]) == 2
+    assert document["costs"] == ""  # of the devices themselves
+    estimated = plan_file.with_name("estimated.json")
+    estimated.write_text(replace(plan(), costs="estimated costs").to_json(), encoding="utf-8")
+    shown = json.loads(call("simulate", str(estimated), "--json")[1])
+    assert shown["costs"] == "estimated costs"
 
 
 def test_simulate_into_a_place_that_cannot_be_written(plan_file: Path, call: Call) -> None:

@@ -93,12 +93,31 @@ def test_unknown_kinds_are_named_with_the_known_ones() -> None:
     assert found.devices == given.devices
     (note,) = found.notes
     assert "'cuda'" in note
-    assert "h100" in note
+    assert "known kinds are cpu, cuda, v100, " in note
+    assert "did you mean" not in note
+
+
+@pytest.mark.parametrize(("kind", "near"), [("l4o", "l4"), ("h10", "h100"), ("tpu", "")])
+def test_an_unknown_kind_that_is_near_a_known_one_names_it(kind: str, near: str) -> None:
+    (note,) = relative(cluster(kind, "a100-80"), product("float32"), 4).notes
+    assert ("did you mean" in note) is bool(near)
+    assert not near or f"did you mean '{near}'? known kinds are " in note
+
+
+@pytest.mark.parametrize("kind", ["", "  "])
+def test_an_empty_kind_is_refused(kind: str) -> None:
+    with pytest.raises(ClusterError, match="names none") as caught:
+        Cluster.from_toml(f'[[devices]]\nkind = "{kind}"')
+    assert caught.value.where == "cluster.toml: devices[0].kind"
+    with pytest.raises(ClusterError, match="names none"):
+        Device(kind)
 
 
 def test_a_plan_says_where_its_times_come_from() -> None:
     assert source_of("measured", "cpu") == ""
     assert source_of("estimated", "cpu") == source_of("estimated", "h100") == "estimated costs"
+    assert source_of("estimated", "cuda") == source_of("estimated", "tpu")
+    assert source_of("estimated", "tpu") == "estimated costs of a CPU core"
     here = source_of("measured", "h100")
     assert (here == "costs measured on a CPU") is not torch.cuda.is_available()
     with pdcompile.compile(

@@ -7,11 +7,12 @@ reach of a peak in a data sheet is an assumption, and the same for every kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pdcompile.cluster import HOST_KIND, Cluster
+from pdcompile.cluster import HOST_KIND, KNOWN_KINDS, Cluster
+from pdcompile.errors import did_you_mean
 from pdcompile.hardware.data_sheets import SHEETS, Sheet
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
@@ -153,7 +154,7 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
         note = (
             f"nothing is known of device kind {', '.join(map(repr, unknown))}: costs are "
             f"estimated for {'one core of a server CPU' if kinds[0] in unknown else kinds[0]}, "
-            f"times each device's speed; known kinds are {', '.join(KINDS)}"
+            f"times each device's speed; {_meant(unknown)}known kinds are {', '.join(KNOWN_KINDS)}"
         )
         return replace(cluster, notes=(*cluster.notes, note))
     seconds = {kind: _whole_seconds(graph, kind, microbatch_size) for kind in kinds}
@@ -173,6 +174,11 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
             others = ", ".join(f"{kind} {speed[kind]:.2f}" for kind in kinds[1:])
             note += f"; speeds for this model, relative to it: {others}"
     return replace(cluster, notes=(*cluster.notes, note))
+
+
+def _meant(unknown: Iterable[str]) -> str:
+    """``did you mean 'l4'? ``, of a kind that may be one that is known, misspelt."""
+    return "".join(did_you_mean(kind, SHEETS) for kind in unknown if kind not in KNOWN_KINDS)
 
 
 def _whole_seconds(graph: OpGraph, kind: str, microbatch_size: int) -> float:

@@ -122,7 +122,8 @@ def source_of(costs: Any, device_kind: str) -> str:
     from pdcompile.hardware.data_sheets import kind_of_name
 
     if costs == "estimated":
-        return "estimated costs"
+        known = machine_of(device_kind) is not None
+        return "estimated costs" if known else "estimated costs of a CPU core"
     if device_kind == HOST_KIND:
         return ""
     device = devices.of_kind(device_kind)

@@ -101,6 +101,7 @@ def simulate(
     if as_json:
         document = {
             "status": "done",
+            "costs": loaded.costs,
             "forecast": asdict(made.steady.forecast),
             "steps": steps,
             "seconds": timeline.duration(shown),
