@@ -70,9 +70,14 @@ def test_what_torchrun_ends_meanwhile_is_shown_before(tmp_path: Path) -> None:
     assert "goes on" not in run.output
 
 
-def test_json_is_one_object(tmp_path: Path) -> None:
-    lines = shown(tmp_path, SAME, SAME, arguments=("--json",))
-    assert sum('"message": "wrong"' in line for line in lines) == 1
+@pytest.mark.parametrize(
+    ("one", "other"), [(SAME, SAME), (SAME, OTHER), (DERIVED, OTHER), (DERIVED, DERIVED)]
+)
+def test_json_is_one_object(one: str, other: str, tmp_path: Path) -> None:
+    lines = shown(tmp_path, one, other, arguments=("--json",))
+    assert sum('"message":' in line for line in lines) == 1
+    if {one, other} == {SAME, OTHER}:
+        assert sum(line.startswith("error on rank ") for line in lines) == 2
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     proved = infeasible and not isinstance(error, NotFoundError)
     several = under_torchrun()
 
-    def show() -> None:
-        if as_json:
+    def show(first: bool) -> None:
+        if as_json and first:
             emit_json(error_document(error))
         text = Text()
         text.append("infeasible" if proved else "error", style="bold red")
@@ -142,5 +142,5 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
             ranks = ", ".join(map(str, others))
             stderr().print(f"the same on rank{'s' * (len(others) > 1)} {ranks}", soft_wrap=True)
     else:
-        show()
+        show(True)
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT

@@ -27,8 +27,9 @@ class _Entry(NamedTuple):
     digest: str
 
 
-def told_once(text: str, show: Callable[[], None], *, derived: bool) -> tuple[int, ...]:
-    """Show an error, unless another rank has shown the same.
+def told_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tuple[int, ...]:
+    """Show an error, unless another rank has shown the same; `show` is told whether it is the first
+    one of all.
 
     One that is `derived` from another rank's is shown only where none shows its own.  Waits a
     moment for others, since torchrun ends all ranks as soon as one has ended.  In the main thread.
@@ -53,26 +54,26 @@ def _without_sigterm() -> Iterator[None]:
             end_by_sigterm()
 
 
-def _told_once(text: str, show: Callable[[], None], derived: bool) -> tuple[int, ...]:
+def _told_once(text: str, show: Callable[[bool], None], derived: bool) -> tuple[int, ...]:
     shown = False
     try:
         board = _board()
         own = _Entry(int(os.environ["RANK"]), derived, hashlib.sha256(text.encode()).hexdigest())
         board.append(_KEY, f"{own.rank} {derived:d} {own.digest}\n")
-        first = next(one for one in _entries(board) if one.digest == own.digest)
-        if first != own:
+        entries = _entries(board)
+        if next(one for one in entries if one.digest == own.digest) != own:
             _settled(board)
             return ()
         if not derived:
-            show()
+            show(own == next(one for one in entries if not one.derived))
             shown = True
         found = _settled(board)
         if derived and all(one.derived for one in found):
-            show()
+            show(own == found[0])
         return tuple(sorted({one.rank for one in found if one.digest == own.digest} - {own.rank}))
     except (OSError, RuntimeError):  # there is no store, or it went with torchrun
         if not shown:
-            show()
+            show(True)
         return ()
 
 
