@@ -112,7 +112,7 @@ class Workload:
                 yield self.example_inputs, None
         while True:
             empty = True
-            for index, batch in enumerate(self.batches()):
+            for index, batch in enumerate(_own_errors_named(self.batches)):
                 if not (isinstance(batch, tuple | list) and len(batch) == 2):
                     raise ConfigError(
                         f"batch {index} is {_kind(batch)}, not a pair (inputs, target)",
@@ -127,6 +127,19 @@ class Workload:
                     where="Workload.batches",
                     remedy="return a fresh iterable of (inputs, target) at every call",
                 )
+
+
+def _own_errors_named(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """What batches() yields.  Raises ConfigError: it raised, with the line."""
+    count = 0
+    try:
+        for count, batch in enumerate(batches(), start=1):  # noqa: B007
+            yield batch
+    except PdcompileError:
+        raise
+    except Exception as error:
+        what, remedy = f"batches() raised at minibatch {count}", "make `list(batches())` work first"
+        raise _failed(what, error, "Workload.batches", remedy) from error
 
 
 def _compare(model: torch.nn.Module, example_inputs: Any, inputs: Any) -> None:
@@ -273,7 +286,7 @@ def _call(function: Callable[[], Any], target: str) -> Any:
         raise _failed("the target function raised", error, target) from error
 
 
-def _failed(what: str, error: Exception, target: str) -> ConfigError:
+def _failed(what: str, error: Exception, target: str, remedy: str | None = None) -> ConfigError:
     """An error that quotes the user's own exception with the innermost place of it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
@@ -286,7 +299,7 @@ def _failed(what: str, error: Exception, target: str) -> ConfigError:
     return ConfigError(
         f"{what}: {type(error).__name__}: {error}",
         where=where,
-        remedy=f"make `{_python_of(target)}` work first",
+        remedy=remedy or f"make `{_python_of(target)}` work first",
     )
 
 

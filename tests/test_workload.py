@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,21 @@ def test_batches_that_are_empty() -> None:
     workload = Workload(nn.Linear(1, 1), 0, nn.functional.mse_loss, list)
     with pytest.raises(ConfigError, match="yields nothing"):
         next(workload.stream())
+
+
+def test_an_error_of_batches_has_its_own_line() -> None:
+    x = torch.ones(4, 3)
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield x, x
+        raise OSError("no more files")
+
+    stream = Workload(nn.Linear(3, 3), x, nn.functional.mse_loss, batches).stream()
+    next(stream)
+    with pytest.raises(ConfigError, match="raised at minibatch 1: OSError: no more") as caught:
+        next(stream)
+    assert str(caught.value.where).startswith(f"{__file__}:")
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 @pytest.mark.parametrize(
