@@ -209,8 +209,15 @@ def refuse_unknown(
         elsewhere: remedies for names that have their place somewhere else.
 
     Raises:
-        ConfigError: names the first of them, and what to write in its place.
+        ConfigError: names them all, and what to write in the place of each.
     """
-    for name in given:
-        remedy = elsewhere.get(name) or did_you_mean(name, known) + f"there are {', '.join(known)}"
-        raise ConfigError(f"{of} {name!r}", where=name, remedy=remedy)
+    names = list(given)
+    if not names:
+        return
+    hints = {name: elsewhere.get(name) or did_you_mean(name, known).strip() for name in names}
+    said = [f"{name}: {hint}" if len(names) > 1 else hint for name, hint in hints.items() if hint]
+    listed = [] if all(name in elsewhere for name in names) else [f"there are {', '.join(known)}"]
+    remedy = "; ".join([*said, *listed]).replace("?;", "?")
+    raise ConfigError(
+        f"{of} {' or '.join(map(repr, names))}", where=", ".join(names), remedy=remedy
+    )

@@ -21,9 +21,20 @@ FORMS = "`file.py:function` or `package.module:function`"
 AN_OPTION = (
     "it is an option: {0}=… of pdcompile.compile; of the command line, see pdcompile plan --help"
 )
+REQUIRED: Any = ...  # in place of a value that has to be given
+IN_BATCHES = "batches is a function that returns a fresh iterable of (inputs, target): `lambda: {}`"
 # What people look for in a workload, and where it is.
 NOT_FIELDS = {
-    "example_target": "the example's target is that of the first (inputs, target) of batches",
+    **dict.fromkeys(
+        ("example_target", "target", "targets"),
+        "the example's target is that of the first (inputs, target) of batches",
+    ),
+    **{name: IN_BATCHES.format(name) for name in ("data", "dataset", "dataloader", "loader")},
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler"),
+        "it steps in a loop of your own: over pipe.optimizer of the pipeline that "
+        "pdcompile.compile returns",
+    ),
     "batch_size": "it is that of the minibatch: example_inputs is a whole one",
     "lr": "it is the optimizer's: --lr on the command line, or optimizer= of pdcompile.compile",
 }
@@ -54,14 +65,15 @@ class Workload:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        example_inputs: Any,
+        model: torch.nn.Module = REQUIRED,
+        example_inputs: Any = REQUIRED,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         batches: Callable[[], Iterable[tuple[Any, Any]]] | None = None,
         weights: Any = None,
         **unknown: Never,
     ) -> None:
-        """Raises ConfigError: a field that there is not; says what is meant instead."""
+        """Raises ConfigError: a field that there is not, with what is meant instead; or model or
+        example_inputs are missing."""
         given = (model, example_inputs, loss_fn, batches, weights)
         known = tuple(field.name for field in fields(self))
         if unknown:
@@ -69,6 +81,13 @@ class Workload:
 
             options = {field.name: AN_OPTION.format(field.name) for field in fields(Options)}
             refuse_unknown("Workload has no field", unknown, known, options | NOT_FIELDS)
+        if missing := [n for n, one in zip(known, given, strict=True) if one is REQUIRED]:
+            raise ConfigError(
+                f"Workload has no {' and no '.join(missing)}",
+                where=missing[0],
+                remedy="Workload(model, example_inputs, loss_fn, batches): example_inputs is a "
+                "whole minibatch, as forward takes it",
+            )
         for name, value in zip(known, given, strict=True):
             object.__setattr__(self, name, value)  # it is frozen
 

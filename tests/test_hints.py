@@ -45,6 +45,10 @@ def test_an_option_that_there_is_not_names_the_nearest() -> None:
         ("batch", "did you mean 'batches'? there are model, "),
         ("optimizer", "it is an option: optimizer=… of pdcompile.compile"),
         ("example_target", "the example's target is that of the first "),
+        ("target", "the example's target is that of the first "),
+        ("data", "batches is a function that returns a fresh iterable "),
+        ("dataset", "batches is a function that returns a fresh iterable "),
+        ("scheduler", "it steps in a loop of your own: "),
         ("qqq", "there are model, "),
     ],
 )
@@ -53,6 +57,23 @@ def test_a_field_that_a_workload_has_not_names_what_is_meant(name: str, remedy: 
         pdcompile.Workload(nn.Linear(1, 1), torch.ones(1, 1), **{name: None})
     assert str(caught.value.remedy).startswith(remedy)
     assert len(inspect.signature(pdcompile.Workload).parameters) == 6  # all of them are shown
+
+
+def test_all_wrong_fields_of_a_workload_are_named_before_those_that_are_missing() -> None:
+    wrong: dict[str, Any] = {"target": None, "batchs": None, "qqq": None}
+    with pytest.raises(ConfigError) as caught:
+        pdcompile.Workload(nn.Linear(1, 1), **wrong)
+    assert caught.value.message == "Workload has no field 'target' or 'batchs' or 'qqq'"
+    assert str(caught.value.remedy).startswith("target: the example's target is ")
+    assert "; batchs: did you mean 'batches'? there are model, " in str(caught.value.remedy)
+
+
+def test_what_a_workload_needs_is_named() -> None:
+    with pytest.raises(ConfigError, match="Workload has no example_inputs") as caught:
+        pdcompile.Workload(nn.Linear(1, 1), loss_fn=nn.functional.mse_loss)
+    assert "example_inputs is a whole minibatch" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="Workload has no model and no example_inputs"):
+        pdcompile.Workload()
 
 
 @pytest.mark.parametrize("given", ["1f1bb", "1F1B"])
