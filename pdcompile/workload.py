@@ -157,7 +157,10 @@ def _own_errors_named(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     except PdcompileError:
         raise
     except Exception as error:
-        what, remedy = f"batches() raised at minibatch {count}", "make `list(batches())` work first"
+        what, remedy = (
+            f"batches() raised at minibatch {count}",
+            "iterate over batches() alone first",
+        )
         raise _failed(what, error, "Workload.batches", remedy) from error
 
 
