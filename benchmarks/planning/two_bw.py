@@ -89,7 +89,7 @@ def planned(schedule: str, stages: Cut, num_microbatches: int) -> Plan:
     problem = replace(stages.problem, memory=rule, num_microbatches=num_microbatches)
     training = Training(schedule, num_microbatches, num_microbatches, depths)
     level = Level("link", count, problem.stages[0].bytes_per_second)
-    cluster = Cluster((Device("A100", DEVICE_BYTES),) * count, (level,))
+    cluster = Cluster((Device("v100", DEVICE_BYTES),) * count, (level,))
     return straight_plan_of(problem, stages.stage_of, stages.certificate, training, cluster)
 
 
