@@ -1,5 +1,7 @@
 """Units: what people write, and what files get back."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,3 +128,13 @@ def test_three_digits_come_back(count: int) -> None:
 
 def test_an_amount_that_a_message_names_can_be_pasted() -> None:
     assert parse_bytes("20838400 bytes") == 20838400
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_rate])
+@pytest.mark.parametrize("value", ["9" * 5000, 10**5000, 10**400], ids=["text", "long", "wide"])
+def test_more_digits_than_python_converts(parse: Callable[..., float], value: int | str) -> None:
+    unit = "/s" if parse is parse_rate else ""
+    amount = f"{value} GB{unit}" if isinstance(value, str) else value
+    with pytest.raises(ConfigError, match="too large") as caught:
+        parse(amount)
+    assert len(str(caught.value)) < 300

@@ -270,7 +270,8 @@ def _change(
             cut = draw.randrange(len(value) + 1)
             owner[index] = value[:cut] + draw.choice(TEXTS) + value[cut:]
         case 6 if isinstance(value, int | float) and not isinstance(value, bool):
-            owner[index] = draw.choice((value + 1, value - 1, -value, value * 2, value / 2))
+            half = value / 2 if abs(value) < 2**1000 else value // 2  # as far as a float goes
+            owner[index] = draw.choice((value + 1, value - 1, -value, value * 2, half))
         case 7 if draw.random() < 0.2:
             deep = draw.choice((63, 64, 65, 3000))
             owner[index] = Raw("[" * deep + "]" * deep)
