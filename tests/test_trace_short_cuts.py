@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -136,3 +138,26 @@ def test_the_question_is_put_back_as_it_was() -> None:
     with Unknown(tape).around():
         assert not import_utils.is_fake_tensor(fake)
     assert import_utils.is_fake_tensor is plain
+
+
+def test_the_first_capture_of_a_process_keeps_no_model() -> None:
+    """Modules of torch that are imported during it keep what is asked meanwhile."""
+    script = """
+import gc, weakref
+import torch
+from torch import nn
+from pdcompile.batch import example_call, resolve_batch
+from pdcompile.passes import trace
+
+model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(8, 4)
+flat = example_call(model, x, x)
+trace.capture(model, flat, resolve_batch(flat, 0), nn.functional.mse_loss)
+kept = weakref.ref(model)
+del model
+gc.collect()
+print("kept" if kept() else "gone")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout == "gone\n"

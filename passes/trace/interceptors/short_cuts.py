@@ -47,8 +47,10 @@ class ShortCuts(Interceptor):
             return not tape.assumed.short_cuts
 
         places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
-        # Recording has autograd on in both modes, evaluation runs without it.
-        with answered(lambda enabled: enabled and tape.training), patched(*places):
+        # Recording has autograd on in both modes, evaluation runs without it.  The tape is no part
+        # of the answer: modules of torch that are imported meanwhile keep it for good.
+        training = tape.training
+        with answered(lambda enabled: enabled and training), patched(*places):
             yield
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
