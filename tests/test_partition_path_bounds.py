@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -224,7 +224,7 @@ def test_of_several_stages_beside_the_path_one_with_the_largest_group_is_on_a_wa
 def test_no_more_is_out_of_the_way_than_may_be_there() -> None:
     """Also where some of it spans the stage before and other work the stage behind."""
     apart = 0
-    for seed in range(40):
+    for seed in range(60):
         problem, _ = around_a_chain(seed)
         model = build(problem)
         beside = Beside.of(model, heaviest_path(model))
@@ -238,7 +238,7 @@ def test_no_more_is_out_of_the_way_than_may_be_there() -> None:
             for others in (1, 2, math.inf):
                 found = handed.over(others, one, one.onward)
                 assert (found >= -(one.there[0] + one.there[1])[:, None] - 1e-9).all()
-    assert apart > 5
+    assert apart > 10
 
 
 def test_a_way_by_a_stage_beside_the_path_has_hops_of_its_own() -> None:
@@ -414,6 +414,14 @@ def test_with_a_plans_intervals_of_the_path_the_bound_is_below_the_plan() -> Non
         found.append(close(pinned, plan))
     assert len(found) > 40
     assert sum(found) > 0.9 * len(found)
+
+
+@pytest.mark.parametrize(("made", "seed"), [(blocks, 347), (blocks, 645), (branched, 392)])
+def test_trips_over_two_stages_have_what_surely_is_on_one_of_them(
+    made: Callable[[int], PartitionProblem], seed: int
+) -> None:
+    """With the earliest end that the second one may have: by its latest the optimum is denied."""
+    assert bound_of(replace(made(seed), num_microbatches=16, memory=MemoryRule())) > 0.5
 
 
 def test_a_stage_before_the_path_computes_what_nothing_of_it_is_before() -> None:

@@ -352,14 +352,14 @@ def kept(plan: Plan, fastest: Plan, tolerance: float, graph: OpGraph) -> None:
     before, after = placed(fastest), placed(plan)
     assert not list(after.violations())
     assert after.problem == before.problem
-    if new.fastest_seconds is not None:
+    # Where the stages are the same, it is the search that took a slower plan (of new weights).
+    if new.fastest_seconds is not None and after.stage_of != before.stage_of:
         assert sent_bytes(after) <= sent_bytes(before) or known < old.objective_seconds
         items = after.problem.items
         total = sum(item.forward_seconds + item.backward_seconds for item in items)
         parts = units(graph, after.problem, total / len(set(before.stage_of)))
         fewer = divided(parts, after.stage_of) < divided(parts, before.stage_of)
-        # Where a faster plan turned up, what is preferred has fewer than that one.
-        assert fewer or sent_bytes(after) < sent_bytes(before) or known < old.objective_seconds
+        assert fewer or sent_bytes(after) < sent_bytes(before)
     for stage in plan.stages:
         for rank in stage.ranks:
             limit = Cluster.from_toml(plan.cluster).devices[rank].memory_bytes

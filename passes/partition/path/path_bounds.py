@@ -11,7 +11,8 @@ W what the stage surely computes, w its warm-up, and S all work and all transfer
 - S + (m−1)·max(F, W) + (m−1−w)·min(F, W);
 - D + q·(F+W+T) + r·(F+W), q round trips, from 2 to ⌈m/(w+1)⌉, r = m−1−(q−1)(w+1);
 - S + p·(all from s to t, and transfers between them) + x·(all from s on) + (all from r on), round
-  trips one after the other (`round_trips`), for all s and t at once;
+  trips one after the other (`round_trips`), for all s and t at once; or, instead of x and r, all
+  that a stage up to s then still has to do;
 - the way down, F + W, and m gradients of a parameter that the stage shares with the first one; and
   S and all but two of these gradients, for which there are receive slots (`path_cases`).
 
