@@ -25,6 +25,7 @@ from pdcompile.given import (
     check_minibatch,
     given_plan,
     given_sources,
+    places_in_its_file,
     with_given_plan,
     with_saved_plan,
 )
@@ -80,7 +81,8 @@ def build(
     with each_once(), compiling(lines=shown is True, quiet=shown is False) as listener:
 
         def run(options: Options) -> Compiled:
-            return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
+            with places_in_its_file(options):
+                return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
 
         try:
             return run(with_saved_plan(options, num_ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from pdcompile.checkpoint.contents import Contents
 from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import PLAN
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, PlanError, SourceError
+from pdcompile.errors import ConfigError, PdcompileError, PlanError, SourceError
 from pdcompile.hardware import devices
 from pdcompile.hardware.host import memory_bytes
 from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
@@ -95,18 +96,33 @@ def with_given_plan(options: Options) -> Options:
         PlanError: the plan cannot be read.
         ConfigError: options that contradict the plan, or that it would leave without effect.
     """
-    plan = _plan_of(options)
-    if plan is None:
-        return options
-    for name in ("constraints", "cut_tolerance", "time_limit", "max_staleness"):
-        if getattr(options, name) not in (None, (), [], 0):
-            raise ConfigError(
-                f"{name} would have no effect: it is an option of the search, and a plan is given",
-                remedy=f"leave {name} out, or plan again with it",
-            )
-    refuse_others(options, plan)
+    with places_in_its_file(options):
+        plan = _plan_of(options)
+        if plan is None:
+            return options
+        for name in ("constraints", "cut_tolerance", "time_limit", "max_staleness"):
+            if getattr(options, name) not in (None, (), [], 0):
+                raise ConfigError(
+                    f"{name} would have no effect: it is an option of the search, and a plan is "
+                    "given",
+                    remedy=f"leave {name} out, or plan again with it",
+                )
+        refuse_others(options, plan)
     named = options if isinstance(options.plan, Plan) else _file_named(options)
     return replace(completed(named, plan), plan=plan)
+
+
+@contextmanager
+def places_in_its_file(options: Options) -> Iterator[None]:
+    """Errors name the file that the plan of the options is read from, not "plan" alone."""
+    try:
+        yield
+    except PdcompileError as error:
+        named = isinstance(options.plan, Plan) or not (options.plan or options.sources)
+        file = (options if named else _file_named(options)).plan_file
+        if error.where == "plan" or (error.where or "").startswith("plan: "):
+            error.where = file + str(error.where).removeprefix("plan")
+        raise
 
 
 def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
@@ -127,7 +143,7 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
             where=str(place),
             remedy=f"torchrun --nproc-per-node={plan.num_ranks}, or give plan= too",
         )
-    return replace(options, plan=plan)
+    return replace(options, plan=plan, plan_file=str(place / PLAN))
 
 
 def check_minibatch(options: Options, layout: BatchLayout) -> None:

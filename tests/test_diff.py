@@ -188,3 +188,21 @@ def test_files_that_are_no_plans(
 
 def test_one_file_is_not_enough(tmp_path: Path, call: Call) -> None:
     assert call("diff", *files(tmp_path, hand_made()))[0] == 2
+
+
+def test_what_an_update_costs_has_its_words_and_units(tmp_path: Path, call: Call) -> None:
+    plan = hand_made()
+    with_state = replace(
+        plan.training, optimizer_factor=2.0, step=(2.0, 1.0, 0.0), step_moved=21.0,
+        moving_seconds=2e-11,
+    )  # fmt: skip
+    without = replace(
+        with_state, optimizer_factor=0.0, step=(0.0, 0.0, 0.5), step_moved=3.0, moving_seconds=0.0
+    )
+    plans = [replace(plan, training=one) for one in (with_state, without)]
+    _, out, _ = call("diff", *files(tmp_path, *plans))
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "training optimizer state 2 x weights 0 x weights -100 %" in rows
+    assert "training update moves 21 x weights 3 x weights -86 %" in rows
+    assert "training update moves at 50.0 GB/s no cost" in rows
+    assert any(row.startswith("training update holds 2 x one, 1 x previous") for row in rows)

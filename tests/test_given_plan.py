@@ -182,6 +182,18 @@ def test_a_plan_of_another_model_says_what_differs_first(
     assert caught.value.where == str(tmp_path / "own.json")
 
 
+def test_an_error_of_a_plan_names_its_file(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(plan.to_json())
+    for given, where in ((plan, "plan"), (file, str(file))):
+        with pytest.raises(PlanError) as size:
+            compiled(plan=given, size=12)
+        assert size.value.where == f"{where}: training.batch_size"
+        with pytest.raises(ConfigError) as option:
+            compiled(plan=given, seed=0)
+        assert option.value.where == f"{where}: training.seed"
+
+
 def test_the_command_line_does_as_compile_does(tmp_path: Path, call: Call) -> None:
     file = str(tmp_path / "plan.json")
     made_with = ("--schedule", "2bw", "--seed", "7", "--max-grad-norm", "0.5", "--microbatches")

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
+from pdcompile.cluster import Cluster
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import verify
@@ -69,13 +70,19 @@ def test_a_mean_over_tokens_is_told_from_its_weights():
     assert told(model, inputs, target, loss_fn, lambda a, k, t: (t != -100).sum())[1] == ()
 
 
-def test_a_loss_that_is_not_linear_in_the_batch_is_an_intended_difference():
+def test_a_loss_that_is_not_linear_in_the_batch_is_told():
     model = models.mlp()
     inputs, target = models.batch_for(model, 6)
     notes, hints = told(model, inputs, target, spread)
-    assert hints == ()
-    assert len(notes) == 1
-    assert "not linear in the batch" in notes[0]
+    assert notes == ()
+    assert len(hints) == 1
+    assert "not linear in the batch" in hints[0]
+    with pytest.warns(UserWarning, match="not linear in the batch.*microbatches=1 keeps"):
+        pipe = pdcompile.compile(
+            model, inputs, example_target=target, loss_fn=spread, microbatches=3,
+            cluster=Cluster.local(2), costs="estimated",
+        )  # fmt: skip
+    pipe.close()
 
 
 def test_batch_norm_is_named_and_hides_no_wrong_reduction():

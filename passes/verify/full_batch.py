@@ -72,10 +72,11 @@ def full_batch_notes(
         notes.append(f"gradients of one full batch of {rows} were not compared: {error}")
         return tuple(notes), ()
     if gap is not None and not hint:
-        notes.append(
+        hint = (
             "the loss is not linear in the batch (a mean over targets of which samples have unlike "
             "numbers, which loss_reduction can count; an auxiliary or contrastive loss; statistics "
-            f"over samples), so that gradients are not those of one full batch of {rows}: {gap}"
+            f"over samples), so that gradients are not those of one full batch of {rows}: {gap}; "
+            "microbatches=1 keeps the batch whole"
         )
     return tuple(notes), (hint,) if hint else ()
 

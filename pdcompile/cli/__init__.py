@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import ExitStack
 
 # Each verb adds itself to the application.
 from pdcompile.cli import (  # noqa: F401
@@ -21,7 +22,7 @@ from pdcompile.cli import (  # noqa: F401
     whatif,
 )
 from pdcompile.cli.app import app, reflow_help
-from pdcompile.cli.output import fail, show_warning
+from pdcompile.cli.output import fail, json_alone, show_warning
 from pdcompile.errors import PdcompileError
 
 __all__ = ["app", "main"]
@@ -37,11 +38,15 @@ def main(arguments: list[str] | None = None) -> None:
     defect and keeps its traceback (exit code 1).
     """
     given = sys.argv[1:] if arguments is None else arguments
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = show_warning
+    as_json = "--json" in given
+    with ExitStack() as around:
+        if as_json:
+            around.enter_context(json_alone())
+        around.enter_context(warnings.catch_warnings())
+        warnings.showwarning = show_warning
+        try:
             app(given, prog_name="pdcompile")
-    except PdcompileError as error:
-        sys.exit(fail(error, as_json="--json" in given))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        except PdcompileError as error:
+            sys.exit(fail(error, as_json=as_json))
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -160,9 +160,16 @@ class Flags:
         ),
     ] = None
     optimizer: Annotated[
-        str, training(help="A class of torch.optim, or none; its state counts in memory.")
+        str,
+        training(
+            metavar="CLASS|FILE:FUNCTION|none",
+            help="A class of torch.optim, or a function of parameters (.named: with names) that "
+            "makes an optimizer; its state counts in memory.",
+        ),
     ] = "AdamW"
-    lr: Annotated[float, training(help="Learning rate.")] = 3e-4
+    lr: Annotated[
+        float | None, training(metavar="RATE", help="Learning rate of a class; default: 3e-4.")
+    ] = None
     seed: Annotated[int | None, training(help="Seed of dropout and of the search; default: 0.")] = (
         None
     )

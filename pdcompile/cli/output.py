@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +27,21 @@ from pdcompile.report.labels import Terminal
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
+
+
+_results: ContextVar[TextIO | None] = ContextVar("results", default=None)
+
+
+@contextmanager
+def json_alone() -> Iterator[None]:
+    """Sends what a target prints to stderr, so that stdout has the JSON of a verb and nothing
+    else."""
+    token = _results.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.reset(token)
 
 
 def stdout() -> Console:
@@ -51,9 +69,10 @@ def under_torchrun() -> bool:
 
 def emit_json(document: dict[str, Any]) -> None:
     """Write exactly one JSON object to stdout; numbers that are not finite become null."""
-    json.dump(_finite(document), sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    results = _results.get() or sys.stdout
+    json.dump(_finite(document), results, indent=2, allow_nan=False, ensure_ascii=False)
+    results.write("\n")
+    results.flush()
 
 
 def _finite(value: Any) -> Any:

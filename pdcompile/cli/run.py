@@ -250,7 +250,8 @@ def trained(
     found = Trained(time.perf_counter())
     for step, (inputs, expected) in minibatches:
         args, kwargs = call_of(inputs)
-        result = pipe.step_call(args, kwargs, expected)
+        with _ops_refusing():
+            result = pipe.step_call(args, kwargs, expected)
         count, found.what = items_of(args, kwargs, pipe.plan.training.batch_size)
         found.items += count
         if result.loss is None:
@@ -266,6 +267,20 @@ def trained(
         found.ended.append(time.perf_counter())
         looks.advance(f"loss {found.losses[max(found.losses)]:.4f}")
     return found
+
+
+@contextmanager
+def _ops_refusing() -> Iterator[None]:
+    """Raises the error of an op that cannot take a minibatch as a bad input's, not as a defect."""
+    from pdcompile.runtime.failure.first_cause import raised_by_op
+
+    try:
+        yield
+    except Exception as error:
+        refused = raised_by_op(error)
+        if refused is None:
+            raise
+        raise refused from error
 
 
 def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> None:

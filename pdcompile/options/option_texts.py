@@ -89,10 +89,22 @@ def check_one_of(flag: str, given: str, known: tuple[str, ...]) -> None:
         )
 
 
-def optimizer_of(name: str, lr: float) -> Any:
-    """What makes an optimizer of torch.optim; None for ``none``.  Raises ConfigError."""
-    if name.lower() == "none":
-        return None
+LR = 3e-4  # where no other is given
+
+
+def optimizer_of(name: str, lr: float | None) -> Any:
+    """What makes an optimizer: a class of torch.optim, the function of ``FILE:FUNCTION``, or None
+    for ``none``.  Raises ConfigError."""
+    if ":" in name or name.lower() == "none":
+        if lr is not None:
+            raise ConfigError(
+                f"--lr {lr:g} would have no effect: {name} takes no learning rate from outside",
+                where="--lr",
+                remedy="leave --lr out" + (", and set it in the function" if ":" in name else ""),
+            )
+        from pdcompile.workload import load_function
+
+        return load_function(name) if ":" in name else None
     import torch
 
     known: dict[str, Callable[..., Any]] = {
@@ -106,6 +118,7 @@ def optimizer_of(name: str, lr: float) -> Any:
         raise ConfigError(
             f"there is no optimizer '{name}' in torch.optim",
             where="--optimizer",
-            remedy=did_you_mean(name, known) + f"one of {', '.join(sorted(known))}, or none",
+            remedy=did_you_mean(name, known)
+            + f"one of {', '.join(sorted(known))}, FILE:FUNCTION, or none",
         )
-    return functools.partial(known[name.lower()], lr=lr)
+    return functools.partial(known[name.lower()], lr=LR if lr is None else lr)

@@ -14,6 +14,7 @@ from pdcompile.report import labels
 from pdcompile.schedule.registry import flush_schedules, name_of
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
+NO_CHANGE = ("seed", "bubble", "moving_seconds")  # whose change in percent says nothing
 SHOWN = 3  # ops of a move by name
 MOST_ROWS = 24
 PRINTS = {
@@ -31,6 +32,12 @@ SECTIONS = (
     ("memory", "memory"),
     ("certificate", "certificate"),
 )
+OF_UPDATES: dict[str, tuple[str, Callable[[Any], str]]] = {  # what costs of an update are called
+    "optimizer_factor": ("optimizer state", lambda x: f"{x:g} x weights"),
+    "step": ("update holds", lambda x: "{:g} x one, {:g} x previous, {:g} x all".format(*x)),
+    "step_moved": ("update moves", lambda x: f"{x:g} x weights"),
+    "moving_seconds": ("update moves at", lambda x: format_rate(1 / x) if x else "no cost"),
+}
 
 
 def diff_report(found: PlanDiff, a: str, b: str) -> Group:
@@ -94,6 +101,8 @@ def shortened(moved: Moved) -> str:
 
 def _label(what: str) -> str:
     """``stages[0].forward_seconds`` as ``stage 0 forward``: the unit is in the figure."""
+    if what in OF_UPDATES:
+        return OF_UPDATES[what][0]
     text = what.replace("stages[", "stage ").replace("].", " ")
     for unit in ("_seconds", "_bytes"):
         text = text.removesuffix(unit)
@@ -121,6 +130,8 @@ def _reader(one: Changed) -> Callable[[Any], str]:
     def show(value: Any) -> str:
         if value is None:
             return "-"
+        if name in OF_UPDATES:
+            return OF_UPDATES[name][1](value)
         if isinstance(value, tuple):
             return ", ".join("none" if part is None else show(part) for part in value)
         if name == "schedule":
@@ -136,7 +147,7 @@ def _change(one: Changed, rows: Sequence[tuple[str, Changed]]) -> str:
     if one.what == "schedule" and name_of(one.a) == name_of(one.b):
         return "other tasks"
     numbers = [x for x in (one.a, one.b) if isinstance(x, int | float) and not isinstance(x, bool)]
-    if len(numbers) < 2 or one.a <= 0 or one.what in ("seed", "bubble"):
+    if len(numbers) < 2 or one.a <= 0 or one.what in NO_CHANGE:
         return ""
     unlike = any(other.what == "schedule" for _, other in rows)
     if unlike and one.what in ("objective_seconds", "bound_seconds"):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import pdcompile
-from pdcompile.errors import PdcompileError, RankError
+from pdcompile.errors import InputError, PdcompileError, RankError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.value_checks import failed_check
 from pdcompile.runtime.failure.fate import fate
@@ -67,11 +67,33 @@ def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -
     """Where it happened, as far as it is known."""
     parts = [f"rank {rank}", *([] if ins is None else [in_words(ins, base)])]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "stage_" in frame.filename:
+        if _of_stage(frame):
             file = "stage_" + frame.filename.rpartition("stage_")[2].rstrip(">")
             parts.append(f"{file}:{frame.lineno} `{frame.line}`")
             break
     return ", ".join(parts)
+
+
+def _of_stage(frame: traceback.FrameSummary) -> bool:
+    return "stage_" in frame.filename
+
+
+def raised_by_op(error: Exception) -> InputError | None:
+    """The InputError for an error that an op of a stage raised on what it was given; None where it
+    comes from Python of the user's own, or from elsewhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = max((at for at, frame in enumerate(frames) if _of_stage(frame)), default=None)
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if last is None or out_of_memory or isinstance(error, PdcompileError):
+        return None
+    if not all(frame.filename.startswith(_LIBRARIES) for frame in frames[last + 1 :]):
+        return None
+    where, *_ = getattr(error, "__notes__", None) or [f"in {place(0, error, None, 0)}"]
+    return InputError(
+        f"an op raised {type(error).__name__}: {error}",
+        where=where.removeprefix("in "),
+        remedy="mend this minibatch's inputs, or what the model computes from them",
+    )
 
 
 def explained(error: BaseException, capture: Capture) -> BaseException:
