@@ -65,8 +65,8 @@ def test_nothing_that_is_claimed_is_wrong() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(40))
-def test_nothing_that_is_claimed_is_wrong_in_10_000_cases(block: int) -> None:
-    for seed in range(1_000 + 250 * block, 1_250 + 250 * block):
+def test_nothing_that_is_claimed_is_wrong_in_2_000_cases(block: int) -> None:
+    for seed in range(1_000 + 50 * block, 1_050 + 50 * block):
         assert claimed(seed) != "unknown", seed
 
 
