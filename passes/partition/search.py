@@ -291,14 +291,14 @@ def _bound(search: Search, segments: Segments) -> None:
 
 
 def _follow_path(search: Search, segments: Segments) -> None:
-    """Evaluates plans along the heaviest path, where the groups are no chain, in the first quarter
+    """Evaluates plans along the heaviest path, where the groups are no chain, in the first seventh
     of the time."""
     budget = search.budget
     if search.problem.objective == "flush" and not applies(segments):
         if search.along_path is None:
             search.along_path = path_plans(search.model)
         for groups in search.along_path:
-            if 3 * budget.spent > budget.left:
+            if 6 * budget.spent > budget.left:
                 return
             search.offer(groups)
 

@@ -34,13 +34,14 @@ Hops = tuple[StagePair, ...]
 
 @dataclass(frozen=True, eq=False)
 class EventGraph:
-    """Events by how many come before them: of each level whom they wait for and what they take.
+    """Events by how many come before them: of each level whom they wait for.
 
-    Event 0 is the beginning.  What they take are rows of a table: `ACTIONS` of all stages, one
-    after the other, then forward hops and backward hops.
+    Event 0 is the beginning.  What the others take are rows of a table: `ACTIONS` of all stages,
+    one after the other, then forward hops and backward hops.
     """
 
-    levels: tuple[tuple[slice, NDArray[np.intp], NDArray[np.intp]], ...]
+    levels: tuple[tuple[slice, NDArray[np.intp]], ...]
+    what: NDArray[np.intp]  # of each event but the first
     ends: NDArray[np.intp]  # [n, stages]: events before the update of each
     size: int
 
@@ -51,8 +52,9 @@ class EventGraph:
             table: seconds, [what, partitions]; -inf for a hop that a partition does not have.
         """
         at = np.zeros((self.size, table.shape[1]))
-        for own, sources, what in self.levels:
-            np.add(at[sources].max(0, initial=0.0), table[what], out=at[own])
+        at[1:] = table[self.what]
+        for own, sources in self.levels:
+            at[own] += np.maximum.reduce(at.take(sources, 0), 0, initial=0.0)
         found: Seconds = at[self.ends].max(0)
         return found
 
@@ -113,17 +115,16 @@ class _Recorder(EventWalk):
         for n, (after, _) in enumerate(self.events):
             depth[n] = 1 + max((depth[one] for one in after), default=-1)
             by_depth[depth[n]].append(n)
-        place, levels = {0: 0}, []
+        place, levels, what = {0: 0}, [], list[int]()
         for _, events in sorted(by_depth.items())[1:]:
             first = len(place)
             place.update((n, first + i) for i, n in enumerate(events))
             sources = _padded([[place[one] for one in self.events[n][0]] for n in events])
-            what = np.array([self.events[n][1] for n in events])
-            levels.append((slice(first, len(place)), sources, what))
-        ends: Any = self.done
-        return EventGraph(
-            tuple(levels), _padded([[place[one] for one in own] for own in ends]), len(place)
-        )
+            what += [self.events[n][1] for n in events]
+            levels.append((slice(first, len(place)), sources))
+        rows: Any = self.done
+        ends = _padded([[place[one] for one in own] for own in rows])
+        return EventGraph(tuple(levels), np.array(what, dtype=np.intp), ends, len(place))
 
 
 class _Recorded(Wire):

@@ -30,12 +30,19 @@ class Run:
         return f"exit code {self.code}\n{self.output}"
 
 
-def torchrun(script: str, num_ranks: int, folder: Path, *arguments: str, restarts: int = 0) -> Run:
+def torchrun(
+    script: str,
+    num_ranks: int,
+    folder: Path,
+    *arguments: str,
+    restarts: int = 0,
+    seconds: int = TIMEOUT_SECONDS,
+) -> Run:
     """Write the script (dedented) into the folder and run it on `num_ranks` ranks.
 
     Every rank has one thread, and can import `tests.helpers`.  torchrun starts all again after a
-    failure, `restarts` times.  Ranks that still run after the
-    time limit are killed, all of them.
+    failure, `restarts` times.  Ranks that still run after so many `seconds` are killed, all of
+    them.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={num_ranks}", f"--max-restarts={restarts}"]
@@ -50,11 +57,11 @@ def torchrun(script: str, num_ranks: int, folder: Path, *arguments: str, restart
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        return Run(-9, f"{output}\nkilled after {TIMEOUT_SECONDS} s")
+        return Run(-9, f"{output}\nkilled after {seconds} s")
     return Run(process.returncode, output)
 
 

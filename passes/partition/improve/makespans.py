@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ Seconds = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 FINAL = 2  # ways of a hop: forward, backward, and once in the end
 HOP = np.finfo(np.float64).tiny  # of seconds: also one that takes no time is a hop
+NEAR = 3  # stages: see `_alike`
 MANY = 3  # times as many hops as needed are forgotten, when there are others
 
 
@@ -95,8 +97,16 @@ class Makespans:
         has: Flags = np.any(hops[:, :FINAL] > 0, axis=0)
         if (has & ~self._known).any():
             too_many = self._known.sum() > MANY * has.sum()
-            self._known = has if too_many else has | self._known
+            self._known = self._alike(has) | (has if too_many else has | self._known)
         return self._seconds(stages, hops, self._known)
+
+    def _alike(self, has: Flags) -> Flags:
+        """All hops as far as some of these, if that is not far: a move soon needs them."""
+        found = np.zeros_like(has)
+        for way, far in product(range(FINAL), range(-NEAR, NEAR + 1)):
+            if np.diagonal(has[way], far).any():
+                found[way] |= np.eye(self.count, k=far, dtype=np.bool_)
+        return found
 
     def _seconds(self, stages: Stages, hops: Seconds, counted: Flags) -> Seconds:
         """Of each assignment, if of these hops and the final ones those that it has are all."""

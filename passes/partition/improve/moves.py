@@ -33,7 +33,7 @@ MOST = 32  # groups at once
 LACKING = 10.0  # makespans, for as much memory as a whole stage has
 SEVERAL = 0.2  # of the tries: over more boundaries than one
 SINGLE = 0.4  # of the tries: groups one by one
-RELOCATING, TAKING = 0.1, 0.3  # of the others: a boundary far away, a group with what it needs
+RELOCATING, TAKING = 0.2, 0.4  # of the others: a boundary far away, a group with what it needs
 
 
 def move_groups(search: Search, _: Segments) -> None:

@@ -3,17 +3,32 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.model import Copy
+from pdcompile.passes.partition.model import Copy, Flow
 from pdcompile.passes.partition.path.beside import Array, Beside
 
 PRICES = np.linspace(0.0, 1.0, 12)  # quantiles of work per byte
+
+
+MOST = 6  # groups that are looked at together
+
+
+class _Choice(NamedTuple):
+    """Groups that may be before an interval or in it, if that begins at `start` and ends at `end`
+    or later: those in it and bytes of what comes there, in every possible way."""
+
+    start: int
+    end: int
+    options: list[tuple[list[int], float]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,19 @@ class IntervalBytes:
             once = model.held_bytes(copy, s) + (model.updated_bytes(copy, s) if s == 0 else 0.0)
             found += once * there
         return found
+
+    def cheapest(self, s: int) -> Array:
+        """What stage s needs besides `least` for a branch that its interval begins in: for groups
+        of that which it holds, and for what comes from the others or for those."""
+        size, held = self.beside.length, self.beside.model.least_bytes(s)
+        _, received, _ = self.beside.model.problem.memory.counts(s)
+        found = np.zeros((size + 1, size + 1))
+        for one in self._choices:
+            found[one.start, one.end] += min(
+                float(held[here].sum()) + received * num_bytes for here, num_bytes in one.options
+            )
+        result: Array = found.cumsum(1)
+        return result
 
     def most(self, s: int, work: Array) -> Array:
         """The most of the groups' `work` that stage s has room for: what surely is there, and by
@@ -89,6 +117,47 @@ class IntervalBytes:
         return result
 
     @cached_property
+    def _choices(self) -> list[_Choice]:
+        """Of what may be before an interval or in it, where that has all that is behind it."""
+        beside, found = self.beside, []
+        touching: dict[int, list[Flow]] = defaultdict(list)
+        for flow in beside.model.flows:
+            for v in {flow.sources[0], *flow.sinks} if not flow.tied else ():
+                touching[v].append(flow)
+        for start in range(1, beside.length + 1):
+            open_there = (beside.low <= start) & (start < beside.high)
+            there = set(np.flatnonzero(open_there).tolist())
+            while there:
+                own = _joined(there.pop(), there, touching)
+                there -= own
+                end = int(self._ends[list(own)].max())
+                if len(own) <= MOST and end <= beside.length:
+                    flows = {id(flow): flow for v in own for flow in touching[v]}.values()
+                    options = [*self._options(start, end, own, [*flows])]
+                    found.append(_Choice(start, end, options))
+        return found
+
+    def _options(
+        self, start: int, end: int, own: set[int], flows: list[Flow]
+    ) -> Iterator[tuple[list[int], float]]:
+        low, high, ends = self.beside.low, self.beside.high, self._ends
+        arcs = [(u, v) for u, v in self.beside.model.arcs if u in own and v in own]
+        for here in map(set, _subsets(sorted(own))):
+            if any(u in here and v not in here for u, v in arcs):
+                continue
+            num_bytes = 0.0
+            for flow in flows:
+                source, sinks = flow.sources[0], list(flow.sinks)
+                later, read = low[sinks] > start, not here.isdisjoint(sinks)
+                if source in own:
+                    read |= bool((later & (ends[sinks] <= end)).any())
+                    comes = source not in here
+                else:  # what groups behind the boundary read too is one of `_values`
+                    comes = high[source] <= start and not later.any()
+                num_bytes += flow.received_bytes if comes and read else 0.0
+            yield sorted(here), num_bytes
+
+    @cached_property
     def _gradients(self) -> Array:
         """Of what surely is read on later stages, or of parameters shared with them."""
         beside, size = self.beside, self.beside.length
@@ -109,3 +178,19 @@ class IntervalBytes:
         last = self.beside.length + (not self.every)
         found: NDArray[np.intp] = np.minimum(self.beside.high, last)
         return found
+
+
+def _joined(first: int, others: set[int], touching: dict[int, list[Flow]]) -> set[int]:
+    """A group and those of the others that values join it to."""
+    found, waiting = {first}, [first]
+    while waiting:
+        for flow in touching[waiting.pop()]:
+            new = ({flow.sources[0], *flow.sinks} & others) - found
+            found |= new
+            waiting += new
+    return found
+
+
+def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for count in range(len(groups) + 1):
+        yield from combinations(groups, count)

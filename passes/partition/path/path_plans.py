@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.path.beside import Array, Beside, heaviest_path
+from pdcompile.passes.partition.path.interval_bytes import IntervalBytes
 from pdcompile.passes.partition.path.path_tables import PathCosts, Tables
 
 #: what is to end by a makespan: the ways of microbatches through a stage, links apart; with half of
@@ -101,7 +102,8 @@ class _Program:
         self.beside_it = [loose & False, loose & short, loose]
         most = max(stage.bytes_per_second for stage in stages)
         self.slow = [stage.bytes_per_second < most for stage in stages]
-        self.allowed = [self._allowed(s) for s in range(model.num_stages)]
+        needed = IntervalBytes(beside, every=False)
+        self.allowed = [self._allowed(s, needed) for s in range(model.num_stages)]
         self.neighbours = lattice.neighbours(model.num_groups, model.arcs)
         self.free = self._free()
 
@@ -243,15 +245,17 @@ class _Program:
             found[v] = min([found[v], *(found[u] for u in after[v])])
         return tuple(found)
 
-    def _allowed(self, s: int) -> NDArray[np.bool_]:
+    def _allowed(self, s: int, needed: IntervalBytes) -> NDArray[np.bool_]:
         model = self.beside.model
         limit = model.problem.stages[s].memory_bytes
+        if limit is None:
+            return np.ones((self.beside.length + 1,) * 2, dtype=np.bool_)
         held = model.least_bytes(s)
         until = self.beside.before(held)
         until[-1] = held.sum()
-        fits: NDArray[np.bool_] = np.subtract.outer(-until, -until) <= (
-            np.inf if limit is None else limit
-        )
+        placed = np.subtract.outer(-until, -until)  # as `assignment` has it
+        least = np.maximum(placed, needed.least(s) + needed.cheapest(s))
+        fits: NDArray[np.bool_] = least <= limit
         return fits
 
     def _free(self) -> list[int]:
