@@ -111,7 +111,7 @@ def test_a_stage_needs_no_less_than_its_interval_and_has_no_more_work(block: int
                     continue
                 for every in (True, False) if len(used) == model.num_stages else (False,):
                     needed = IntervalBytes(beside, every)
-                    branch = needed.cheapest(s)[begin, end]
+                    branch = needed.of_branches(s)[begin, end]
                     least = needed.least(s)[begin, end] + branch
                     more += branch > 0
                     assert least <= held[s] + 1, f"seed {seed}: {one}, stage {s}"
@@ -206,3 +206,34 @@ def test_full_stages_hand_on_what_does_not_fit() -> None:
         before, best = search.upper, measure(problem, even).objective
         move_groups(search, Segments.build(model, []))
     assert search.upper <= best * (1 + 1e-9) < before
+
+
+def test_a_stage_that_begins_in_a_branch_has_the_cheapest_of_it() -> None:
+    """Its group with what comes for that, or what comes from it, for each microbatch in flight."""
+    names = ("a", "c", "d", "z", "branch")
+    saved = {"a": 2, "c": 2, "d": 2, "z": 2, "branch": 3}
+    items = [Item(n, (n,), 1.0, 2.0, 0, 0, saved[n]) for n in names]
+    for from_branch, expected in ((7, 5 + 3), (6, 6)):
+        traffic = (
+            Traffic("a", 0, (1, 4), 5, 5),
+            Traffic("c", 1, (2,), 4, 4),
+            Traffic("d", 2, (3,), 4, 4),
+            Traffic("branch", 4, (3,), from_branch, from_branch),
+        )
+        problem = PartitionProblem(
+            tuple(items), traffic, (StageLimits(memory_bytes=99),) * 2,
+            memory=MemoryRule(in_flight=(2, 2)), num_microbatches=2, objective="flush",
+        )  # fmt: skip
+        model = build(problem)
+        beside = Beside.of(model, heaviest_path(model), MOST)
+        assert beside is not None
+        assert beside.length == 4
+        needed = IntervalBytes(beside, every=True)
+        rule = problem.memory.counts(1)
+        assert rule[:2] == (2, 2)
+        more = needed.of_branches(1)
+        assert more[2, 4] == 2 * expected  # a, c | d, z
+        assert more[2, 3] == more[0, 4] == 0.0  # the branch may be behind it; nothing is before it
+        assert [memory(problem, (0, 0, 1, 1, s))[1] for s in (0, 1)] == [
+            needed.least(1)[2, 4] + 2 * from_branch, needed.least(1)[2, 4] + 2 * (5 + 3)
+        ]  # fmt: skip

@@ -111,6 +111,7 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MAX_CHAINS = 150  # evaluated one by one
+PATIENCE = 24  # plans along a path of which none is better
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
 
@@ -292,15 +293,15 @@ def _bound(search: Search, segments: Segments) -> None:
 
 def _follow_path(search: Search, segments: Segments) -> None:
     """Evaluates plans along the heaviest path, where the groups are no chain, in the first seventh
-    of the time."""
-    budget = search.budget
+    of the time, or quarter as long as they get better."""
+    budget, since = search.budget, 0
     if search.problem.objective == "flush" and not applies(segments):
         if search.along_path is None:
             search.along_path = path_plans(search.model)
         for groups in search.along_path:
-            if 6 * budget.spent > budget.left:
+            if budget.spent * (6 if since > PATIENCE else 3) > budget.left:
                 return
-            search.offer(groups)
+            since = 0 if search.offer(groups) else since + 1
 
 
 def prove(search: Search, _: Segments | None = None) -> None:

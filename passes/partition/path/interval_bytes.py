@@ -17,9 +17,7 @@ from pdcompile.passes.partition.model import Copy, Flow
 from pdcompile.passes.partition.path.beside import Array, Beside
 
 PRICES = np.linspace(0.0, 1.0, 12)  # quantiles of work per byte
-
-
-MOST = 6  # groups that are looked at together
+MOST = 6  # groups of a branch: those of more are left out
 
 
 class _Choice(NamedTuple):
@@ -49,7 +47,7 @@ class IntervalBytes:
             found += once * there
         return found
 
-    def cheapest(self, s: int) -> Array:
+    def of_branches(self, s: int) -> Array:
         """What stage s needs besides `least` for a branch that its interval begins in: for groups
         of that which it holds, and for what comes from the others or for those."""
         size, held = self.beside.length, self.beside.model.least_bytes(s)
@@ -140,6 +138,8 @@ class IntervalBytes:
     def _options(
         self, start: int, end: int, own: set[int], flows: list[Flow]
     ) -> Iterator[tuple[list[int], float]]:
+        """Those of some groups that are in the interval, and bytes of values that come to it from
+        the others or for them."""
         low, high, ends = self.beside.low, self.beside.high, self._ends
         arcs = [(u, v) for u, v in self.beside.model.arcs if u in own and v in own]
         for here in map(set, _subsets(sorted(own))):

@@ -96,7 +96,7 @@ class _Limits(NamedTuple):
             mask = beside.inside(np.array(barred, dtype=np.float64), every=every) < 0.5
             mask &= ends[:, None] < ends[None, :]
             if stage.memory_bytes is not None:
-                least = needed.least(s) + needed.cheapest(s)
+                least = needed.least(s) + needed.of_branches(s)
                 mask &= least <= stage.memory_bytes * (1 + 1e-12) + 0.5
             allowed.append(mask)
             most.append(np.minimum(np.maximum(there, 0.0), needed.most(s, work)))

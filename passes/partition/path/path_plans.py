@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -57,12 +58,13 @@ def path_plans(model: Model) -> Iterator[tuple[int, ...]]:
         return
     program = _Program(beside)
     several = program.microbatches > 1  # else they differ in nothing
-    kinds = list(product(program.first_stages(), KINDS if several else KINDS[:1]))
-    least = {one: program.least(*one) for one in kinds}
-    times = TIMES if several else (2.0,)
-    for so_many, (first, kind), beside_it in product(times, kinds, program.beside_it):
-        for counting in COUNTINGS if beside_it.any() else COUNTINGS[:2]:
-            makespan = so_many * least[first, kind]
+    kinds = [*product(KINDS if several else KINDS[:1], program.first_stages())]
+    times, least = TIMES if several else (2.0,), cache(program.least)
+    for so_many, counting, beside_it, (kind, first) in product(
+        times, COUNTINGS, program.beside_it, kinds
+    ):
+        if beside_it.any() or counting is not COUNTINGS[2]:
+            makespan = so_many * least(first, kind)
             found = program.solve(makespan, first, beside_it, kind, counting)
             if found is not None:
                 yield program.assignment(found, first, beside_it)
@@ -99,7 +101,7 @@ class _Program:
         until, total = self.costs.until, float(self.costs.work.sum())
         spanned = until[np.minimum(beside.high - 1, beside.length)] - until[beside.low]
         loose, short = beside.low < beside.high, spanned * model.most_used <= total
-        self.beside_it = [loose & False, loose & short, loose]
+        self.beside_it = [loose & False, loose, loose & short]
         most = max(stage.bytes_per_second for stage in stages)
         self.slow = [stage.bytes_per_second < most for stage in stages]
         needed = IntervalBytes(beside, every=False)
@@ -254,7 +256,7 @@ class _Program:
         until = self.beside.before(held)
         until[-1] = held.sum()
         placed = np.subtract.outer(-until, -until)  # as `assignment` has it
-        least = np.maximum(placed, needed.least(s) + needed.cheapest(s))
+        least = np.maximum(placed, needed.least(s) + needed.of_branches(s))
         fits: NDArray[np.bool_] = least <= limit
         return fits
 
