@@ -213,7 +213,7 @@ def test_a_stage_that_begins_in_a_branch_has_the_cheapest_of_it() -> None:
     names = ("a", "c", "d", "z", "branch")
     saved = {"a": 2, "c": 2, "d": 2, "z": 2, "branch": 3}
     items = [Item(n, (n,), 1.0, 2.0, 0, 0, saved[n]) for n in names]
-    for from_branch, expected in ((7, 5 + 3), (6, 6)):
+    for from_branch, expected in ((9, 5 + 3), (6, 6)):
         traffic = (
             Traffic("a", 0, (1, 4), 5, 5),
             Traffic("c", 1, (2,), 4, 4),
