@@ -8,6 +8,7 @@ without a word is named by whoever noticed, with what it or its system still sai
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import time
 import traceback
@@ -75,7 +76,7 @@ def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -
 
 
 def _of_stage(frame: traceback.FrameSummary) -> bool:
-    return "stage_" in frame.filename
+    return re.search(r"stage_\d+\.py>?$", frame.filename) is not None
 
 
 def raised_by_op(error: Exception) -> InputError | None:

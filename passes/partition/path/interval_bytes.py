@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Copy, Flow
 from pdcompile.passes.partition.path.beside import Array, Beside
 
@@ -50,12 +51,12 @@ class IntervalBytes:
     def of_branches(self, s: int) -> Array:
         """What stage s needs besides `least` for a branch that its interval begins in: for groups
         of that which it holds, and for what comes from the others or for those."""
-        size, held = self.beside.length, self.beside.model.least_bytes(s)
+        size, held = self.beside.length, self.beside.model.least_bytes(s).tolist()
         _, received, _ = self.beside.model.problem.memory.counts(s)
         found = np.zeros((size + 1, size + 1))
         for one in self._choices:
             found[one.start, one.end] += min(
-                float(held[here].sum()) + received * num_bytes for here, num_bytes in one.options
+                sum(held[v] for v in here) + received * num_bytes for here, num_bytes in one.options
             )
         result: Array = found.cumsum(1)
         return result
@@ -135,13 +136,17 @@ class IntervalBytes:
                     found.append(_Choice(start, end, options))
         return found
 
+    @cached_property
+    def _after(self) -> list[list[int]]:
+        return lattice.neighbours(self.beside.model.num_groups, self.beside.model.arcs)[1]
+
     def _options(
         self, start: int, end: int, own: set[int], flows: list[Flow]
     ) -> Iterator[tuple[list[int], float]]:
         """Those of some groups that are in the interval, and bytes of values that come to it from
         the others or for them."""
         low, high, ends = self.beside.low, self.beside.high, self._ends
-        arcs = [(u, v) for u, v in self.beside.model.arcs if u in own and v in own]
+        arcs = [(u, v) for u in own for v in self._after[u] if v in own]
         for here in map(set, _subsets(sorted(own))):
             if any(u in here and v not in here for u, v in arcs):
                 continue
