@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pdcompile.errors import ConfigError, did_you_mean
 
+LR = 3e-4  # where no other is given
+
 
 def reduction_of(text: str | None) -> Any:
     """``mean``, ``sum``, or the function of ``FILE:FUNCTION``."""
@@ -87,9 +89,6 @@ def check_one_of(flag: str, given: str, known: tuple[str, ...]) -> None:
             where=flag,
             remedy=did_you_mean(given, known) + f"one of {', '.join(known)}",
         )
-
-
-LR = 3e-4  # where no other is given
 
 
 def optimizer_of(name: str, lr: float | None) -> Any:

@@ -36,6 +36,7 @@ _LIBRARIES = tuple(  # what is below is not the program's own
         *(Path(module.__file__ or "").parent for module in (torch, pdcompile)),
     )
 )
+_STAGE = re.compile(r"stage_\d+\.py(?=>?$)")  # the file of a stage, or its name in memory
 _WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
 _WAIT_FOR_HOSTS_SECONDS = 0.2
 
@@ -67,27 +68,25 @@ def _line_of(error: BaseException) -> str:
 def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -> str:
     """Where it happened, as far as it is known."""
     parts = [f"rank {rank}", *([] if ins is None else [in_words(ins, base)])]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _of_stage(frame):
-            file = "stage_" + frame.filename.rpartition("stage_")[2].rstrip(">")
-            parts.append(f"{file}:{frame.lineno} `{frame.line}`")
-            break
+    for frame in _from_stage(error)[:1]:
+        parts.append(f"{_STAGE.findall(frame.filename)[0]}:{frame.lineno} `{frame.line}`")
     return ", ".join(parts)
 
 
-def _of_stage(frame: traceback.FrameSummary) -> bool:
-    return re.search(r"stage_\d+\.py>?$", frame.filename) is not None
+def _from_stage(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames from the innermost line of a stage's source on; none where there is no such."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = max((n for n, one in enumerate(frames) if _STAGE.search(one.filename)), default=None)
+    return [] if last is None else frames[last:]
 
 
 def raised_by_op(error: Exception) -> InputError | None:
     """The InputError for an error that an op of a stage raised on what it was given; None where it
     comes from Python of the user's own, or from elsewhere."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = max((at for at, frame in enumerate(frames) if _of_stage(frame)), default=None)
-    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if last is None or out_of_memory or isinstance(error, PdcompileError):
+    frames = _from_stage(error)
+    if not frames or isinstance(error, MemoryError | torch.OutOfMemoryError | PdcompileError):
         return None
-    if not all(frame.filename.startswith(_LIBRARIES) for frame in frames[last + 1 :]):
+    if not all(frame.filename.startswith(_LIBRARIES) for frame in frames[1:]):
         return None
     where, *_ = getattr(error, "__notes__", None) or [f"in {place(0, error, None, 0)}"]
     return InputError(

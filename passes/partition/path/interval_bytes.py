@@ -4,7 +4,7 @@ for."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -18,7 +18,7 @@ from pdcompile.passes.partition.model import Copy, Flow
 from pdcompile.passes.partition.path.beside import Array, Beside
 
 PRICES = np.linspace(0.0, 1.0, 12)  # quantiles of work per byte
-MOST = 6  # groups of a branch: those of more are left out
+TOGETHER = 6  # groups of a branch: those of more are left out
 
 
 class _Choice(NamedTuple):
@@ -130,10 +130,9 @@ class IntervalBytes:
                 own = _joined(there.pop(), there, touching)
                 there -= own
                 end = int(self._ends[list(own)].max())
-                if len(own) <= MOST and end <= beside.length:
+                if len(own) <= TOGETHER and end <= beside.length:
                     flows = {id(flow): flow for v in own for flow in touching[v]}.values()
-                    options = [*self._options(start, end, own, [*flows])]
-                    found.append(_Choice(start, end, options))
+                    found.append(_Choice(start, end, [*self._options(start, end, own, flows)]))
         return found
 
     @cached_property
@@ -141,13 +140,13 @@ class IntervalBytes:
         return lattice.neighbours(self.beside.model.num_groups, self.beside.model.arcs)[1]
 
     def _options(
-        self, start: int, end: int, own: set[int], flows: list[Flow]
+        self, start: int, end: int, own: set[int], flows: Collection[Flow]
     ) -> Iterator[tuple[list[int], float]]:
         """Those of some groups that are in the interval, and bytes of values that come to it from
         the others or for them."""
         low, high, ends = self.beside.low, self.beside.high, self._ends
         arcs = [(u, v) for u in own for v in self._after[u] if v in own]
-        for here in map(set, _subsets(sorted(own))):
+        for here in map(set, _subsets(own)):
             if any(u in here and v not in here for u, v in arcs):
                 continue
             num_bytes = 0.0
@@ -196,6 +195,6 @@ def _joined(first: int, others: set[int], touching: dict[int, list[Flow]]) -> se
     return found
 
 
-def _subsets(groups: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _subsets(groups: set[int]) -> Iterator[tuple[int, ...]]:
     for count in range(len(groups) + 1):
         yield from combinations(groups, count)

@@ -63,7 +63,7 @@ def path_plans(model: Model) -> Iterator[tuple[int, ...]]:
     for so_many, counting, beside_it, (kind, first) in product(
         times, COUNTINGS, program.beside_it, kinds
     ):
-        if beside_it.any() or counting is not COUNTINGS[2]:
+        if beside_it.any() or not counting.beside:
             makespan = so_many * least(first, kind)
             found = program.solve(makespan, first, beside_it, kind, counting)
             if found is not None:
