@@ -154,8 +154,8 @@ def test_bounds_stay_below_the_optimum(block: int, monkeypatch: pytest.MonkeyPat
         problem = blocks(seed) if seed % 3 == 0 else branched(seed)
         if seed % 5 == 0:
             problem = replace(random_problem(seed, max_items=6), objective="flush")
-        sizes = (2 + seed % 3, 240) if seed % 2 else (240,)
-        monkeypatch.setattr(path_bounds, "SIZES", sizes)
+        monkeypatch.setattr(path_bounds, "COARSE", 2 + seed % 3 if seed % 2 else 240)
+        monkeypatch.setattr(path_bounds, "ALMOST", 1)
         found += ratios([problem])
     assert len(found) > 100
     assert sum(ratio > 0.9 for ratio in found) > 10

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.improve.moves import _Allowed, move_groups, move_more
 from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.path import path_plans as path_plans_module
 from pdcompile.passes.partition.path.path_plans import path_plans
+from pdcompile.passes.partition.path.path_tables import Band
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
@@ -46,6 +49,32 @@ def test_a_branch_gets_a_stage_of_its_own() -> None:
     """The branches run beside each other: 2 (1 + 2 + 1) + 1.5, and nothing else is as fast."""
     problem = two_branches()
     assert min(objectives(problem)) == brute_force(problem) == 9.5
+
+
+def test_several_stages_may_be_beside_one() -> None:
+    """x and y read a mask and run while b does: 1 + 4 + 1, with the path on three stages."""
+    seconds = zip("abxyc", (1.0, 4.0, 1.5, 1.5, 1.0), strict=True)
+    items = tuple(Item(name, (name,), f / 2, f / 2) for name, f in seconds)
+    traffic = (
+        Traffic("a", 0, (1,), 1, 1), Traffic("mask", 0, (2, 3), 1, 0), Traffic("b", 1, (4,), 1, 1),
+        Traffic("x", 2, (4,), 1, 1), Traffic("y", 3, (4,), 1, 1),
+    )  # fmt: skip
+    problem = PartitionProblem(items, traffic, (StageLimits(),) * 5, objective="flush")
+    assert min(objectives(problem)) == brute_force(problem) == 6.0
+
+
+def test_what_has_no_time_is_all_that_a_band_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plans, in the same order, where all intervals are looked at."""
+    problems = [residual_blocks(blocks, 3) for blocks in (2, 3, 4)]
+    models = [build(replace(problem, num_microbatches=4)) for problem in problems]
+    few = [[*path_plans(model)] for model in models]
+
+    def every(program: Any, s: int, best: Any, makespan: float) -> Band:
+        return Band(slice(1, program.beside.length + 1), program.beside.length)
+
+    monkeypatch.setattr(path_plans_module._Program, "_band", every)
+    assert few == [[*path_plans(model)] for model in models]
+    assert all(len(set(plans)) > 3 for plans in few)
 
 
 def decoder_beside_encoder(stages: int) -> PartitionProblem:

@@ -276,7 +276,7 @@ def bisected(
         if middle == low == upper:
             break
         step *= 2
-        middle = min(low + step, upper) if rising else max((low + high) / 2, high - reach * upper)
+        middle = min(low + step, upper) if rising else max((low + high) / 2, (1 - reach) * upper)
         reach *= 2
     return low
 

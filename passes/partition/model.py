@@ -106,14 +106,12 @@ class Model:
 
     def fixed_bytes(self, group: int, stage: int) -> float:
         """What a group's own parameters take on a stage, with gradients and optimizer state."""
-        times = self.problem.memory.versions_of(stage) + self._updated(stage)
-        return self.trainable_bytes[group] * times + self.frozen_bytes[group]
+        return self.trainable_bytes[group] * self._times(stage) + self.frozen_bytes[group]
 
     def least_bytes(self, stage: int) -> NDArray[np.float64]:
         """What each group takes on a stage, besides workspace and what is received."""
-        fixed = np.array([self.fixed_bytes(v, stage) for v in range(self.num_groups)])
-        found: NDArray[np.float64] = fixed + self.saved(stage) * np.array(self.saved_bytes)
-        return found
+        found: NDArray[np.float64] = np.array(self.trainable_bytes) * self._times(stage)
+        return found + np.array(self.frozen_bytes) + self.saved(stage) * np.array(self.saved_bytes)
 
     def held_bytes(self, copy: Copy, stage: int) -> int:
         """What a shared parameter takes on a stage that holds it."""
@@ -128,6 +126,10 @@ class Model:
         copies = (self.held_bytes(c, stage) + self.updated_bytes(c, stage) for c in self.copies)
         groups = (self.fixed_bytes(v, stage) for v in range(self.num_groups))
         return math.ceil(sum(groups) + sum(copies))
+
+    def _times(self, stage: int) -> float:
+        """Bytes of a trainable parameter, with all that belongs to it, for each of its own."""
+        return self.problem.memory.versions_of(stage) + self._updated(stage)
 
     def _updated(self, stage: int) -> float:
         rule = self.problem.memory

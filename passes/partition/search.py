@@ -54,25 +54,32 @@ class Search:
     bound: float = 0.0
     prover: str = "relaxation"
     impossible: bool = False  # proved
-    seen: set[tuple[int, ...]] = field(default_factory=set)
+    seen: dict[tuple[int, ...], float] = field(default_factory=dict)  # seconds of assignments
     along_path: Iterator[tuple[int, ...]] | None = None  # plans that have not been evaluated
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
         """Evaluate an assignment of groups; True when it is the best so far."""
+        before = self.upper
+        self.evaluated(groups, model)
+        return self.upper < before
+
+    def evaluated(self, groups: tuple[int, ...], model: Model | None = None) -> float:
+        """Seconds of an assignment of groups, which is kept when it is the best so far; infinite
+        when it breaks something."""
         stage_of = (model or self.model).items_of(groups)
         if stage_of in self.seen:
-            return False
-        self.seen.add(stage_of)
+            return self.seen[stage_of]
+        self.seen[stage_of] = math.inf
         if violations(self.problem, stage_of):
-            return False
+            return math.inf
         found = measure(self.problem, stage_of)
-        if found.objective >= self.upper:
-            return False
-        self.best = found
-        self.groups = tuple(stage_of[group[0]] for group in self.model.members)
-        self._tell()
-        return True
+        self.seen[stage_of] = found.objective
+        if found.objective < self.upper:
+            self.best = found
+            self.groups = tuple(stage_of[group[0]] for group in self.model.members)
+            self._tell()
+        return found.objective
 
     def prove(self, bound: float, prover: str) -> None:
         """No assignment is better than `bound` seconds."""
@@ -111,7 +118,7 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MAX_CHAINS = 150  # evaluated one by one
-PATIENCE = 24  # plans along a path of which none is better
+PATIENCE = 40  # plans along a path of which none is better
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
 
@@ -297,11 +304,12 @@ def _follow_path(search: Search, segments: Segments) -> None:
     budget, since = search.budget, 0
     if search.problem.objective == "flush" and not applies(segments):
         if search.along_path is None:
-            search.along_path = path_plans(search.model)
-        for groups in search.along_path:
+            search.along_path = path_plans(search.model, search.evaluated)
+        best = search.upper
+        for _ in search.along_path:
+            since, best = (since + 1, best) if search.upper == best else (0, search.upper)
             if budget.spent * (6 if since > PATIENCE else 3) > budget.left:
                 return
-            since = 0 if search.offer(groups) else since + 1
 
 
 def prove(search: Search, _: Segments | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from itertools import product
 
 import numpy as np
@@ -29,17 +30,21 @@ class Transfers:
 
     def __init__(self, model: Model):
         ends = [sorted({*flow.sources, *flow.sinks}) for flow in model.flows]
+        ordered = [len(own) == 2 and not f.tied for own, f in zip(ends, model.flows, strict=True)]
+        alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        for i, own in enumerate(ends):
+            alike[len(own), ordered[i]].append(i)
         self._flows = [
-            np.array([i for i, own in enumerate(ends) if len(own) == count])
-            for count in sorted({len(own) for own in ends} - {1})
+            (np.array(flows), np.array([ends[i] for i in flows]), one)
+            for (count, one), flows in alike.items()
+            if count > 1
         ]
-        self._ends = [np.array([ends[i] for i in flows]) for flows in self._flows]
 
     def of(self, stages: Stages) -> tuple[Stages, ...]:
         """Vectors: assignment, flow, the first of its stages, and two of them in a row."""
         found = [np.zeros((5, 0), dtype=np.intp)]
-        for flows, ends in zip(self._flows, self._ends, strict=True):
-            chain = np.sort(stages[:, ends], axis=2)
+        for flows, ends, ordered in self._flows:
+            chain = stages[:, ends] if ordered else np.sort(stages[:, ends], axis=2)
             n, i, k = np.nonzero(chain[:, :, 1:] != chain[:, :, :-1])
             rows = n, flows[i], chain[n, i, 0], chain[n, i, k], chain[n, i, k + 1]
             found.append(np.array(rows))
@@ -101,11 +106,16 @@ class Makespans:
         return self._seconds(stages, hops, self._known)
 
     def _alike(self, has: Flags) -> Flags:
-        """All hops as far as some of these, if that is not far: a move soon needs them."""
+        """What moves soon need: all hops as far as some of these, if that is not far, and others
+        next to these."""
         found = np.zeros_like(has)
         for way, far in product(range(FINAL), range(-NEAR, NEAR + 1)):
             if np.diagonal(has[way], far).any():
                 found[way] |= np.eye(self.count, k=far, dtype=np.bool_)
+        distance = np.subtract.outer(np.arange(self.count), np.arange(self.count))
+        around = np.pad(has & (np.abs(distance) > NEAR), ((0, 0), (1, 1), (1, 1)))
+        for a, b in product(range(3), repeat=2):
+            found |= around[:, a : a + self.count, b : b + self.count]
         return found
 
     def _seconds(self, stages: Stages, hops: Seconds, counted: Flags) -> Seconds:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pdcompile.passes.partition.search import Search
     from pdcompile.passes.partition.segments import Segments
 
-ROUNDS = 40, 80, 160, 320  # of each cooling, where nothing is proved yet
-MORE = 320, 640, 1280  # and once the bound is known
-WIDTH = 32  # assignments that are tried together
-TRIES = 4  # of each group on each stage in a cooling, at most
+FIRST = 1_280, 7_680, 2_560, 15_360  # tries of each cooling, where nothing is proved yet
+MORE = 2_560, 20_480, 5_120, 40_960  # and once the bound is known
+TRIES = 6  # of each group on each stage in a cooling, at most
+FEWEST, WIDEST = 16, 128  # tried together: more where it is long since one was good enough
 HEAT = 0.004  # of the makespan: how much worse a plan may become at first
 FEW = 8  # of these, whose makespans are found exactly together
 MOST = 32  # groups at once
@@ -39,7 +39,7 @@ RELOCATING, TAKING = 0.2, 0.4  # of the others: a boundary far away, a group wit
 def move_groups(search: Search, _: Segments) -> None:
     """Simulated annealing (Kirkpatrick et al., Science 1983) in the first half of the time."""
     budget = search.budget
-    _anneal(search, ROUNDS, lambda: budget.spent > budget.left)
+    _anneal(search, FIRST, lambda: budget.spent > budget.left)
 
 
 def move_more(search: Search, _: Segments) -> None:
@@ -48,28 +48,30 @@ def move_more(search: Search, _: Segments) -> None:
 
 
 def _anneal(search: Search, coolings: tuple[int, ...], late: Callable[[], bool]) -> None:
-    """Several coolings, each longer, from the best plan.
+    """Several coolings from the best plan.
 
-    In a round many changes of the present plan are tried together, in an order: the first one that
+    Many changes of the present plan are tried together, in an order: the first one that
     is good enough is made, as if they had been tried one after the other.
     """
     model, chance = search.model, random.Random(search.seed)
     if search.problem.objective != "flush" or model.num_stages == 1:
         return
     allowed, priced, changes = _Allowed(model), _Priced(model), _Changes(model, chance)
-    for n, rounds in enumerate(coolings):
+    for n, most in enumerate(coolings):
         hottest = HEAT * (n % 2)  # every other one starts cold: only what is better is made
-        rounds = min(rounds, 1 + TRIES * model.num_groups * model.num_stages // WIDTH)
-        present, seconds = np.array(search.groups), search.upper
-        for done in range(rounds):
+        present, seconds, width, tried = np.array(search.groups), search.upper, FEWEST, 0
+        most = min(most, TRIES * model.num_groups * model.num_stages)
+        while tried < most:
             if late():
                 return
-            changed = allowed.of(changes.of(present))
-            heat = hottest * search.upper * (1 - done / rounds) ** 2
+            changed = allowed.of(changes.of(present, width))
+            heat = hottest * search.upper * (1 - tried / most) ** 2
             limits = [seconds - heat * math.log(1 - chance.random()) for _ in changed]
-            found = priced.first(changed, np.array(limits))
+            found, tried = priced.first(changed, np.array(limits)), tried + width
             if found is None:
+                width = min(2 * width, WIDEST)
                 continue
+            width = max(width // 2, FEWEST)
             stages, its, lacking = found
             if lacking or its >= search.upper * (1 - 1e-9) or search.offer(tuple(stages.tolist())):
                 present, seconds = stages, its
@@ -125,9 +127,9 @@ class _Changes:
         self._arcs, self._chance, self._last = model.arcs, chance, model.num_stages - 1
         self._neighbours = lattice.neighbours(model.num_groups, model.arcs)
 
-    def of(self, present: Stages) -> Stages:
+    def of(self, present: Stages, count: int) -> Stages:
         moves = [*single_moves(self._arcs, present)]
-        return np.array([self._changed(present.copy(), moves) for _ in range(WIDTH)])
+        return np.array([self._changed(present.copy(), moves) for _ in range(count)])
 
     def _changed(self, stages: Stages, moves: list[tuple[int, int]]) -> Stages:
         chance, some = self._chance, self._chance.choice((1, 1, 2))

@@ -144,20 +144,20 @@ class IntervalBytes:
     ) -> Iterator[tuple[list[int], float]]:
         """Those of some groups that are in the interval, and bytes of values that come to it from
         the others or for them."""
-        low, high, ends = self.beside.low, self.beside.high, self._ends
+        low, high, ends = self._numbers
         arcs = [(u, v) for u in own for v in self._after[u] if v in own]
         for here in map(set, _subsets(own)):
             if any(u in here and v not in here for u, v in arcs):
                 continue
             num_bytes = 0.0
             for flow in flows:
-                source, sinks = flow.sources[0], list(flow.sinks)
-                later, read = low[sinks] > start, not here.isdisjoint(sinks)
+                source, sinks = flow.sources[0], flow.sinks
+                read, later = not here.isdisjoint(sinks), [v for v in sinks if low[v] > start]
                 if source in own:
-                    read |= bool((later & (ends[sinks] <= end)).any())
+                    read = read or any(ends[v] <= end for v in later)
                     comes = source not in here
                 else:  # what groups behind the boundary read too is one of `_values`
-                    comes = high[source] <= start and not later.any()
+                    comes = high[source] <= start and not later
                 num_bytes += flow.received_bytes if comes and read else 0.0
             yield sorted(here), num_bytes
 
@@ -175,6 +175,11 @@ class IntervalBytes:
             begins = int(beside.low[source]) or int(self.every)  # so many boundaries before it
             found[:begins, self._ends[source] : last] += flow.backward_bytes
         return found
+
+    @cached_property
+    def _numbers(self) -> tuple[list[int], list[int], list[int]]:
+        """Of each group, the last of the path before it, the first behind it, and `_ends`."""
+        return self.beside.low.tolist(), self.beside.high.tolist(), self._ends.tolist()
 
     @cached_property
     def _ends(self) -> NDArray[np.intp]:

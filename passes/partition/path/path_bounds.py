@@ -43,7 +43,8 @@ from pdcompile.passes.partition.path.path_case import Case
 from pdcompile.passes.partition.path.path_cases import cases_of
 
 CLOSE = 1e-4  # relative: where the bisection ends
-SIZES = 60, 120, 170  # groups of the path that are told apart: cuts between are looked at as one
+COARSE = 120  # groups of the path that are told apart: cuts between are looked at as one
+FINE, FEW = (240, 170), 8  # and in the end; the second number on more stages than that
 ALMOST = 3  # times as many: all are told apart at once
 SHARES = 0.1, 0.03  # of what is open between bound and plan: where that ends too, before more
 # groups are told apart and at last
@@ -62,8 +63,8 @@ def path_bound(
     again.  A budget that ends leaves the bound as far as it has come.
     """
     path = heaviest_path(model)
-    sizes = [most for most in SIZES if len(path) > ALMOST * most] + [SIZES[-1]]
-    for most in dict.fromkeys(sizes):
+    fine = FINE[model.num_stages > FEW]
+    for most in (COARSE, fine) if len(path) > ALMOST * COARSE else (fine,):
         beside = Beside.of(model, path, most)
         if beside is not None and lower < upper() * (1 - 1e-9) and not budget.late:
             question = _Question([*cases_of(beside)], budget)
@@ -72,10 +73,10 @@ def path_bound(
                 for groups in beside.assignments(ends) if ends else ():
                     offer(groups)
 
-            last, limit = most == SIZES[-1], upper() * (1 - 1e-9)
+            limit = upper() * (1 - 1e-9)
             lower = bisected(
-                question.chain, lower, limit, CLOSE, budget, found, SHARES[last],
-                rising=most != sizes[0],
+                question.chain, lower, limit, CLOSE, budget, found, SHARES[most == fine],
+                rising=most == fine and len(path) > ALMOST * COARSE,
             )  # fmt: skip
     return lower
 
@@ -99,7 +100,11 @@ class _Question:
 
     def _of(self, case: list[Case], makespan: float) -> list[int] | None:
         ends = left = None
-        for one in [*case, *case[:-1]]:  # the first ones again, among what the others leave
+        for n, one in enumerate(
+            [*case, *case[:-1]]
+        ):  # the first ones again, among what others left
+            if n >= len(case) and one.size == case[-1].size:
+                return ends
             ends = one.chain(makespan, self.budget, left)
             if ends is None:
                 case.remove(one)

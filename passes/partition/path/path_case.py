@@ -18,6 +18,9 @@ from pdcompile.passes.partition.path.crossings import Hop
 from pdcompile.passes.partition.path.round_trips import Least, RoundTrips
 
 Mask = NDArray[np.bool_]
+LITTLE = (
+    0.01  # of the intervals: if a round drops less than that, another one is not worth its time
+)
 
 
 class Window(NamedTuple):
@@ -254,8 +257,8 @@ class Case:
         count = len(self.own)
         left = self.allowed if makespan > self._makespan else self.left
         states = [a & b for a, b in zip(left, among or left, strict=True)]
-        size = -1
-        while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
+        size, before = _size(states), math.inf
+        while size < (1 - LITTLE) * before and not budget.late:
             ahead, behind = self.ahead(states), self.behind(states)
             most = [self._most(s, ahead[s], behind[s], makespan, states[s]) for s in range(count)]
             for s in range(count):
@@ -266,6 +269,7 @@ class Case:
             _drop_without_all_work(states, most, rooms, loose, self.surely, self.total)
             if not self._any(states):
                 return None
+            size, before = _size(states), size
         self._makespan, self.left = makespan, states
         if self.parallel is not None:
             return []
@@ -273,6 +277,11 @@ class Case:
         for mask, ways in zip(states, self.behind(states), strict=True):
             ends.append(int(np.where(mask[ends[-1]], ways.all[ends[-1]], np.inf).argmin()))
         return ends[1:]
+
+    @property
+    def size(self) -> int:
+        """How many intervals of stages may be, with this makespan."""
+        return _size(self.left)
 
     def _any(self, states: list[Mask]) -> bool:
         if self.parallel is None:
@@ -422,6 +431,10 @@ class Case:
             if old is not None:
                 handed[s] = _Handed.of(ways.turned, states[s].T, old.T)
         return [found[s] for s in range(count)]
+
+
+def _size(states: list[Mask]) -> int:
+    return sum(map(np.count_nonzero, states))
 
 
 class _WorkUpTo(NamedTuple):

@@ -1,16 +1,18 @@
-"""What plans along a path cost: matrices by the two boundaries of a stage's interval of it."""
+"""What plans along a path cost: matrices by a stage's interval of it, its end and its length."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pdcompile.cluster import Level, Link, slowest
+from pdcompile.cluster import Level, Link
 from pdcompile.passes.partition.bounds import passage
 from pdcompile.passes.partition.path.beside import Array, Beside
 from pdcompile.passes.partition.path.branches import read_with
@@ -25,6 +27,30 @@ WORTH = 0.01  # of the average stage's work: less gets no stage
 Hops: TypeAlias = tuple[Array, Array]
 
 
+class Band(NamedTuple):
+    """Intervals that have these ends and at most this length."""
+
+    ends: slice
+    most: int
+
+    def of(self, table: NDArray[Any]) -> NDArray[Any]:
+        """What a table `by_length` says of them."""
+        return table[self.ends, : self.most]
+
+    def starts(self, of_boundaries: Array) -> Array:
+        """What is known of the boundary where each begins; inf where there is none."""
+        padded = np.concatenate([np.full(self.most, np.inf), of_boundaries])
+        found: Array = sliding_window_view(padded, self.most)[self.ends, ::-1]
+        return found
+
+
+def by_length(table: NDArray[Any]) -> NDArray[Any]:
+    """[end, length − 1] of a table [start, end]; the one from 0 where there is no such start."""
+    ends, lengths = np.ogrid[: len(table), 1 : len(table)]
+    found: NDArray[Any] = table[np.maximum(ends - lengths, 0), ends]
+    return found
+
+
 class Tables(NamedTuple):
     """Two of each where what may be at an interval's first boundary is on its stage, and where that
     is on a stage beside the path."""
@@ -32,8 +58,11 @@ class Tables(NamedTuple):
     own: list[Array]
     taken: list[list[Array]]  # seconds of a schedule, by stage
     apart: Array  # what may be beside it; inf where that is next to nothing
-    saved: list[Array]  # of the time of one microbatch, if it is, by stage
+    number: Array  # of groups that may be beside it
+    at_once: Array  # seconds of one microbatch at which both work, if it is
+    around: Callable[[Level], Array]  # hops to what is beside it and from there, there and back
     hops: list[list[Hops]]  # to it, by sending stage
+    to_end: list[Hops]  # from each boundary to the path's end, if they are on such a stage
 
 
 @dataclass
@@ -69,7 +98,8 @@ class PathCosts:
         own = np.subtract.outer(-self.until, -self.until)
         forward = np.subtract.outer(-self.until_forward, -self.until_forward)
         apart = _spanning(self.beside, np.where(beside_it, self.work, 0.0))
-        saved = _at_once(self.beside, own, forward, apart, beside_it)
+        number = _spanning(self.beside, beside_it.astype(np.float64))
+        at_once = _at_once(self.beside, own, forward, apart, beside_it)
         apart[apart < WORTH * self.until[-1] / len(self.stages)] = np.inf
         late = [
             _since(self.beside, np.where(beside_it, one, 0.0)) for one in (self.work, model.forward)
@@ -81,11 +111,18 @@ class PathCosts:
         ]
         elsewhere = frozenset(np.flatnonzero(beside_it).tolist())
         hops = [self.hops, self._hops(elsewhere)]
-        saves = [
-            saved / self.fastest - np.maximum(around - np.add.outer(before, behind), 0.0)
-            for around, before, behind in self._around(elsewhere, hops[1])
-        ]
-        return Tables([own, owns[1][0]], taken, apart, saves, hops)
+
+        @cache
+        def around(link: Level) -> Array:
+            return by_length(_spanning(self.beside, self._ends(elsewhere, link)))
+
+        return Tables(
+            [by_length(one) for one, _ in owns],
+            [[by_length(one) for one in some] for some in taken],
+            by_length(apart), by_length(number), by_length(at_once), around,
+            [[(by_length(a), by_length(b)) for a, b in some] for some in hops],
+            [(near[:, -1], far[:, -1]) for near, far in hops[1]],
+        )  # fmt: skip
 
     def _taken(self, s: int, forward: Array, backward: Array) -> Array:
         """Seconds of a schedule in which a stage has an interval, links apart."""
@@ -118,19 +155,6 @@ class PathCosts:
                     found[k, sinks[bisect_right(sinks, k)] :] += seconds
                     longest[k] = max(longest[k], seconds)
         return found, np.maximum(found, longest[:, None])
-
-    def _around(
-        self, elsewhere: Collection[int], hops: list[Hops]
-    ) -> Iterator[tuple[Array, Array, Array]]:
-        """By stage: the hops into and out of a stage beside it, there and back over the slowest
-        link there, and those before it and behind it."""
-        stages, found = self.stages, dict[Level, Array]()
-        for s in range(len(stages)):
-            link = slowest(stages[max(s - 1, 0) : s + 2])
-            if link not in found:
-                found[link] = _spanning(self.beside, self._ends(elsewhere, link))
-            before, behind = hops[max(s - 1, 0)][0], hops[min(s + 1, len(stages) - 1)][0]
-            yield found[link], before[:, -1], behind[:, -1]
 
     def _ends(self, elsewhere: Collection[int], link: Link) -> Array:
         """Of each group, if it is on a stage beside the path: seconds of what comes there and what
