@@ -13,7 +13,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.improve.moves import _Allowed, move_groups, move_more
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.path import path_plans as path_plans_module
+from pdcompile.passes.partition.path import path_program
 from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.path.path_tables import Band
 from pdcompile.passes.partition.search import Search
@@ -72,7 +72,7 @@ def test_what_has_no_time_is_all_that_a_band_leaves_out(monkeypatch: pytest.Monk
     def every(program: Any, s: int, best: Any, makespan: float) -> Band:
         return Band(slice(1, program.beside.length + 1), program.beside.length)
 
-    monkeypatch.setattr(path_plans_module._Program, "_band", every)
+    monkeypatch.setattr(path_program.PathProgram, "_band", every)
     assert few == [[*path_plans(model)] for model in models]
     assert all(len(set(plans)) > 3 for plans in few)
 

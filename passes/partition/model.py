@@ -110,8 +110,9 @@ class Model:
 
     def least_bytes(self, stage: int) -> NDArray[np.float64]:
         """What each group takes on a stage, besides workspace and what is received."""
-        found: NDArray[np.float64] = np.array(self.trainable_bytes) * self._times(stage)
-        return found + np.array(self.frozen_bytes) + self.saved(stage) * np.array(self.saved_bytes)
+        fixed = np.array(self.trainable_bytes) * self._times(stage) + np.array(self.frozen_bytes)
+        found: NDArray[np.float64] = fixed + self.saved(stage) * np.array(self.saved_bytes)
+        return found
 
     def held_bytes(self, copy: Copy, stage: int) -> int:
         """What a shared parameter takes on a stage that holds it."""

@@ -80,12 +80,11 @@ class Beside:
         Where `every` stage holds some of the path, the first one also has what nothing of the
         path is before, and the last one what nothing is behind.
         """
-        side = self.length + 2
+        table = np.zeros((self.length + 2, self.length + 2))
         if of is np.add:  # quicker
-            cells = np.bincount(self.low * side + self.high, of_groups, side * side)
-            table = cells.reshape(side, side)
+            cells = np.ravel_multi_index((self.low, self.high), table.shape)
+            table += np.bincount(cells, of_groups, table.size).reshape(table.shape)
         else:
-            table = np.zeros((side, side))
             of.at(table, (self.low, self.high), of_groups)
         found = of.accumulate(of.accumulate(table[::-1])[::-1], 1)  # low from a on, high up to b
         rows, columns = np.arange(1, self.length + 2), np.arange(self.length + 1)
