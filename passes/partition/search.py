@@ -55,7 +55,7 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: dict[tuple[int, ...], float] = field(default_factory=dict)  # seconds of assignments
-    along_path: Iterator[tuple[int, ...]] | None = None  # plans that have not been evaluated
+    along_path: Iterator[object] | None = None  # evaluates one plan after the other
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:

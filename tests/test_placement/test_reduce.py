@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdcompile.passes.partition.budget import Budget
@@ -88,6 +88,7 @@ def test_ranges_hold_the_stages_of_all_placements_that_good(seed: int, over: flo
 
 
 @settings(max_examples=100)
+@example(19688)  # all groups fill the accelerator but for rounding, and there is room elsewhere
 @given(SEEDS)
 def test_simple_bounds_are_bounds_and_memory_is_a_problem_of_its_own(seed: int) -> None:
     groups = problem_with_devices(seed)
@@ -95,10 +96,12 @@ def test_simple_bounds_are_bounds_and_memory_is_a_problem_of_its_own(seed: int) 
         return
     best = optimum(groups)
     assert simple_bound(groups) <= best
+    roomier = [replace(kind, memory=kind.memory * (1 + 1e-9)) for kind in groups.classes]
+    fits = not math.isinf(optimum(replace(groups, classes=tuple(roomier))))
     memory, limit = memory_problem(groups)
     least = optimum(memory)
     if abs(least - limit) > 1e-9 * limit:  # sums of sizes that are no whole numbers are rounded
-        assert (least <= limit) == (not math.isinf(best))
+        assert (least <= limit) == fits
 
 
 def chain_problem(costs: list[float], seconds: list[float], cpu: float) -> LoadProblem:

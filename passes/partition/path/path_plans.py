@@ -49,9 +49,9 @@ SEEDS = (
 
 def path_plans(
     model: Model, seconds: Callable[[tuple[int, ...]], float] = lambda _: 0.0
-) -> Iterator[tuple[int, ...]]:
-    """Stages of groups, some again and again; of new ones `seconds` is asked first.  Those come
-    early whose choices are next to the choices of the best ones."""
+) -> Iterator[tuple[int, ...] | None]:
+    """Stages of groups, some again and again, and None for a choice without a plan; of new ones
+    `seconds` is asked first.  Those come early whose choices are next to those of the best ones."""
     beside = Beside.of(model, heaviest_path(model))
     if beside is None:
         return
@@ -68,10 +68,9 @@ def path_plans(
     while waiting:
         _, _, choice = heappop(waiting)
         groups = choices.plan(choice)
-        if groups is not None:
-            if groups not in took:
-                took[groups] = seconds(groups)
-            yield groups
+        if groups is not None and groups not in took:
+            took[groups] = seconds(groups)
+        yield groups
         for other in choices.next_to(choice):
             wait(other, math.inf if groups is None else took[groups])
 
