@@ -1,6 +1,7 @@
 """Plans along the heaviest path, and moves of several groups: what a search begins with."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -61,6 +62,15 @@ def test_several_stages_may_be_beside_one() -> None:
     )  # fmt: skip
     problem = PartitionProblem(items, traffic, (StageLimits(),) * 5, objective="flush")
     assert min(objectives(problem)) == brute_force(problem) == 6.0
+
+
+def test_what_looks_good_changes_the_order_and_no_more() -> None:
+    problem = replace(residual_blocks(3, 3), num_microbatches=4)
+    model = build(problem)
+    given = [*path_plans(model)]
+    sought = [*path_plans(model, lambda groups: measure(problem, model.items_of(groups)).objective)]
+    assert given != sought
+    assert Counter(given) == Counter(sought)
 
 
 def test_what_has_no_time_is_all_that_a_band_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:

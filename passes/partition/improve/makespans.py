@@ -30,6 +30,7 @@ class Transfers:
 
     def __init__(self, model: Model):
         ends = [sorted({*flow.sources, *flow.sinks}) for flow in model.flows]
+        # The only reader of a value is never before its producer.
         ordered = [len(own) == 2 and not f.tied for own, f in zip(ends, model.flows, strict=True)]
         alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, own in enumerate(ends):

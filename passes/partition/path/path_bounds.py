@@ -64,7 +64,8 @@ def path_bound(
     """
     path = heaviest_path(model)
     fine = FINE[model.num_stages > FEW]
-    for most in (COARSE, fine) if len(path) > ALMOST * COARSE else (fine,):
+    coarse = (COARSE,) if len(path) > ALMOST * COARSE else ()
+    for most in (*coarse, fine):
         beside = Beside.of(model, path, most)
         if beside is not None and lower < upper() * (1 - 1e-9) and not budget.late:
             question = _Question([*cases_of(beside)], budget)
@@ -76,7 +77,7 @@ def path_bound(
             limit = upper() * (1 - 1e-9)
             lower = bisected(
                 question.chain, lower, limit, CLOSE, budget, found, SHARES[most == fine],
-                rising=most == fine and len(path) > ALMOST * COARSE,
+                rising=most == fine and coarse != (),
             )  # fmt: skip
     return lower
 
