@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-_BYTES_SENT = 200  # where struct tcp_info has tcpi_bytes_sent
-_INFO_BYTES = 208
+_BYTES_SENT = 200  # where struct tcp_info has tcpi_bytes_sent, and after it tcpi_bytes_retrans
+_INFO_BYTES = 216
 TRAINING = "training"  # from the first call on
 
 
@@ -32,7 +32,8 @@ def socket_bytes() -> int:
             if inet and one.type == socket.SOCK_STREAM:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 if len(info) >= _INFO_BYTES:
-                    found += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+                    sent, sent_again = struct.unpack_from("2Q", info, _BYTES_SENT)
+                    found += sent - sent_again
     return found
 
 
