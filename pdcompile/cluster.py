@@ -47,7 +47,8 @@ GPU_KIND = "cuda"  # what torch calls all others, AMD's too
 KNOWN_KINDS = (HOST_KIND, GPU_KIND, *SHEETS)
 BARE_NOTE = (
     "cluster {text!r} says nothing of links: assumed 100 GB/s inside a host and 12.5 GB/s between "
-    "hosts, full duplex; and no memory limit but the one that memory= gives"
+    "hosts, full duplex, and no time for each message ('auto' under torchrun has what gloo takes, "
+    "pdcompile probe measures it); and no memory limit but the one that memory= gives"
 )
 # What gloo does between two processes of one host (benchmarks/links.py measures it here).
 GLOO_BYTES_PER_SECOND = 1e9
@@ -187,14 +188,18 @@ class Cluster:
         return Cluster((Device(),) * (hosts * devices), tuple(levels), notes=(note,))
 
     @staticmethod
-    def auto(environ: Mapping[str, str] = os.environ) -> Cluster:
-        """torchrun's processes (WORLD_SIZE, LOCAL_WORLD_SIZE), else two stages in this process.
+    def auto(environ: Mapping[str, str] | None = None) -> Cluster:
+        """torchrun's processes (WORLD_SIZE, LOCAL_WORLD_SIZE), else one stage in this process.
+
+        Args:
+            environ: the variables; None: this process's.
 
         Raises:
             ClusterError: the variables are not positive numbers that divide.
         """
+        environ = os.environ if environ is None else environ
         if "WORLD_SIZE" not in environ:
-            return Cluster.local(2)
+            return Cluster.local(1)
         world, local = environ["WORLD_SIZE"], environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])
         digits = world.isdecimal() and local.isdecimal() and int(local) > 0 and int(world) > 0
         if not digits or int(world) % int(local):
@@ -240,9 +245,28 @@ class Cluster:
         except ConfigError as error:  # a unit: the parser of units knows no clusters
             raise ClusterError(error.message, where=error.where, remedy=error.remedy) from error
 
-    def each(self, **fields: Any) -> Cluster:
-        """The cluster with these fields on every device, such as another kind."""
-        return replace(self, devices=tuple(replace(one, **fields) for one in self.devices))
+    def each(
+        self,
+        *,
+        kind: str | None = None,
+        memory: int | str | None = None,
+        speed: float | None = None,
+    ) -> Cluster:
+        """The cluster with another kind, memory limit or speed of every device; None: as it is.
+
+        Raises:
+            ClusterError: another spelling of a known kind, or a speed that is not above 0.
+            ConfigError: `memory` is not a number of bytes.
+        """
+        if speed is not None:
+            _check_speed(speed, "speed")
+        fields = {
+            "kind": kind,
+            "memory_bytes": None if memory is None else parse_bytes(memory, what="memory"),
+            "speed": speed,
+        }
+        given: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
+        return replace(self, devices=tuple(replace(one, **given) for one in self.devices))
 
     def to_toml(self) -> str:
         """Canonical text; `from_toml` gives an equal cluster."""
@@ -325,6 +349,15 @@ def stage_limits(
             )
         )
     return tuple(limits)
+
+
+def _check_speed(speed: object, where: str) -> None:
+    if not (isinstance(speed, int | float) and math.isfinite(speed) and speed > 0):
+        raise ClusterError(
+            f"speed is {speed!r}, not above 0",
+            where=where,
+            remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
+        )
 
 
 def _check_spelling(kind: str, where: str | None = None) -> None:
@@ -411,12 +444,7 @@ def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
             where=f"{where}.count",
             remedy=f"a number from 1 to {MAX_DEVICES}",
         )
-    if not (math.isfinite(row.speed) and row.speed > 0):
-        raise ClusterError(
-            f"speed is {row.speed!r}, not above 0",
-            where=f"{where}.speed",
-            remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
-        )
+    _check_speed(row.speed, f"{where}.speed")
     _check_spelling(row.kind, f"{where}.kind")
     memory = row.memory
     if memory is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import tomllib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from torch import Tensor, nn
 
 from pdcompile import Cluster, ConfigError, InfeasibleError, PlanError, Workload
 from pdcompile.eager.autocast import NO_CASTS
-from pdcompile.export import Export, export, source_of
+from pdcompile.export import export, source_of
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.export.configurations import _with_tensors
-from pdcompile.passes.export.model_parts import part_paths, stages_of_parts, whole_parts
+from pdcompile.passes.export.model_parts import part_paths, stages_of_parts
 from pdcompile.passes.export.rounding import rounded
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.trace import trace
@@ -27,18 +27,11 @@ from pdcompile.plan.embedded import problem_of
 from pdcompile.plan.evaluate import Evaluation
 from tests.helpers import exported, launch
 from tests.helpers.alike import Call
+from tests.helpers.exported import made
 from tests.helpers.graphs import GraphBuilder
 from tests.helpers.planned import planned
 
 HERE = "tests.helpers.exported"
-
-
-def made(name: str, stages: int, to: str, folder: Path, **options: Any) -> Export:
-    """One of the workloads, planned and exported."""
-    workload: Workload = getattr(exported, name)()
-    return export(
-        exported.planned(workload, stages, **options), f"{HERE}:{name}", to=to, folder=folder
-    )
 
 
 def trained(folder: Path, ranks: int, *changes: tuple[str, str]) -> launch.Run:
@@ -83,7 +76,7 @@ def test_rounded_cuts_lie_between_parts_and_are_the_best_of_those() -> None:
     """By brute force over all cuts before a part."""
     workload = exported.mlp()
     plan = exported.planned(workload, 3, cut_tolerance=0.0)
-    graph, problem = graph_with_loss(workload), problem_of(plan)
+    graph, problem = exported.graph_with_loss(workload), problem_of(plan)
     found = rounded(plan, graph)
     assert all(len(stages) == 1 for stages in stages_of_parts(graph, found.after).values())
     assert found.after_seconds >= found.before_seconds * (1 - 1e-9)
@@ -131,18 +124,6 @@ def test_no_cut_between_parts_is_faster(data: st.DataObject) -> None:
     assert all(len(one) <= 1 for one in stages_of_parts(graph, found.after).values())
 
 
-def graph_with_loss(workload: Workload) -> OpGraph:
-    from pdcompile.batch import example_call, resolve_batch
-    from pdcompile.passes.trace import capture
-
-    inputs, target = workload.example()
-    flat = example_call(workload.model, inputs, target)
-    found = capture(
-        workload.model, flat, resolve_batch(flat, 0), workload.loss_fn, microbatch_size=2
-    )
-    return found.train
-
-
 def first_item(graph: OpGraph, problem: Any, path: str) -> int:
     """The first item of a part."""
     at = {op.name: op.module_path for op in graph.ops}
@@ -156,7 +137,7 @@ def first_item(graph: OpGraph, problem: Any, path: str) -> int:
 
 def test_a_plan_with_such_cuts_stays_as_it_is() -> None:
     workload = exported.mlp()
-    graph = graph_with_loss(workload)
+    graph = exported.graph_with_loss(workload)
     once = rounded(exported.planned(workload, 3), graph).after
     again = rounded(once, graph)
     assert again.after is once
@@ -168,7 +149,7 @@ def test_fewer_modules_than_stages_is_said(tmp_path: Path) -> None:
     workload = exported.mlp()
     plan = exported.planned(workload, 10)
     with pytest.raises(InfeasibleError, match="no cut between modules is within the limits"):
-        rounded(plan, graph_with_loss(workload))
+        rounded(plan, exported.graph_with_loss(workload))
 
 
 # torch.distributed.pipelining
@@ -194,7 +175,7 @@ def test_tied_weights_stay_tied_and_a_script_that_unties_them_fails(tmp_path: Pa
 
 def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
     done = made("crossing", 3, "torch-pipelining", tmp_path)
-    assert any("hands on" in note for note in done.notes)
+    assert any("hands value" in note for note in done.notes)
     text = (tmp_path / "train.py").read_text(encoding="utf-8")
     assert "def forward(self, x, /, **_)" in text
     assert "*, x, scale, **_" in text or "*, scale, x, **_" in text
@@ -258,6 +239,43 @@ def test_a_script_says_what_differs(tmp_path: Path) -> None:
     made("mlp", 2, "torch-pipelining", tmp_path)
     run = trained(tmp_path, 2, ("        part.load_state_dict(own, strict=False)\n", ""))
     assert run.code == 1, run
+
+
+def test_a_script_says_that_ranks_draw_weights_of_their_own(tmp_path: Path) -> None:
+    made("unseeded", 2, "torch-pipelining", tmp_path)
+    run = trained(tmp_path, 2)
+    assert run.code == 1
+    assert (
+        "ranks have different weights: each makes its own, so unseeded() has to seed" in run.output
+    )
+    assert "NOT EQUAL" not in run.output
+
+
+def test_a_script_says_what_it_needs(tmp_path: Path) -> None:
+    target = tmp_path / "target.py"
+    target.write_text("from tests.helpers.exported import mlp\n", encoding="utf-8")
+    folder = tmp_path / "out"
+    plan = exported.planned(exported.mlp(), 2)
+    export(plan, f"{target}:mlp", to="torch-pipelining", folder=folder)
+    alone = subprocess.run(
+        [sys.executable, str(folder / "train.py")], capture_output=True, text=True, check=False
+    )
+    assert (alone.returncode, alone.stderr) == (1, "start it with torchrun --nproc-per-node=2\n")
+    target.unlink()
+    run = trained(folder, 2)
+    assert run.code == 1
+    assert "target.py is missing: say at TARGET where the model is" in run.output
+
+
+def test_the_given_plan_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = exported.planned(exported.mlp(), 2).to_json()
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="would be overwritten") as caught:
+        export(path, f"{HERE}:mlp", to="accelerate", folder=tmp_path)
+    assert "-o" in str(caught.value.remedy)
+    assert path.read_text(encoding="utf-8") == text
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
@@ -337,139 +355,6 @@ def test_models_that_a_script_would_get_wrong_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-# torchtitan, Megatron, Accelerate: by their own rules (see configurations.py)
-
-
-@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_megatron_reads_the_layout(name: str, tmp_path: Path) -> None:
-    done = made(name, 2, "megatron", tmp_path)
-    text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
-    (layout,) = [line.split("'")[1] for line in text.splitlines() if "layout" in line]
-    stages = read_layout(layout)
-    assert stages[0][0] == "E"
-    assert stages[-1][-1] == "L"
-    placed = whole_parts(graph_with_loss(getattr(exported, name)()), done.plan)
-    blocks = [stage for path, stage in placed.items() if path.rpartition(".")[2].isdecimal()]
-    assert [row.count("t") for row in stages] == [blocks.count(0), blocks.count(1)]
-    assert f"--num-layers {len(blocks)}\n" in text
-    assert "untie" not in text
-    assert any(note.startswith("DeepSpeed: parts = [0, ") for note in done.notes)
-
-
-def read_layout(layout: str) -> list[str]:
-    """As Megatron-LM reads one (megatron/core/transformer/pipeline_parallel_layer_layout.py):
-    commas mean nothing; ``(…)*n`` and then ``x*n`` repeat; ``|`` is between stages."""
-    text = layout.replace(",", "")
-    while (end := text.find(")*")) >= 0:
-        begin, digits = text.rindex("(", 0, end), end + 2
-        while digits < len(text) and text[digits].isdecimal():
-            digits += 1
-        text = text[:begin] + text[begin + 1 : end] * int(text[end + 2 : digits]) + text[digits:]
-    while (star := text.find("*")) >= 0:
-        digits = star + 1
-        while digits < len(text) and text[digits].isdecimal():
-            digits += 1
-        text = text[: star - 1] + text[star - 1] * int(text[star + 1 : digits]) + text[digits:]
-    assert set(text) <= set("EtmL|"), text
-    return text.split("|")
-
-
-def test_long_rows_of_layers_are_written_short(tmp_path: Path) -> None:
-    assert read_layout("Et*3|(tt|)*2,t*12L") == ["Ettt", "tt", "tt", "t" * 12 + "L"]
-    made("mlp", 1, "megatron", tmp_path)
-    text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
-    assert "'Et*6L'" in text
-    assert "--untie-embeddings-and-output-weights" in text
-
-
-def test_torchtitan_splits_the_model(tmp_path: Path) -> None:
-    """What `pipeline_module_split` keeps for each stage, one after the other, is the model."""
-    made("mlp", 3, "torchtitan", tmp_path)
-    document = tomllib.loads((tmp_path / "parallelism.toml").read_text(encoding="utf-8"))
-    names = document["parallelism"]["module_fqns_per_model_part"]
-    assert document["parallelism"]["pipeline_parallel_degree"] == len(names) == 3
-    workload = exported.mlp()
-    value = workload.example_inputs
-    expected = workload.model(value)
-    for stage in names:
-        model = exported.mlp().model
-        for name, child in list(model.named_children()):
-            if isinstance(child, nn.ModuleList):
-                kept = [layer for i, layer in enumerate(child) if f"{name}.{i}" in stage]
-                setattr(model, name, nn.ModuleList(kept))
-            elif name not in stage:
-                setattr(model, name, None)
-        value = model(value)
-    assert value.equal(expected)
-    everything = [name for stage in names for name in stage]
-    assert len(everything) == len(set(everything)) == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [
-        ("gpt", ("wte", "lm_head")),
-        pytest.param("gpt2", ("transformer.wte", "lm_head"), marks=pytest.mark.slow),
-    ],
-)
-def test_a_device_map_covers_every_tensor_and_keeps_tied_ones_together(
-    name: str, tied: tuple[str, str], tmp_path: Path
-) -> None:
-    """The rules of accelerate/utils/modeling.py: `check_device_map` and
-    `check_tied_parameters_on_same_device`."""
-    done = made(name, 2, "accelerate", tmp_path)
-    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
-    model = getattr(exported, name)().model
-    modules = dict(model.named_modules())
-    assert set(devices) <= set(modules)
-    for tensor in model.state_dict():
-        assert any(tensor.startswith(f"{module}.") for module in devices), tensor
-    assert set(devices.values()) == {0, 1}
-    assert devices[tied[0]] == devices[tied[1]] == 0
-    assert any("lm_head is on device 0" in note for note in done.notes)
-    assert any("no_split_module_classes" in note for note in done.notes)
-
-
-@pytest.mark.slow
-def test_accelerate_dispatches_it(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    made("gpt2", 2, "accelerate", tmp_path)
-    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
-    workload = exported.gpt2()
-    with torch.no_grad():
-        expected = workload.model.eval()(**workload.example_inputs).logits
-        # On a machine without accelerators all devices are the CPU; hooks are set as elsewhere.
-        model = accelerate.dispatch_model(
-            exported.gpt2().model.eval(), dict.fromkeys(devices, "cpu"), force_hooks=True
-        )
-        found = model(**workload.example_inputs).logits
-    assert found.equal(expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "to", "said"),
-    [
-        ("gpt", "torchtitan", "weight 'wte.weight' is tied over stages 0, 1"),
-        ("vgg", "torchtitan", "is neither a child of the model nor an entry"),
-        ("vgg", "megatron", "blocks in 2 containers"),
-        ("crossing", "torchtitan", "is tied over stages 0, 2, and torchtitan copies"),
-        ("crossing", "megatron", "a skip connection"),
-    ],
-)
-def test_models_that_a_target_gets_wrong_are_refused(
-    name: str, to: str, said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        made(name, 3 if name == "crossing" else 2, to, tmp_path)
-
-
-def test_schedules_and_replicas_of_other_runtimes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="megatron has no schedule 'gpipe'"):
-        made("mlp", 2, "megatron", tmp_path, schedule="gpipe")
-    with pytest.raises(ConfigError, match="have \\[1, 2\\] replicas"):
-        made("mlp", 3, "accelerate", tmp_path, replicas=(2, 1))
-
-
 # The function and the command
 
 
@@ -537,22 +422,3 @@ def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the plan is of another model") as caught:
         export(path, f"{HERE}:crossing", to="megatron", folder=tmp_path / "out")
     assert caught.value.where == str(path)
-
-
-def test_what_does_not_run_is_where_its_weight_is() -> None:
-    """Embeddings that two parts of a model share, of which only those are called."""
-    devices = {"encoder.tokens": 0, "blocks.0": 1, "decoder.tokens": 1, "head": 1}
-    tensors = {
-        "shared.weight": "shared.weight",
-        "encoder.tokens.weight": "shared.weight",
-        "decoder.tokens.weight": "shared.weight",
-        "blocks.0.weight": "blocks.0.weight",
-        "unused.bias": "unused.bias",
-    }
-    notes = list(_with_tensors(devices, tensors))
-    assert devices["shared"] == devices["decoder.tokens"] == devices["encoder.tokens"] == 0
-    assert devices["unused"] == 1
-    assert notes == [
-        "shared does not run in training: device 0",
-        "decoder.tokens is on device 0 with encoder.tokens, and not on 1: they share shared.weight",
-    ]

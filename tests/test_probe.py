@@ -103,11 +103,13 @@ def test_what_is_shared_and_what_is_half_duplex() -> None:
     (inner, outer), notes = levels(times, (2, 4), (1e10, 0.25e9))
     assert (inner.size, inner.bytes_per_second, inner.full_duplex) == (2, 1e10, True)
     assert (outer.size, outer.bytes_per_second) == (2, 0.25e9)
-    assert "which is its bandwidth here" in notes[1]
-    assert "which is its bandwidth here" not in notes[0]
+    assert "so that its bandwidth is 0.25 GB/s here" in notes[1]
+    assert "its bandwidth" not in notes[0]
     half = PairTimes(times.latency_seconds, times.bytes_per_second, [[0.5e9] * 4] * 4)
-    (inner, _), _ = levels(half, (2, 4), (1e10, 0.5e9))
+    (inner, outer), _ = levels(half, (2, 4), (0.1e9, 0.5e9))
     assert not inner.full_duplex
+    # Both ends sent 0.1 GB/s at once, and the sum of both is what a half duplex link takes.
+    assert (inner.bytes_per_second, outer.bytes_per_second) == (0.2e9, 1e9)
 
 
 def test_levels_are_named_after_what_they_join() -> None:

@@ -7,9 +7,9 @@ would get wrong is refused by name.
 from __future__ import annotations
 
 from pdcompile.passes.export.subject import Exported, Subject
-from pdcompile.passes.export.targets import KINDS, check_schedule
+from pdcompile.passes.export.targets import KINDS, check_plan
 
-__all__ = ["KINDS", "Exported", "Subject", "check_schedule", "export"]
+__all__ = ["KINDS", "Exported", "Subject", "check_plan", "export"]
 
 
 def export(subject: Subject, to: str) -> Exported:

@@ -20,7 +20,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from pdcompile.errors import ConfigError
-from pdcompile.passes.export.model_parts import part_at, spread_parts, whole_parts
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.export.model_parts import (
+    part_at,
+    parts_of_ops,
+    spread_parts,
+    whole_parts,
+)
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
@@ -90,16 +96,17 @@ def megatron(subject: Subject) -> Exported:
     training = plan.training
     lines = [
         f"--pipeline-model-parallel-size {_places(plan)}",
-        f"--pipeline-model-parallel-layout '{layout}'",
+        f"--pipeline-model-parallel-layout {layout}",
         f"--num-layers {layers}",
         f"--micro-batch-size {_samples(plan, replicas)}",
         f"--global-batch-size {training.batch_size}",
         *([] if tied else ["--untie-embeddings-and-output-weights"]),
     ]
     notes = (
-        "arguments.txt: for pretrain_gpt.py: $(cat arguments.txt) with your other options",
-        "E is the embedding, t a transformer layer, L the head with the loss; Megatron builds its "
-        "own model of so many layers",
+        "arguments.txt: for pretrain_gpt.py: $(cat arguments.txt) with your other options; typed "
+        "into a shell the layout needs quotes around it",
+        "E is the embedding, t a transformer layer, L the head with the loss, each whatever stands "
+        "there in this model; Megatron builds its own model of so many layers",
         *(["Megatron sums the gradients of the tied embedding over both of its stages"] * tied),
     )
     text = "\n".join(lines) + "\n"
@@ -155,13 +162,14 @@ def _with_tensors(devices: dict[str, int], tensors: Mapping[str, str]) -> Iterat
 
 
 def _deepspeed(subject: Subject, placed: Mapping[str, int]) -> Iterator[str]:
-    """A note on DeepSpeed, where every part is a layer of a PipelineModule."""
+    """A note on DeepSpeed, where the model is a list of layers, of which each rank has one row."""
     stages, count = list(placed.values()), len(subject.plan.stages)
-    if stages != sorted(stages):
+    names = list(placed)
+    alone = subject.plan.num_ranks == sum(stage.replicas for stage in subject.plan.stages)
+    if stages != sorted(stages) or not (alone and _is_list(subject.capture.train, names)):
         return
     parts = [sum(stage < k for stage in stages) for k in range(count + 1)]
-    names = list(placed)
-    shown = ", ".join(names[:3]) + (f", …, {names[-1]}" if len(names) > 3 else "")
+    shown = ", ".join(names if len(names) <= 4 else [*names[:3], "…", names[-1]])
     yield (
         f"DeepSpeed: parts = {parts}, where a PipelineModule has the {len(names)} layers {shown}; "
         "its partition_method knows no list: set self.parts in your own _partition_layers"
@@ -169,6 +177,25 @@ def _deepspeed(subject: Subject, placed: Mapping[str, int]) -> Iterator[str]:
     if subject.plan.tied:
         held = ", ".join(one.fqn for one in subject.plan.tied)
         yield f"DeepSpeed: TiedLayerSpec for the layers that share {held}"
+
+
+def _is_list(graph: OpGraph, parts: list[str]) -> bool:
+    """Whether each part reads one value, of the part before it, and nothing runs between them."""
+    part_of = parts_of_ops(graph)
+    ops = [op for op in graph.ops if op.region == "forward"]
+    if any(part_of[op.name] not in parts for op in ops):
+        return False
+    read: dict[str, set[str]] = {part: set() for part in parts}
+    before = dict(zip(parts, [None, *parts], strict=False))  # None: the call of the model
+    for op in ops:
+        own = part_of[op.name]
+        for name in op.inputs:
+            maker = part_of.get(name)
+            if maker != own:
+                read[own].add(name)
+                if maker != before[own]:
+                    return False
+    return all(len(values) == 1 for values in read.values())
 
 
 def _layout(plan: Plan, placed: Mapping[str, int]) -> tuple[str, int]:

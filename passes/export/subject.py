@@ -46,7 +46,6 @@ class Subject:
         source, optimizer: for scripts.
         tensors: names of the model's parameters and buffers as ``state_dict()`` has them, each
             with its canonical name (tied ones have the same).
-        on_meta: the model has no values.
     """
 
     capture: Capture
@@ -55,7 +54,6 @@ class Subject:
     source: Source
     optimizer: OptimizerCall
     tensors: Mapping[str, str]
-    on_meta: bool = False
 
 
 @dataclass(frozen=True, slots=True)

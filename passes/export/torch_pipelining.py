@@ -37,9 +37,9 @@ def torch_pipelining(subject: Subject) -> Exported:
     return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)), stages=True)
 
 
-def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
-    """What such a script would get wrong."""
-    plan, training = subject.plan, subject.plan.training
+def refused_plans(plan: Plan) -> Iterator[ConfigError]:
+    """What such a script would get wrong of any model."""
+    training = plan.training
     for stage in plan.stages:
         if stage.replicas > 1:
             yield _error(
@@ -63,11 +63,11 @@ def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[Conf
             "wants microbatches of one size",
             "plan with a number of microbatches that divides the minibatch",
         )
-    if subject.on_meta:
-        yield _error(
-            "the model is on the meta device, and the script compares it with plain PyTorch",
-            "export with a model that has values; a smaller one of the same class will do",
-        )
+
+
+def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
+    """What such a script would get wrong of this model."""
+    yield from refused_plans(subject.plan)
     yield from _refused_inputs(stages)
     yield from _refused_loss(stages[-1])
     yield from _refused_ops(subject, stages)
@@ -135,7 +135,7 @@ def _error(message: str, remedy: str) -> ConfigError:
 
 def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
     count = plan.num_ranks
-    yield f"torchrun --nproc-per-node={count} train.py  trains and compares"
+    yield f"torchrun --nproc-per-node={count} train.py, in that folder, trains and compares"
     for one in plan.tied:
         yield (
             f"tied weight {one.fqn} is on stages {', '.join(map(str, one.stages))}: train.py sums "
@@ -143,8 +143,9 @@ def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
         )
     for stage in stages:
         if stage.handed_on:
-            names = ", ".join(port.name for port in stage.handed_on)
-            yield f"stage {stage.interface.index} hands on {names} to a later one"
+            names = ", ".join(repr(port.name) for port in stage.handed_on)
+            values = "values" if len(stage.handed_on) > 1 else "value"
+            yield f"stage {stage.interface.index} hands {values} {names} on to a later stage"
     usual = tuple(reversed(range(len(plan.stages))))
     alone = plan.num_ranks == len(plan.stages) and plan.training.schedule in alternating()
     if alone and plan.training.warmup not in ((), usual):

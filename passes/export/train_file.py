@@ -24,7 +24,7 @@ QUIETLY = "; both run without dropout for that"
 _OWN = (
     "workload", "call_of", "examples", "make_parts", "load", "fill", "tied_groups",
     "sum_tied", "clip", "rows", "plain", "train", "make_optimizer", "make_loss", "loss_fn",
-    "difference", "main", "output", "target", "last", "parts", "dist", "os", "sys", "copy",
+    "difference", "agree", "main", "output", "target", "last", "parts", "dist", "os", "sys", "copy",
     "checkpoint", "again",
 )  # fmt: skip
 
@@ -60,6 +60,7 @@ def train_file(
         filled(fixed.TRAIN),
         filled(fixed.PLAIN),
         fixed.COMPARE,
+        filled(fixed.AGREE),
         filled(fixed.MAIN),
         'if __name__ == "__main__":\n    main()',
     ]
@@ -143,8 +144,9 @@ def _top(
         *textwrap.wrap(
             f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
             "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
-            f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch and the "
-            "files beside it.  Written by pdcompile, as a place to begin.",
+            f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
+            f"beside it, and {'that one' if source.is_file else 'that module'} with what it "
+            "imports.  Written by pdcompile, as a place to begin.",
             WIDTH,
             break_long_words=False,
         ),
@@ -159,7 +161,7 @@ def _top(
         *sorted(f"from stage_{k} import Stage{k}" for k in range(n)),
         f"from torch.distributed.pipelining import PipelineStage, {schedule}",
         *(["from torch.overrides import TorchFunctionMode"] if quiet else []),
-        "from torch.utils._pytree import tree_map_only",
+        "from torch.utils._pytree import tree_leaves, tree_map_only",
         *(["from torch.utils.checkpoint import checkpoint"] if recomputes else []),
         "",
         "HERE = Path(__file__).resolve().parent",

@@ -3,6 +3,8 @@
 WORKLOAD_FILE = '''\
 def workload():
     """The model, its loss function (None: it has its own), and minibatches (inputs, target)."""
+    if not TARGET.exists():
+        raise SystemExit(f"{TARGET} is missing: say at TARGET where the model is")
     spec = importlib.util.spec_from_file_location(TARGET.stem, TARGET)
     module = importlib.util.module_from_spec(spec)
     sys.modules[TARGET.stem] = module
@@ -184,11 +186,28 @@ def differences(parts, model, begin):
     )
 '''
 
+AGREE = '''\
+def agree(model, batches):
+    """Ends where ranks do not have the same model and data: each makes its own."""
+    own = []
+    for tensors in (model.state_dict(), batches):
+        leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+        own.append([leaf.double().sum().nan_to_num().item() for leaf in leaves])
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for what, values in zip(("weights", "minibatches"), zip(*found), strict=True):
+        if any(value != values[0] for value in values):
+            raise SystemExit(
+                f"ranks have different {what}: each makes its own, so FUNCTION() has to seed "
+                "what it draws (torch.manual_seed)"
+            )
+'''
+
 MAIN = """\
 def main():
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    if int(os.environ["WORLD_SIZE"]) != max(RANKS) + 1:
+    if int(os.environ.get("WORLD_SIZE", 0)) != max(RANKS) + 1:
         raise SystemExit(f"start it with torchrun --nproc-per-node={max(RANKS) + 1}")
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     CASTS
@@ -196,6 +215,7 @@ def main():
     model, model_loss, batches = workload()
     model.to(device).train()
     batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batches)
+    agree(model, batches)
     begin = copy.deepcopy(model.state_dict())
     with QUIET:
         parts, means = train(rank, model, device, batches)

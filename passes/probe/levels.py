@@ -118,14 +118,15 @@ def levels(
         alone, both = typical(times.bytes_per_second), typical(times.both_ways)
         full = both >= HALF * alone
         shared = at_once[k] < EQUAL_RATE * (alone if full else both)
-        rate = at_once[k] if shared else alone
+        # A half duplex link takes the sum of what both ends send.
+        rate = min(alone, at_once[k] * (1 if full else 2)) if shared else alone
         found.append(
             Level(names[k], size, _rounded(rate), _rounded(typical(times.latency_seconds)), full)
         )
         notes.append(
             f"{names[k]}, measured: {alone / 1e9:.3g} GB/s for a pair alone, {both / 1e9:.3g} GB/s "
             f"each where both send, {at_once[k] / 1e9:.3g} GB/s each where all devices send"
-            + (", which is its bandwidth here" if shared else "")
+            + (f", so that its bandwidth is {rate / 1e9:.3g} GB/s here" * shared)
         )
     return tuple(found), tuple(notes)
 

@@ -66,7 +66,11 @@ def _counted(text: str) -> Cluster:
         return Cluster.parse(text)
     except ClusterError as error:
         known = f"machines with a name are {', '.join(names())}"
-        raise ClusterError(error.message, remedy=f"{error.remedy}; {known}") from None
+        raise ClusterError(
+            error.message,
+            remedy=f"{did_you_mean(text, names())}{error.remedy}, 'local:4' for four stages in one "
+            f"process; {known}",
+        ) from None
 
 
 def _so_many(counts: str, name: str) -> Cluster:

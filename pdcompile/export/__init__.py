@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from pdcompile.workload import Workload, load_target
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,23 @@ def export(
         )
     if not is_path(folder):
         raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
-    targets.check_schedule(given, to)
+    if not isinstance(plan, Plan) and _is_within(plan, folder):
+        raise ConfigError(
+            f"{Path(folder) / PLAN} is the plan that is given, and would be overwritten by what is "
+            "exported, whose cuts lie between modules",
+            where="folder",
+            remedy="name another folder (-o)",
+        )
+    targets.check_plan(given, to)
     call = optimizer_call(optimizer, lr)
     workload = load_target(target)
+    if targets.KINDS[to].compares and any(p.is_meta for p in workload.model.parameters()):
+        raise ConfigError(
+            "the model is on the meta device, and the script compares it with plain PyTorch",
+            where=f"--to {to}",
+            remedy="plan and export a model that has values; a smaller one of the same class will "
+            "do",
+        )
     inputs, expected = workload.example()
     rounding: list[Rounding] = []
 
@@ -110,7 +128,6 @@ def export(
             source_of(target, Path(folder)),
             call,
             tensor_names(workload.model),
-            on_meta=any(p.is_meta for p in workload.model.parameters()),
         ),
         to,
     )
@@ -119,9 +136,16 @@ def export(
         result.dump(str(folder), workload.model)
         files |= result.sources.files
     else:
-        files["plan.json"] = result.sources.files["plan.json"]
+        files[PLAN] = result.sources.files[PLAN]
     _write(Path(folder), found.files if found.stages else files)
     return Export(Path(folder), tuple(sorted(files)), rounding[0], found.notes)
+
+
+def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
+    """Whether a plan is the file of that name in a folder."""
+    with suppress(OSError):  # there is none yet
+        return os.path.samefile(plan, Path(folder) / PLAN)
+    return False
 
 
 def optimizer_call(name: str, lr: float) -> OptimizerCall:

@@ -126,10 +126,12 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
 
 
 def _several(stages: int, there: int) -> str:
-    """One more remedy where there are more stages than devices or processes."""
-    names = several_a_rank(max(2, stages // there))
+    """One more remedy: several devices a stage, or several stages a device."""
     if stages <= there:
-        return ""
+        return (
+            "; replicas='any' (--replicas any) gives a stage several devices where that is faster"
+        )
+    names = several_a_rank(max(2, stages // there))
     if stages % there:
         return f"; a multiple of {there} stages runs under schedule {names}"
     return f"; {stages // there} stages on each run under schedule {names}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdcompile import Cluster, Plan, Workload, driver
-from pdcompile.batch import example_call
+from pdcompile.batch import example_call, resolve_batch
+from pdcompile.export import Export, export
+from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
+from pdcompile.passes.trace import capture
 from tests.helpers import models
 
 BATCH = 8
@@ -28,6 +32,21 @@ def planned(workload: Workload, stages: int, **options: Any) -> Plan:
     )  # fmt: skip
     flat = example_call(workload.model, inputs, target)
     return driver.build(workload.model, flat, given).plan
+
+
+def graph_with_loss(workload: Workload) -> OpGraph:
+    inputs, target = workload.example()
+    flat = example_call(workload.model, inputs, target)
+    found = capture(
+        workload.model, flat, resolve_batch(flat, 0), workload.loss_fn, microbatch_size=2
+    )
+    return found.train
+
+
+def made(name: str, stages: int, to: str, folder: Path, **options: Any) -> Export:
+    """One of the workloads here, planned and exported."""
+    plan = planned(globals()[name](), stages, **options)
+    return export(plan, f"{__name__}:{name}", to=to, folder=folder)
 
 
 class Residuals(nn.Module):
@@ -198,6 +217,20 @@ def t5() -> Workload:
             yield {"input_ids": ids, "labels": labels}, None
 
     return Workload(T5ForConditionalGeneration(config), next(batches())[0], None, batches)
+
+
+def chain() -> Workload:
+    """A list of layers, and nothing else."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    return _workload(layers, lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
+
+
+def unseeded() -> Workload:
+    """Every process has another model."""
+    torch.seed()
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return _workload(layers, lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
 
 
 def as_tuple() -> tuple[Any, ...]:

@@ -27,7 +27,8 @@ def probe(
     Speed and memory of every device; latency and bandwidth between every pair of ranks, while all
     others wait, and again while all send at once. Levels (inside a host, between hosts) are found
     by where the times of messages jump; the matrix is drawn. Bandwidth is that of all at once where
-    it is more than a fifth below that of a pair alone; notes in the file have both.
+    it is more than a fifth below that of a pair alone (half duplex: of a pair whose ends both
+    send); notes in the file have all three.
 
     Start one process a device, on all hosts, ranks of a host next to each other, as torchrun does.
     It takes some 0.3 s a pair: 10 s for 8 ranks, 3 min for 32.

@@ -23,12 +23,15 @@ def export(
         typer.Argument(
             metavar="TARGET",
             show_default=False,
-            help="file.py:function or package.module:function that returns a pdcompile.Workload; "
-            "a plan before it is as one in --plan.",
+            help="file.py:function or package.module:function that returns a pdcompile.Workload. "
+            "A plan.json may stand before it instead of in --plan.",
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="|".join(TARGETS), help="Whose runtime it is for.")
+        str,
+        typer.Option(
+            "--to", metavar="RUNTIME", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}."
+        ),
     ],
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="plan.json, made by `plan -o`.")
@@ -57,8 +60,8 @@ def export(
     that it prints. Tied weights and skip connections are handled there.
 
     torchtitan: parallelism.toml with the module names of each stage. megatron: arguments.txt with
-    --pipeline-model-parallel-layout. accelerate: device_map.json. Notes give DeepSpeed's parts.
-    What a target would get wrong, it refuses by name.
+    --pipeline-model-parallel-layout. accelerate: device_map.json. Notes give DeepSpeed's
+    parts where the model is a list of layers. What a target would get wrong, it refuses by name.
 
     Examples:
 

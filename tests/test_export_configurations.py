@@ -1,0 +1,194 @@
+"""The lines of torchtitan, Megatron, Accelerate, read by their own rules (configurations.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pdcompile import Cluster, ConfigError, CutAt
+from pdcompile.passes.export.configurations import _with_tensors
+from pdcompile.passes.export.model_parts import whole_parts
+from tests.helpers import exported
+from tests.helpers.exported import made
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_megatron_reads_the_layout(name: str, tmp_path: Path) -> None:
+    done = made(name, 2, "megatron", tmp_path)
+    text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
+    # As the note says, and as a shell gives it to a program.
+    given = subprocess.run(
+        ["sh", "-c", "printf '%s\\n' $(cat arguments.txt)"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = given.stdout.splitlines()
+    stages = read_layout(words[words.index("--pipeline-model-parallel-layout") + 1])
+    assert stages[0][0] == "E"
+    assert stages[-1][-1] == "L"
+    placed = whole_parts(exported.graph_with_loss(getattr(exported, name)()), done.plan)
+    blocks = [stage for path, stage in placed.items() if path.rpartition(".")[2].isdecimal()]
+    assert [row.count("t") for row in stages] == [blocks.count(0), blocks.count(1)]
+    assert f"--num-layers {len(blocks)}\n" in text
+    assert "untie" not in text
+
+
+def read_layout(layout: str) -> list[str]:
+    """As Megatron-LM reads one (megatron/core/transformer/pipeline_parallel_layer_layout.py):
+    commas mean nothing; ``(…)*n`` and then ``x*n`` repeat; ``|`` is between stages."""
+    text = layout.replace(",", "")
+    while (end := text.find(")*")) >= 0:
+        begin, digits = text.rindex("(", 0, end), end + 2
+        while digits < len(text) and text[digits].isdecimal():
+            digits += 1
+        text = text[:begin] + text[begin + 1 : end] * int(text[end + 2 : digits]) + text[digits:]
+    while (star := text.find("*")) >= 0:
+        digits = star + 1
+        while digits < len(text) and text[digits].isdecimal():
+            digits += 1
+        text = text[: star - 1] + text[star - 1] * int(text[star + 1 : digits]) + text[digits:]
+    assert set(text) <= set("EtmL|"), text
+    return text.split("|")
+
+
+def test_long_rows_of_layers_are_written_short(tmp_path: Path) -> None:
+    assert read_layout("Et*3|(tt|)*2,t*12L") == ["Ettt", "tt", "tt", "t" * 12 + "L"]
+    made("mlp", 1, "megatron", tmp_path)
+    text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
+    assert "layout Et*6L\n" in text
+    assert "--untie-embeddings-and-output-weights" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "options"),
+    [
+        ("mlp", 2, {}),  # what a layer makes is added to what it reads, between the layers
+        ("gpt", 2, {}),  # positions are another layer beside tokens
+        ("vgg", 2, {}),
+        ("chain", 4, {"schedule": "interleaved", "cluster": Cluster.local(2)}),
+    ],
+)
+def test_what_is_no_list_of_layers_has_no_parts_for_deepspeed(
+    name: str, stages: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    done = made(name, stages, "accelerate", tmp_path, **options)
+    assert not any("DeepSpeed" in note for note in done.notes)
+
+
+def test_a_list_of_layers_has_parts_for_deepspeed(tmp_path: Path) -> None:
+    done = made("chain", 2, "accelerate", tmp_path, constraints=(CutAt("2"),))
+    (note,) = [note for note in done.notes if "DeepSpeed" in note]
+    assert "parts = [0, 3, 5], where a PipelineModule has the 5 layers 0, 1, 2, …, 4" in note
+
+
+def test_torchtitan_splits_the_model(tmp_path: Path) -> None:
+    """What `pipeline_module_split` keeps for each stage, one after the other, is the model."""
+    made("mlp", 3, "torchtitan", tmp_path)
+    document = tomllib.loads((tmp_path / "parallelism.toml").read_text(encoding="utf-8"))
+    names = document["parallelism"]["module_fqns_per_model_part"]
+    assert document["parallelism"]["pipeline_parallel_degree"] == len(names) == 3
+    workload = exported.mlp()
+    value = workload.example_inputs
+    expected = workload.model(value)
+    for stage in names:
+        model = exported.mlp().model
+        for name, child in list(model.named_children()):
+            if isinstance(child, nn.ModuleList):
+                kept = [layer for i, layer in enumerate(child) if f"{name}.{i}" in stage]
+                setattr(model, name, nn.ModuleList(kept))
+            elif name not in stage:
+                setattr(model, name, None)
+        value = model(value)
+    assert value.equal(expected)
+    everything = [name for stage in names for name in stage]
+    assert len(everything) == len(set(everything)) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        ("gpt", ("wte", "lm_head")),
+        pytest.param("gpt2", ("transformer.wte", "lm_head"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_map_covers_every_tensor_and_keeps_tied_ones_together(
+    name: str, tied: tuple[str, str], tmp_path: Path
+) -> None:
+    """The rules of accelerate/utils/modeling.py: `check_device_map` and
+    `check_tied_parameters_on_same_device`."""
+    done = made(name, 2, "accelerate", tmp_path)
+    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
+    model = getattr(exported, name)().model
+    modules = dict(model.named_modules())
+    assert set(devices) <= set(modules)
+    for tensor in model.state_dict():
+        assert any(tensor.startswith(f"{module}.") for module in devices), tensor
+    assert set(devices.values()) == {0, 1}
+    assert devices[tied[0]] == devices[tied[1]] == 0
+    assert any("lm_head is on device 0" in note for note in done.notes)
+    assert any("no_split_module_classes" in note for note in done.notes)
+
+
+@pytest.mark.slow
+def test_accelerate_dispatches_it(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    made("gpt2", 2, "accelerate", tmp_path)
+    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
+    workload = exported.gpt2()
+    with torch.no_grad():
+        expected = workload.model.eval()(**workload.example_inputs).logits
+        # On a machine without accelerators all devices are the CPU; hooks are set as elsewhere.
+        model = accelerate.dispatch_model(
+            exported.gpt2().model.eval(), dict.fromkeys(devices, "cpu"), force_hooks=True
+        )
+        found = model(**workload.example_inputs).logits
+    assert found.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "said"),
+    [
+        ("gpt", "torchtitan", "weight 'wte.weight' is tied over stages 0, 1"),
+        ("vgg", "torchtitan", "is neither a child of the model nor an entry"),
+        ("vgg", "megatron", "blocks in 2 containers"),
+        ("crossing", "torchtitan", "is tied over stages 0, 2, and torchtitan copies"),
+        ("crossing", "megatron", "a skip connection"),
+    ],
+)
+def test_models_that_a_target_gets_wrong_are_refused(
+    name: str, to: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(name, 3 if name == "crossing" else 2, to, tmp_path)
+
+
+def test_schedules_and_replicas_of_other_runtimes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="megatron has no schedule 'gpipe'"):
+        made("mlp", 2, "megatron", tmp_path, schedule="gpipe")
+    with pytest.raises(ConfigError, match="have \\[1, 2\\] replicas"):
+        made("mlp", 3, "accelerate", tmp_path, replicas=(2, 1))
+
+
+def test_what_does_not_run_is_where_its_weight_is() -> None:
+    """Embeddings that two parts of a model share, of which only those are called."""
+    devices = {"encoder.tokens": 0, "blocks.0": 1, "decoder.tokens": 1, "head": 1}
+    tensors = {
+        "shared.weight": "shared.weight",
+        "encoder.tokens.weight": "shared.weight",
+        "decoder.tokens.weight": "shared.weight",
+        "blocks.0.weight": "blocks.0.weight",
+        "unused.bias": "unused.bias",
+    }
+    notes = list(_with_tensors(devices, tensors))
+    assert devices["shared"] == devices["decoder.tokens"] == devices["encoder.tokens"] == 0
+    assert devices["unused"] == 1
+    assert notes == [
+        "shared does not run in training: device 0",
+        "decoder.tokens is on device 0 with encoder.tokens, and not on 1: they share shared.weight",
+    ]
