@@ -183,8 +183,15 @@ def forecast_line(plan: Plan) -> Text:
     return Text(
         f"forecast{source}: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
-        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{_sums(plan)}"
+        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{_sums(plan)}{_in_turns(plan)}"
     )
+
+
+def _in_turns(plan: Plan) -> str:
+    """That the forecast is not of how the plan's cluster runs it."""
+    if plan.num_ranks == 1 or not Cluster.from_toml(plan.cluster).in_process:
+        return ""
+    return "; of stages side by side: in one process they take turns"
 
 
 def _sums(plan: Plan) -> str:
