@@ -100,6 +100,7 @@ def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for(
     assert "with the casts of" not in str(here.verification)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("build", [models.gpt, models.unet, models.convnet, models.mlp])
 @pytest.mark.parametrize("meta", [False, True])
 def test_all_models_are_captured_in_the_region_of_gpus(
@@ -286,6 +287,7 @@ class Recurrent(nn.Module):
         return out
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize(
     ("build", "dtype"),
@@ -323,6 +325,7 @@ class OfLengths(nn.Module):
         return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("build", "cluster", "dtype"),
     [

@@ -86,6 +86,7 @@ def groups_of(model: Model, stage_of: tuple[int, ...]) -> tuple[int, ...] | None
     return tuple(min(one) for one in held) if all(len(one) == 1 for one in held) else None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", range(4))
 def test_a_stage_needs_no_less_than_its_interval_and_has_no_more_work(block: int) -> None:
     near = compared = more = 0

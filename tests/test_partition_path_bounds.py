@@ -334,6 +334,7 @@ def test_both_values_of_a_cut_inside_a_branch_are_counted() -> None:
     assert bound_of(problem) > 0.999
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("count", "stages", "slow", "sent"), [(8, 4, 6, 40), (8, 4, 5, 20), (7, 5, 4, 40)]
 )

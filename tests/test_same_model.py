@@ -50,6 +50,7 @@ def compiled(model: nn.Module, **options: Any) -> Any:
     return pdcompile.compile(model, X, example_target=Y, **{**given, **options})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [{"schedule": "1f1b"}, {"schedule": "2bw"},

@@ -116,6 +116,7 @@ def fixture_planned() -> Plan:
     return compiled(TIED, stages=4).plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "ranks", [pytest.param((0, 0, 1, 1), marks=pytest.mark.slow), (0, 1, 0, 1), (0, 1, 1, 0)]
 )

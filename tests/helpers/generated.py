@@ -12,8 +12,8 @@ from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate
-from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import Verification, verify
+from tests.helpers.captures import capture_once
 from tests.helpers.cuts import cut
 
 
@@ -23,7 +23,7 @@ def captured(
     """A capture at microbatch size `batch_size`, and what it was captured with."""
     flat = example_call(model, inputs, target)
     layout = resolve_batch(flat)
-    return flat, layout, capture(model, flat, layout, loss_fn, microbatch_size=batch_size)
+    return flat, layout, capture_once(model, flat, layout, loss_fn, microbatch_size=batch_size)
 
 
 def check(
