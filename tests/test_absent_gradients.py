@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.runtime.stage.absent import absent, is_absent
+from tests.helpers import models
 from tests.helpers.alike import PLANNED, close
 
 
@@ -111,3 +112,58 @@ def test_what_says_so_is_no_gradient(dtype: torch.dtype) -> None:
     for value in (zeros, infinity, infinity - infinity, like * float("nan"), like):
         assert not is_absent(value)
     assert not is_absent(absent(like)[1:])
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    """Over the tokens that are not 0; 0/0 without any, and its gradient nan."""
+    counts = (target != 0).float()
+    each = nn.functional.cross_entropy(output.transpose(1, 2), target, reduction="none")
+    return (each * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "1f1b", "max_grad_norm": 0.5},
+        {"schedule": "zb-h1"},
+        {"schedule": "2bw"},
+        {"schedule": "gpipe", "recompute": True},
+        {"replicas": (2, 1)},
+    ],
+    ids=["1f1b", "zb-h1", "2bw", "recompute", "replicas"],
+)
+def test_a_microbatch_of_no_items_has_no_gradients(given: dict[str, Any]) -> None:
+    model = models.gpt(layers=2)
+    common: dict[str, Any] = {
+        "loss_fn": masked_mean, "microbatches": 4,
+        "loss_reduction": lambda args, kwargs, target: int((target != 0).sum()),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        **{name: given[name] for name in ("schedule", "max_grad_norm") if name in given},
+    }  # fmt: skip
+    expected, plain = pdcompile.reference(deepcopy(model), **common), deepcopy(model)
+    x, y = models.batch_for(model, 8)
+    pipe = pdcompile.compile(
+        model, x, example_target=y.clamp(min=1), **{**common, **PLANNED, "stages": 2, **given}
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for t in range(3):
+        x, y = models.batch_for(model, 8, t)
+        y = y.clamp(min=1)
+        y[2:4] = 0  # the second microbatch
+        y[5, 3:] = 0
+        found, theirs = pipe.step(x, target=y).loss, expected.step(x, target=y).loss
+        assert float(found) == pytest.approx(float(theirs), rel=1e-6)
+        optimizer.zero_grad()
+        loss = masked_mean(plain(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if "max_grad_norm" in given:
+            nn.utils.clip_grad_norm_(plain.parameters(), given["max_grad_norm"])
+        optimizer.step()
+    pipe.flush()
+    ours, reference = pipe.full_state_dict(), expected.full_state_dict()
+    assert all(value.isfinite().all() for value in ours.values())
+    for name, value in ours.items():
+        torch.testing.assert_close(value, reference[name])
+        if given.get("schedule") != "2bw":  # whose gradients are of older weights
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    pipe.close()

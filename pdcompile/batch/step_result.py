@@ -189,11 +189,11 @@ def check_loss(loss: Any, where: str) -> Tensor:
 def scaled_loss(loss: Tensor, weight: float) -> Tensor:
     """A microbatch's loss times its weight, as it goes into backward.
 
-    A microbatch without items (all its tokens are ignored) weighs 0, and its mean loss is 0/0:
-    it counts as 0, not as nan.
+    A microbatch without items (all its tokens are ignored) weighs 0.  Its mean loss is 0/0, whose
+    gradients are nan even times 0, so it counts as 0 and has no gradients.
     """
     if weight == 0:
-        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
+        return torch.zeros_like(loss, requires_grad=False)
     return loss * weight
 
 
