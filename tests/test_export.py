@@ -234,11 +234,27 @@ def test_scripts_run_under_torchrun(name: str, tmp_path: Path) -> None:
     assert run.code == 0, run
 
 
-def test_a_script_says_what_differs(tmp_path: Path) -> None:
-    """Other weights than the model's are found: 1 is the exit code."""
-    made("mlp", 2, "torch-pipelining", tmp_path)
-    run = trained(tmp_path, 2, ("        part.load_state_dict(own, strict=False)\n", ""))
+_LAST = "        optimizer.step()\n        if last in parts"
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({}, ("        part.load_state_dict(own, strict=False)\n", "")),
+        ({}, (_LAST, f"        next(iter(own)).grad.mul_(1.01)\n{_LAST}")),
+        ({"autocast": "bfloat16"}, (_LAST, f"        next(iter(own)).grad = None\n{_LAST}")),
+        ({"autocast": "bfloat16"}, (_LAST, f"        next(iter(own)).grad.mul_(1.05)\n{_LAST}")),
+    ],
+    ids=["weights", "a gradient", "none in bfloat16", "a gradient in bfloat16"],
+)
+def test_a_script_says_what_differs(
+    options: dict[str, Any], change: tuple[str, str], tmp_path: Path
+) -> None:
+    """1 is the exit code."""
+    made("mlp", 2, "torch-pipelining", tmp_path, **options)
+    run = trained(tmp_path, 2, change)
     assert run.code == 1, run
+    assert "NOT EQUAL" in run.output
 
 
 def test_a_script_says_that_ranks_draw_weights_of_their_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pdcompile import Cluster, ConfigError, CutAt
+from pdcompile import Cluster, ConfigError, CutAt, Together
 from pdcompile.passes.export.configurations import _with_tensors
 from pdcompile.passes.export.model_parts import whole_parts
 from tests.helpers import exported
@@ -135,6 +135,28 @@ def test_a_device_map_covers_every_tensor_and_keeps_tied_ones_together(
     assert any("no_split_module_classes" in note for note in done.notes)
 
 
+def test_a_module_may_have_the_name_of_the_loss(tmp_path: Path) -> None:
+    made("stack", 2, "torchtitan", tmp_path)
+    document = tomllib.loads((tmp_path / "parallelism.toml").read_text(encoding="utf-8"))
+    names = document["parallelism"]["module_fqns_per_model_part"]
+    assert [name for stage in names for name in stage][-1] == "loss_fn"
+
+
+def test_a_parameter_beside_the_modules_is_where_it_is_read(tmp_path: Path) -> None:
+    made("positions", 2, "accelerate", tmp_path)
+    devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
+    assert (devices["positions"], devices["loss_fn"]) == (0, 1)
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "megatron"])
+def test_what_of_the_plan_is_not_in_the_file_is_said(to: str, tmp_path: Path) -> None:
+    options = {"recompute": (True, False), "max_grad_norm": 0.5, "autocast": "bfloat16"}
+    notes = made("stack", 2, to, tmp_path, **options).notes
+    (note,) = [note for note in notes if "yourself" in note]
+    assert "recomputation of stage 0, clipping at 0.5, autocast cpu:bfloat16;" in note
+    assert not any("yourself" in note for note in made("stack", 2, to, tmp_path).notes)
+
+
 @pytest.mark.slow
 def test_accelerate_dispatches_it(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -159,6 +181,10 @@ def test_accelerate_dispatches_it(tmp_path: Path) -> None:
         ("vgg", "megatron", "blocks in 2 containers"),
         ("crossing", "torchtitan", "is tied over stages 0, 2, and torchtitan copies"),
         ("crossing", "megatron", "a skip connection"),
+        ("positions", "torchtitan", "do not compute what the model does"),
+        ("chain", "torchtitan", "is neither|stage 0 raised"),
+        ("between", "megatron", "'between' runs between the layers"),
+        ("tied_heads", "megatron", "is the weight of 'loss_fn' and 'head'"),
     ],
 )
 def test_models_that_a_target_gets_wrong_are_refused(
@@ -166,6 +192,12 @@ def test_models_that_a_target_gets_wrong_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         made(name, 3 if name == "crossing" else 2, to, tmp_path)
+
+
+def test_layers_that_run_twice_are_not_megatrons(tmp_path: Path) -> None:
+    whole = tuple(Together(f"layers.{i}") for i in range(4))
+    with pytest.raises(ConfigError, match="'layers\\.0' runs 2 times in a forward"):
+        made("twice", 2, "megatron", tmp_path, constraints=whole)
 
 
 def test_schedules_and_replicas_of_other_runtimes(tmp_path: Path) -> None:
@@ -185,7 +217,7 @@ def test_what_does_not_run_is_where_its_weight_is() -> None:
         "blocks.0.weight": "blocks.0.weight",
         "unused.bias": "unused.bias",
     }
-    notes = list(_with_tensors(devices, tensors))
+    notes = list(_with_tensors(devices, tensors, {"shared.weight": 0, "blocks.0.weight": 1}))
     assert devices["shared"] == devices["decoder.tokens"] == devices["encoder.tokens"] == 0
     assert devices["unused"] == 1
     assert notes == [

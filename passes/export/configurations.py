@@ -27,6 +27,7 @@ from pdcompile.passes.export.model_parts import (
     spread_parts,
     whole_parts,
 )
+from pdcompile.passes.export.pruned_model import check_pruned
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
@@ -41,7 +42,8 @@ def torchtitan(subject: Subject) -> Exported:
 
     Raises:
         ConfigError: a module lies deeper than torchtitan looks, a tied weight is on two stages,
-            more than one value crosses a boundary, or the schedule is none of torch's.
+            more than one value crosses a boundary, the schedule is none of torch's, or the model
+            is another one without the modules of other stages.
     """
     plan, to = subject.plan, "torchtitan"
     placed = whole_parts(subject.capture.train, plan)
@@ -72,12 +74,19 @@ def torchtitan(subject: Subject) -> Exported:
         "[training]\n"
         f"local_batch_size = {training.batch_size // replicas}  # samples of each data rank\n"
     )
-    notes = (
+    notes = [
         "parallelism.toml: for a torchtitan config file, or as arguments such as "
         "--parallelism.pipeline_parallel_degree",
-        "forward has to go on where a module is None, as that of torchtitan's models does",
-    )
-    return Exported({"parallelism.toml": text}, (*notes, *_deepspeed(subject, placed)))
+        *_left_out(plan, to),
+        *_deepspeed(subject, placed),
+    ]
+    if any(parameter.is_meta for parameter in subject.model.parameters()):
+        notes.append(
+            "not tried: whether the model's forward is right where modules of others are None"
+        )
+    else:
+        check_pruned(subject.model, subject.call, stages)
+    return Exported({"parallelism.toml": text}, tuple(notes))
 
 
 def megatron(subject: Subject) -> Exported:
@@ -92,7 +101,8 @@ def megatron(subject: Subject) -> Exported:
     replicas = _equal_replicas(plan, to)
     _refuse_more_values(plan, to)
     layout, layers = _layout(plan, placed)
-    tied = _tied_ends(plan, subject, placed)
+    _refuse_several_calls(subject, placed)
+    tied = _tied_ends(subject, placed)
     training = plan.training
     lines = [
         f"--pipeline-model-parallel-size {_places(plan)}",
@@ -110,7 +120,8 @@ def megatron(subject: Subject) -> Exported:
         *(["Megatron sums the gradients of the tied embedding over both of its stages"] * tied),
     )
     text = "\n".join(lines) + "\n"
-    return Exported({"arguments.txt": text}, (*notes, *_deepspeed(subject, placed)))
+    notes = (*notes, *_left_out(plan, to), *_deepspeed(subject, placed))
+    return Exported({"arguments.txt": text}, notes)
 
 
 def accelerate(subject: Subject) -> Exported:
@@ -127,7 +138,14 @@ def accelerate(subject: Subject) -> Exported:
     rank_of = [own[0] for own in ranks_of(plan.stages)]
     _equal_replicas(plan, "accelerate")
     devices = {path: rank_of[stage] for path, stage in placed.items()}
-    notes = list(_with_tensors(devices, subject.tensors))
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
+    read = {
+        fqn: rank_of[stage_of[op.name]]
+        for op in reversed(subject.capture.train.ops)
+        for fqn in op.used_tensors
+        if op.name in stage_of
+    }
+    notes = list(_with_tensors(devices, subject.tensors, read))
     blocks = sorted(_block_classes(subject, placed))
     notes.append(
         "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
@@ -139,9 +157,15 @@ def accelerate(subject: Subject) -> Exported:
     return Exported({"device_map.json": text}, (*notes, *_deepspeed(subject, placed)))
 
 
-def _with_tensors(devices: dict[str, int], tensors: Mapping[str, str]) -> Iterator[str]:
+def _with_tensors(
+    devices: dict[str, int], tensors: Mapping[str, str], read: Mapping[str, int]
+) -> Iterator[str]:
     """Gives every tensor a device, and tied ones the same: that of what runs first with it.  Yields
-    what was decided."""
+    what was decided.
+
+    Args:
+        read: the device of the first op that reads each tensor, by its canonical name.
+    """
     order, holders = list(devices), dict[str, list[str]]()
     for name, canonical in tensors.items():
         part = _holder(name, devices) or part_at(name.rpartition(".")[0], _around(order)) or name
@@ -149,7 +173,7 @@ def _with_tensors(devices: dict[str, int], tensors: Mapping[str, str]) -> Iterat
     last = list(devices.values())[-1]
     for canonical, parts in holders.items():
         home = next((path for path in order if path in parts), parts[0])
-        device = devices.setdefault(home, last)
+        device = devices.setdefault(home, read.get(canonical, last))
         for part in parts:
             if part not in devices:
                 yield f"{part} does not run in training: device {device}"
@@ -183,7 +207,7 @@ def _is_list(graph: OpGraph, parts: list[str]) -> bool:
     """Whether each part reads one value, of the part before it, and nothing runs between them."""
     part_of = parts_of_ops(graph)
     ops = [op for op in graph.ops if op.region == "forward"]
-    if any(part_of[op.name] not in parts for op in ops):
+    if any(part_of[op.name] not in parts for op in ops) or max(_calls(graph).values()) > 1:
         return False
     read: dict[str, set[str]] = {part: set() for part in parts}
     before = dict(zip(parts, [None, *parts], strict=False))  # None: the call of the model
@@ -200,7 +224,7 @@ def _is_list(graph: OpGraph, parts: list[str]) -> bool:
 
 def _layout(plan: Plan, placed: Mapping[str, int]) -> tuple[str, int]:
     """Megatron's layout, and how many layers it has."""
-    numbered = [path for path in placed if path.rpartition(".")[2].isdecimal()]
+    numbered = [path for path in placed if _is_numbered(path)]
     lists = {path.rpartition(".")[0] for path in numbered}
     if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
@@ -215,6 +239,13 @@ def _layout(plan: Plan, placed: Mapping[str, int]) -> tuple[str, int]:
     last = len(plan.stages) - 1
     outside = [(path, 0, "embedding") for path in paths[:begin]]
     outside += [(path, last, "head") for path in paths[end + 1 :]]
+    between = next((path for path in paths[begin : end + 1] if path not in numbered), None)
+    if between is not None:
+        raise ConfigError(
+            f"{between!r} runs between the layers, and Megatron's layout has none but these there",
+            where="--to megatron",
+            remedy="--to torch-pipelining takes any model",
+        )
     for path, stage, what in outside:
         if placed[path] != stage:
             raise ConfigError(
@@ -230,7 +261,27 @@ def _layout(plan: Plan, placed: Mapping[str, int]) -> tuple[str, int]:
     return f"E{'|'.join(rows)}L", len(numbered)
 
 
-def _tied_ends(plan: Plan, subject: Subject, placed: Mapping[str, int]) -> bool:
+def _refuse_several_calls(subject: Subject, placed: Mapping[str, int]) -> None:
+    for path, count in _calls(subject.capture.train).items():
+        if count > 1 and path in placed:
+            raise ConfigError(
+                f"{path!r} runs {count} times in a forward, and Megatron runs each layer once",
+                where="--to megatron",
+                remedy="--to torch-pipelining takes any model",
+            )
+
+
+def _calls(graph: OpGraph) -> dict[str, int]:
+    """How often each part runs: as often as what runs least often of the modules inside of it."""
+    part_of, inside = parts_of_ops(graph), dict[str, dict[str, int]]()
+    for op in graph.ops:
+        if part := part_of[op.name]:
+            runs = inside.setdefault(part, {})
+            runs[op.module_path] = max(runs.get(op.module_path, 0), op.module_call + 1)
+    return {part: min(runs.values()) for part, runs in inside.items()}
+
+
+def _tied_ends(subject: Subject, placed: Mapping[str, int]) -> bool:
     """Whether embedding and head share their weight, on one stage or on two.
 
     Raises:
@@ -242,15 +293,35 @@ def _tied_ends(plan: Plan, subject: Subject, placed: Mapping[str, int]) -> bool:
     shared = {c: names for c, names in holders.items() if len(names) > 1}
     for canonical, names in shared.items():
         parts = [_holder(name, placed) or name for name in names]
-        inside = [path for path in parts if path.rpartition(".")[2].isdecimal()]
-        if inside:
+        order = list(placed)
+        layers = [i for i, path in enumerate(order) if _is_numbered(path)]
+        at = [order.index(path) if path in order else len(order) for path in parts]
+        if not (len(at) == 2 and min(at) < layers[0] and max(at) > layers[-1]):
             raise ConfigError(
-                f"{canonical!r} is tied to a weight of {inside[0]!r}, and Megatron ties nothing "
-                "but embedding and head",
+                f"{canonical!r} is the weight of {' and '.join(map(repr, parts))}, and Megatron "
+                "ties nothing but embedding and head",
                 where="--to megatron",
                 remedy="--to torch-pipelining",
             )
     return bool(shared)
+
+
+def _left_out(plan: Plan, to: str) -> Iterator[str]:
+    """A note on what of the plan is set elsewhere, and changes what it computes or needs."""
+    training, found = plan.training, list[str]()
+    if again := [str(stage.index) for stage in plan.stages if stage.recompute]:
+        found.append(f"recomputation of stage{'s' * (len(again) > 1)} {', '.join(again)}")
+    if training.max_grad_norm:
+        found.append(f"clipping at {training.max_grad_norm:g}")
+    if training.autocast:
+        found.append(f"autocast {training.autocast}")
+    if training.loss_reduction != "mean":
+        found.append(f"loss_reduction {training.loss_reduction!r}")
+    if found:
+        yield (
+            f"set in {to} yourself what the plan reckons with: {', '.join(found)}; memory, times "
+            "and gradients are others without"
+        )
 
 
 def _refuse_tied(plan: Plan, to: str, why: str) -> None:
@@ -316,6 +387,10 @@ def _samples(plan: Plan, replicas: int) -> int:
     return size
 
 
+def _is_numbered(path: str) -> bool:
+    return path.rpartition(".")[2].isdecimal()
+
+
 def _holder(name: str, parts: Mapping[str, object]) -> str | None:
     """The part that a tensor or module is in."""
     pieces = name.split(".")
@@ -330,6 +405,6 @@ def _around(placed: Iterable[str]) -> frozenset[str]:
 
 def _block_classes(subject: Subject, placed: Mapping[str, int]) -> set[str]:
     classes = subject.capture.train.classes
-    numbered = [path for path in placed if path.rpartition(".")[2].isdecimal()]
+    numbered = [path for path in placed if _is_numbered(path)]
     kinds = {classes[path][0] for path in numbered if path in classes}
     return {kind.rpartition(".")[2] for kind in kinds if not kind.startswith("torch.nn.")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import costed_ops
@@ -19,21 +18,21 @@ from pdcompile.plan import Plan
 
 def part_paths(graph: OpGraph) -> tuple[str, ...]:
     """The parts that run, in the order of their first op."""
-    around = _around(op.module_path for op in graph.ops)
-    found = (part_at(op.module_path, around) for op in graph.ops)
-    return tuple(dict.fromkeys(path for path in found if path))
+    return tuple(dict.fromkeys(path for path in parts_of_ops(graph).values() if path))
 
 
 def parts_of_ops(graph: OpGraph) -> dict[str, str]:
-    """The part that each op runs in, "" between parts."""
-    around = _around(op.module_path for op in graph.ops)
-    return {op.name: part_at(op.module_path, around) for op in graph.ops}
+    """The part that each op runs in, "" between parts and in the loss function."""
+    # A loss function has a path too, which a module of the model may have as well.
+    around = _around(op.module_path for op in graph.ops if op.region == "forward")
+    return {
+        op.name: part_at(op.module_path, around) if op.region == "forward" else ""
+        for op in graph.ops
+    }
 
 
 def part_at(module_path: str, around: frozenset[str]) -> str:
-    """The part that holds a module, "" where that is one of those around parts, or the loss."""
-    if ancestors(module_path)[:1] == (LOSS_PATH,):
-        return ""
+    """The part that holds a module, "" where that is one of those around parts."""
     for path in ancestors(module_path):
         if path.rpartition(".")[2].isdecimal() or path not in around:
             return path

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pdcompile.batch import FlatCall
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Subject:
         capture: as planned, of training and evaluation.
         sources: generated of it.
         source, optimizer: for scripts.
+        model, call: as given to the capture, with their values.
         tensors: names of the model's parameters and buffers as ``state_dict()`` has them, each
             with its canonical name (tied ones have the same).
     """
@@ -53,6 +58,8 @@ class Subject:
     sources: Sources
     source: Source
     optimizer: OptimizerCall
+    model: nn.Module
+    call: FlatCall
     tensors: Mapping[str, str]
 
 

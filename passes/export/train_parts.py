@@ -165,6 +165,11 @@ def difference(found, expected, scale):
     return worst
 
 
+def gradient(parameter):
+    """None is as far from a gradient as zeros are."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 def differences(parts, model, begin):
     """Of gradients, of weights as shares of what they changed, of buffers."""
     end, kept = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
@@ -174,10 +179,8 @@ def differences(parts, model, begin):
         for name, value in part.state_dict().items():
             if name in end:
                 (weights if name in own else buffers)[name] = value
-        for name, parameter in own.items():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad
-    expected = {name: kept[name].grad for name in gradients}
+        gradients |= {name: gradient(own[name]) for name in own if name in kept}
+    expected = {name: gradient(kept[name]) for name in gradients}
     changed = {name: end[name] - begin[name] for name in weights}
     return (
         difference(gradients, expected, expected),
@@ -213,7 +216,9 @@ def main():
     CASTS
     dist.init_process_group("nccl" if cuda else "gloo")
     model, model_loss, batches = workload()
-    model.to(device).train()
+    model.to(device)
+    if not model.training:  # else modules that are in another mode stay so
+        model.train()
     batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batches)
     agree(model, batches)
     begin = copy.deepcopy(model.state_dict())
@@ -250,7 +255,8 @@ def train(rank, model, device, batches):
         for k, part in parts.items()
     ]
     schedule = SCHEDULE_CLASS(STAGES_OF_RANK, MICROBATCHES, loss_fn=make_loss(parts)SCALE)
-    optimizer = make_optimizer({p: None for part in parts.values() for p in part.parameters()})
+    own = {p: None for part in parts.values() for p in part.parameters()}
+    optimizer = make_optimizer(own or [torch.zeros(1)])  # none of its own: it steps nothing
     for inputs, target in batches:
         call, losses = call_of(model, inputs).arguments, []
         first = [call[name] for name in INPUTS] if 0 in parts else []

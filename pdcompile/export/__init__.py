@@ -95,7 +95,7 @@ def export(
             remedy="name another folder (-o)",
         )
     targets.check_plan(given, to)
-    call = optimizer_call(optimizer, lr)
+    chosen = optimizer_call(optimizer, lr)
     workload = load_target(target)
     if targets.KINDS[to].compares and any(p.is_meta for p in workload.model.parameters()):
         raise ConfigError(
@@ -105,6 +105,7 @@ def export(
             "do",
         )
     inputs, expected = workload.example()
+    call = example_call(workload.model, inputs, expected)
     rounding: list[Rounding] = []
 
     def replan(first: Plan, graph: OpGraph) -> Plan:
@@ -113,7 +114,7 @@ def export(
 
     result = driver.build(
         workload.model,
-        example_call(workload.model, inputs, expected),
+        call,
         Options(
             loss_fn=workload.loss_fn, plan=given, plan_file=where, progress=progress,
             weights=workload.weights,
@@ -126,6 +127,8 @@ def export(
             result.plan,
             result.sources,
             source_of(target, Path(folder)),
+            chosen,
+            workload.model,
             call,
             tensor_names(workload.model),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,44 @@ def unseeded() -> Workload:
     torch.seed()
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return _workload(layers, lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
+
+
+class Stack(nn.Module):
+    """Layers between an embedding and a head that pass by what is None, and what `odd` names."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.odd = odd
+        self.tokens = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.between = nn.Linear(4, 4) if odd == "between" else None
+        self.loss_fn = nn.Linear(4, 8)  # a name that the loss has in paths
+        self.head = nn.Linear(4, 8) if odd == "tied heads" else None
+        if self.head is not None:
+            self.head.weight = self.loss_fn.weight
+        self.positions = nn.Parameter(torch.randn(4)) if odd == "positions" else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) if self.tokens is not None else ids
+        if self.positions is not None:
+            x = x + self.positions
+        for i, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(layer(x) if self.odd == "twice" else x))
+            x = self.between(x) if i == 1 and self.between is not None else x
+        if self.loss_fn is None:
+            return x
+        return self.loss_fn(x) + (0 if self.head is None else self.head(x))
+
+
+def stack(odd: str = "") -> Workload:
+    torch.manual_seed(0)
+    ids = partial(torch.randint, 8, (BATCH,))
+    return _workload(Stack(odd), lambda g: ids(generator=g), lambda g: ids(generator=g))
+
+
+between, twice, tied_heads, positions = (
+    partial(stack, odd) for odd in ("between", "twice", "tied heads", "positions")
+)
 
 
 def as_tuple() -> tuple[Any, ...]:
