@@ -370,8 +370,8 @@ def _check_spelling(kind: str, where: str | None = None) -> None:
             where=where,
             remedy=f"leave it out for {HOST_KIND!r}; known are {', '.join(KNOWN_KINDS)}",
         )
-    of_torch = {"gpu": GPU_KIND, GPU_KIND: GPU_KIND, HOST_KIND: HOST_KIND}
-    named = of_torch.get(kind.lower().partition(":")[0])
+    of_torch = {"gpu": GPU_KIND, **{known: known for known in KNOWN_KINDS}}
+    named = of_torch.get(kind.strip().lower().partition(":")[0])
     meant = (named,) if named else meant_by(kind)
     if meant:
         raise ClusterError(

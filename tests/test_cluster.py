@@ -202,3 +202,9 @@ def test_stage_limits() -> None:
 def test_more_stages_than_devices(count: int) -> None:
     with pytest.raises(ClusterError, match="do not fit"):
         stage_limits(Cluster.parse("2x4"), count)
+
+
+@pytest.mark.parametrize("kind", ["cpu ", " cuda", "H100\n"])
+def test_a_kind_with_spaces_is_not_another_one(kind: str) -> None:
+    with pytest.raises(ClusterError, match="did you mean"):
+        Device(kind)

@@ -397,6 +397,11 @@ def test_the_workspace_of_products_is_that_of_the_generation(
     assert [Kernels.of(kind).product_bytes for kind in ("h100", "a100-80", "cuda")] == [
         THREADS * NEWER, THREADS * OLDER, THREADS * NEWER,
     ]  # fmt: skip
+    # Where devices differ, each rank is reckoned with the most.
+    for kinds in (["a100-80", "h100"], ["h100", "a100-80"], ["cpu", "h100"]):
+        mixed = Kernels.of_all(kinds)
+        assert (mixed.product_bytes, mixed.copies) == (THREADS * NEWER, "cpu" in kinds)
+    assert Kernels.of_all(["cpu", "cpu"]) == HOST
     assert (NEWER, OLDER) == (32 << 20, 8519680)  # torch's own numbers
     monkeypatch.setattr(devices, "capability", lambda _: (8, 0))
     assert Kernels.of("cuda").product_bytes == THREADS * OLDER

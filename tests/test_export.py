@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pdcompile import Cluster, ConfigError, InfeasibleError, PlanError, Workload
+from pdcompile import Cluster, ConfigError, InfeasibleError, PlanError, Workload, driver
 from pdcompile.eager.autocast import NO_CASTS
 from pdcompile.export import export, source_of
 from pdcompile.ir.graph import OpGraph
@@ -221,6 +222,21 @@ def test_a_script_for_gpus_that_would_cast_nothing_does_not_begin(
     run = trained(tmp_path, 2)
     assert (run.code == 1) == said, run
     assert (NO_CASTS in run.output) == said
+
+
+def test_a_model_without_values_is_refused_before_it_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = exported.planned(exported.mlp(), 2)
+
+    def meta() -> Workload:
+        workload = exported.mlp()
+        return replace(workload, model=workload.model.to("meta"))
+
+    monkeypatch.setattr(exported, "meta", meta, raising=False)
+    monkeypatch.setattr(driver, "build", None)
+    with pytest.raises(ConfigError, match="on the meta device, and the script compares it"):
+        export(plan, f"{HERE}:meta", to="torch-pipelining", folder=tmp_path)
 
 
 @pytest.mark.slow

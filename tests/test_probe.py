@@ -112,6 +112,18 @@ def test_what_is_shared_and_what_is_half_duplex() -> None:
     assert (inner.bytes_per_second, outer.bytes_per_second) == (0.2e9, 1e9)
 
 
+def test_a_slow_pair_that_is_no_level_is_told() -> None:
+    """One of three ranks that is far away makes no blocks of equal size."""
+    times = times_of((3,), (1e10,), 0.0, 0)
+    rate = [list(row) for row in times.bytes_per_second]
+    rate[0][2] = rate[2][0] = 1e8
+    slow = PairTimes(times.latency_seconds, rate, rate)
+    _, (note,) = levels(slow, block_sizes(slow), (1e10,))
+    assert "times as long between ranks 0 and 2 as between others" in note
+    _, (note,) = levels(times, (3,), (1e10,))
+    assert "not alike" not in note
+
+
 def test_levels_are_named_after_what_they_join() -> None:
     assert level_names((2, 4), ["a", "a", "b", "b"]) == ["host", "network"]
     assert level_names((2, 4, 8), ["a"] * 4 + ["b"] * 4) == ["host1", "host2", "network"]

@@ -125,6 +125,13 @@ class Kernels:
             own = NEWER if _is_newer(kind) else OLDER
         return Kernels(copies=False, product_bytes=THREADS * own, gpu=gpu)
 
+    @staticmethod
+    def of_all(kinds: Iterable[str]) -> Kernels:
+        """Those of devices of several kinds: on each rank the most that any of them takes."""
+        each = [Kernels.of(kind) for kind in dict.fromkeys(kinds)]
+        most = max(each, key=lambda one: one.product_bytes)
+        return replace(most, copies=any(one.copies for one in each))
+
     def beside(self, held: Resident, calls: Iterable[CostedOp]) -> Resident:
         """What a stage holds, with the workspace of its products while it runs."""
         if not self.product_bytes or not any(map(_multiplies, calls)):
@@ -139,8 +146,8 @@ class Kernels:
         )
 
     def note(self) -> str:
-        """What a plan says of it; "" on a CPU."""
-        if self.copies:
+        """What a plan says of it; "" on CPUs."""
+        if self.copies and not self.product_bytes:
             return ""
         return (
             f"workspace on GPUs: {self.product_bytes / (KIB * KIB):.0f} MiB of cuBLAS for each "

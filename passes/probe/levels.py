@@ -17,6 +17,7 @@ from pdcompile.cluster import Level
 
 JUMP = 1.5  # between times of neighbours in the sorted list: less is noise, or one kind of link
 MESSAGE_BYTES = 1_000_000  # whose time is compared
+UNLIKE = 3.0  # times of pairs of one level: more is told, and no noise
 EQUAL_RATE = 0.8  # of a link alone: less where all send at once means that they share it
 HALF = 0.65  # of a link alone: less where both ends send means half duplex
 
@@ -123,10 +124,18 @@ def levels(
         found.append(
             Level(names[k], size, _rounded(rate), _rounded(typical(times.latency_seconds)), full)
         )
+        seconds = sorted((times.seconds(a, b), a, b) for a, b in pairs)
+        (least, *_), (most, *slow) = seconds[0], seconds[-1]
         notes.append(
             f"{names[k]}, measured: {alone / 1e9:.3g} GB/s for a pair alone, {both / 1e9:.3g} GB/s "
             f"each where both send, {at_once[k] / 1e9:.3g} GB/s each where all devices send"
             + (f", so that its bandwidth is {rate / 1e9:.3g} GB/s here" * shared)
+            + (
+                f"; its pairs are not alike, and the file has their median: a message of "
+                f"{MESSAGE_BYTES // 10**6} MB takes {most / least:.2g} times as long between ranks "
+                f"{slow[0]} and {slow[1]} as between others"
+            )
+            * (most > UNLIKE * least)
         )
     return tuple(found), tuple(notes)
 

@@ -56,7 +56,7 @@ def assemble(
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
     splits = kind_of(training.schedule).splits_backward
     given = given_by(training, graph, by_name, num_stages)
-    kernels = Kernels.of(cluster.devices[0].kind)
+    kernels = Kernels.of_all(one.kind for one in cluster.devices)
     placed = _placed(given, by_name, num_stages)
     held = _stages(given, placed, num_stages, b, training, kernels) if rehearsed else []
     resident = residents(given, placed, b, held) if rehearsed else (Resident(0, 0),) * num_stages
@@ -296,7 +296,8 @@ def _kernels(plan: Plan) -> Kernels:
     """Those of the devices of a plan; a plan without a cluster is for CPUs."""
     if not plan.cluster.strip():
         return HOST
-    return Kernels.of(Cluster.from_toml(plan.cluster, where="plan: cluster").devices[0].kind)
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    return Kernels.of_all(one.kind for one in cluster.devices)
 
 
 _OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes",

@@ -80,30 +80,10 @@ def export(
         PdcompileError: as `pdcompile.compile` where plan, model or folder are wrong.
     """
     where = str(plan) if not isinstance(plan, Plan) else "plan"
-    given = plan if isinstance(plan, Plan) else Plan.load(plan)
-    if to not in targets.KINDS:
-        raise ConfigError(
-            f"there is no target {to!r}", where="to", remedy=f"one of {', '.join(targets.KINDS)}"
-        )
-    if not is_path(folder):
-        raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
-    if not isinstance(plan, Plan) and _is_within(plan, folder):
-        raise ConfigError(
-            f"{Path(folder) / PLAN} is the plan that is given, and would be overwritten by what is "
-            "exported, whose cuts lie between modules",
-            where="folder",
-            remedy="name another folder (-o)",
-        )
-    targets.check_plan(given, to)
+    given = _accepted(plan, to, folder)
     chosen = optimizer_call(optimizer, lr)
     workload = load_target(target)
-    if targets.KINDS[to].compares and any(p.is_meta for p in workload.model.parameters()):
-        raise ConfigError(
-            "the model is on the meta device, and the script compares it with plain PyTorch",
-            where=f"--to {to}",
-            remedy="plan and export a model that has values; a smaller one of the same class will "
-            "do",
-        )
+    _refuse_without_values(workload.model, to)
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
     rounding: list[Rounding] = []
@@ -142,6 +122,37 @@ def export(
         files[PLAN] = result.sources.files[PLAN]
     _write(Path(folder), found.files if found.stages else files)
     return Export(Path(folder), tuple(sorted(files)), rounding[0], found.notes)
+
+
+def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan:
+    """The plan.  Raises ConfigError where that, the target and the folder cannot be, whatever the
+    model is."""
+    given = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if to not in targets.KINDS:
+        raise ConfigError(
+            f"there is no target {to!r}", where="to", remedy=f"one of {', '.join(targets.KINDS)}"
+        )
+    if not is_path(folder):
+        raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
+    if not isinstance(plan, Plan) and _is_within(plan, folder):
+        raise ConfigError(
+            f"{Path(folder) / PLAN} is the plan that is given, and would be overwritten by what is "
+            "exported, whose cuts lie between modules",
+            where="folder",
+            remedy="name another folder (-o)",
+        )
+    targets.check_plan(given, to)
+    return given
+
+
+def _refuse_without_values(model: nn.Module, to: str) -> None:
+    if targets.KINDS[to].compares and any(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            "the model is on the meta device, and the script compares it with plain PyTorch",
+            where=f"--to {to}",
+            remedy="plan and export a model that has values; a smaller one of the same class will "
+            "do",
+        )
 
 
 def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:

@@ -189,5 +189,5 @@ class Trials:
         stage_of = {name: s for item, s in pairs for name in item.ops}
         b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
         placed = [stage_of[op.name] for op in graph.ops]
-        kernels = Kernels.of(self.cluster.devices[0].kind)
+        kernels = Kernels.of_all(one.kind for one in self.cluster.devices)
         return rough_forecast(graph, placed, len(candidate.options), b, kernels)
