@@ -207,7 +207,9 @@ def _is_list(graph: OpGraph, parts: list[str]) -> bool:
     """Whether each part reads one value, of the part before it, and nothing runs between them."""
     part_of = parts_of_ops(graph)
     ops = [op for op in graph.ops if op.region == "forward"]
-    if any(part_of[op.name] not in parts for op in ops) or max(_calls(graph).values()) > 1:
+    if any(part_of[op.name] not in parts for op in ops):
+        return False
+    if any(count > 1 for count in _calls(graph).values()):
         return False
     read: dict[str, set[str]] = {part: set() for part in parts}
     before = dict(zip(parts, [None, *parts], strict=False))  # None: the call of the model

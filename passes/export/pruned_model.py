@@ -50,7 +50,7 @@ def pruned(model: nn.Module, names: Collection[str]) -> nn.Module:
     """The model with those of its children, and entries of their lists and dicts, that are named.
     Tensors and modules are those of the model."""
     found = copy.copy(model)
-    found._modules = dict[str, nn.Module | None]()
+    found._modules = dict(model._modules)  # one that is there twice stays under its second name
     for name, child in model.named_children():
         kept: nn.Module | None = child if name in names else None
         if isinstance(child, nn.ModuleDict):
