@@ -124,7 +124,7 @@ def _too_many_stages(model: Model) -> InfeasibleError | None:
         return None
     return InfeasibleError(
         f"{count} stages for {n} items that can be separated",
-        remedy=f"ask for at most {n} stages: fewer devices, or replicas='any' (several a stage)",
+        remedy=f"ask for at most {n} stages (replicas='any' gives them several devices)",
     )
 
 
