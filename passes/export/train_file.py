@@ -145,7 +145,7 @@ def _top(
             f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
             "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
             f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
-            f"beside it, and {'that one' if source.is_file else 'that module'} with what it "
+            f"beside it, and that {'file' if source.is_file else 'module'} with what it "
             "imports.  Written by pdcompile, as a place to begin.",
             WIDTH,
             break_long_words=False,
