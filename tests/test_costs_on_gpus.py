@@ -161,6 +161,18 @@ def test_a_long_run_is_not_repeated_beyond_the_budget(queue: Queue) -> None:
     assert len(runs) == WARMUPS + 1
 
 
+def test_a_run_that_is_held_up_is_not_all_that_is_known_of_an_op(queue: Queue) -> None:
+    """The first that is timed takes a second, longer than the budget."""
+    runs = []
+
+    def run() -> None:
+        runs.append(1)
+        queue.run(1.0 if len(runs) == WARMUPS else 1e-3, 1e-5)
+
+    assert took(lambda: run, GPU, 0.02).seconds == pytest.approx(1e-3)
+    assert len(runs) > WARMUPS + 1
+
+
 def test_a_first_run_that_is_held_up_is_not_what_an_op_takes() -> None:
     times = [0.7, 1e-3, 2e-3]
     assert timing.typical(lambda: times.pop(0), 0.01) == 1e-3
@@ -171,11 +183,11 @@ def test_a_plan_for_gpus_is_measured_on_the_one_that_is_here(
 ) -> None:
     monkeypatch.setenv("PDCOMPILE_CACHE", str(tmp_path / "cache"))
     model, graph = captured("convnet")
-    found = measure(graph, model, microbatch_size=4, device_kind="cuda", budget_seconds=0.1)
+    # Enough for each op on a busy machine too: what takes longer than its part is run but once.
+    found = measure(graph, model, microbatch_size=4, device_kind="cuda", budget_seconds=2.0)
     assert found.device == NAME
     assert {entry.key for entry in found.entries} == set(distinct_calls(graph, 4))
-    # All but those that took longer than their part of the budget, as on a busy machine.
-    assert any(entry.forward_dispatch_seconds > 0 for entry in found.entries)
+    assert all(entry.forward_dispatch_seconds > 0 for entry in found.entries)
     (file,) = (tmp_path / "cache").iterdir()
     environment = json.loads(file.read_text())["environment"]
     assert environment["device_kind"].startswith(NAME)

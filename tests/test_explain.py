@@ -20,7 +20,6 @@ from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import alternatives, partition
 from pdcompile.passes.partition.alternatives import (
-    Relaxed,
     bottleneck,
     boundaries,
     broken,
@@ -44,7 +43,6 @@ from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
 from pdcompile.problem.scenario import Scenario
 from pdcompile.problem.space import SearchSpace
-from pdcompile.report.explain_table import relaxed_table
 from pdcompile.report.plan_table import brief
 from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
@@ -154,23 +152,6 @@ def test_no_time_means_not_tried() -> None:
     assert found.freed == ()
     slow = replace(plan, certificate=replace(plan.certificate, seconds=50.0))
     assert {one.status for one in explain(slow).relaxed} != {"not tried"}
-
-
-def test_a_limit_does_not_bind_where_the_fastest_plan_with_it_is_as_fast() -> None:
-    """One that was passed over for the cuts of this plan is faster, and no limit is the cause."""
-    plan = planned(chain(6), Cluster.parse("2"))
-    faster = 0.99 * plan.certificate.objective_seconds
-    preferred = replace(plan, certificate=replace(plan.certificate, fastest_seconds=faster))
-    found = explain(preferred, time_limit=0)
-    assert found.fastest_seconds == faster
-    rows = (
-        Relaxed("memory", "no memory limit", "optimal", faster),
-        Relaxed("bandwidth", "links without cost", "optimal", 0.9 * faster),
-    )
-    *_, said = relaxed_table(replace(found, relaxed=rows)).columns
-    assert list(said.cells) == ["does not bind: other cuts are as fast with it", ""]
-    *_, said = relaxed_table(replace(found, relaxed=rows, fastest_seconds=None)).columns
-    assert list(said.cells) == ["", ""]
 
 
 def test_each_wish_is_taken_back_alone() -> None:

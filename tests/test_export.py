@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pdcompile import Cluster, ConfigError, InfeasibleError, PlanError, Workload, driver
+from pdcompile import (
+    Cluster,
+    ConfigError,
+    CutBefore,
+    InfeasibleError,
+    PlanError,
+    Workload,
+    driver,
+)
 from pdcompile.eager.autocast import NO_CASTS
 from pdcompile.export import export, source_of
 from pdcompile.ir.graph import OpGraph
@@ -248,6 +256,13 @@ def test_scripts_run_under_torchrun(name: str, tmp_path: Path) -> None:
     assert "schedule = Schedule1F1B(" in text
     run = launch.torchrun(text, 2, tmp_path)
     assert run.code == 0, run
+
+
+def test_modules_keep_their_mode_and_a_stage_may_have_no_parameters(tmp_path: Path) -> None:
+    made("frozen", 2, "torch-pipelining", tmp_path, constraints=(CutBefore("last"),))
+    run = trained(tmp_path, 2)
+    assert run.code == 0, run
+    assert run.output.endswith("equal\n")
 
 
 _LAST = "        optimizer.step()\n        if last in parts"

@@ -71,6 +71,7 @@ def test_long_rows_of_layers_are_written_short(tmp_path: Path) -> None:
         ("mlp", 2, {}),  # what a layer makes is added to what it reads, between the layers
         ("gpt", 2, {}),  # positions are another layer beside tokens
         ("vgg", 2, {}),
+        ("branched", 2, {}),  # the third layer does not read what the second made
         ("chain", 4, {"schedule": "interleaved", "cluster": Cluster.local(2)}),
     ],
 )

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
+from pdcompile.passes.partition.alternatives import Relaxed
+from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.simulate import drained, simulate
 from pdcompile.plan import Certificate, MemoryLedger
 from pdcompile.problem import ANY_CUT
 from pdcompile.report import chrome, labels, palette, picture, plan_table, svg, timeline
+from pdcompile.report.explain_table import relaxed_table
+from pdcompile.report.page.words import _eased
 from pdcompile.schedule.recorded import RecordedEvent
+from tests.helpers.graphs import chain
+from tests.helpers.planned import planned
 from tests.helpers.report_data import one_f_one_b, plan
 from tests.helpers.schedules import make_plan
 
@@ -33,6 +40,33 @@ def test_text_timeline_is_the_textbook_picture() -> None:
         "rank 0 F0F1····B0==F2B1==··B2==U",
         "rank 1 ··F0B0==F1B1==F2B2==U····",
     ]
+
+
+def test_a_limit_does_not_bind_where_the_fastest_plan_with_it_is_as_fast() -> None:
+    """One that was passed over for the cuts of this plan is faster, and no limit is the cause."""
+    made = planned(chain(6), Cluster.parse("2"))
+    faster = 0.9 * made.certificate.objective_seconds
+    preferred = replace(made, certificate=replace(made.certificate, fastest_seconds=faster))
+    found = explain(preferred, time_limit=0)
+    assert found.fastest_seconds == faster
+    memory = Relaxed("memory", "no memory limit", "optimal", faster)
+    links = Relaxed("bandwidth", "links without cost", "optimal", 0.8 * faster)
+    found = replace(found, relaxed=(memory, links))
+    *_, said = relaxed_table(found).columns
+    assert list(said.cells) == ["does not bind: other cuts are as fast with it", ""]
+    assert "links without cost, 20 %" in "".join(_eased(found))
+    alone = replace(found, relaxed=(memory,))
+    assert list(_eased(alone)) == []
+    slow = replace(alone, fastest_seconds=found.objective_seconds)
+    *_, said = relaxed_table(slow).columns
+    assert list(said.cells) == [""]
+    assert "no memory limit, 10 %" in "".join(_eased(slow))
+
+
+def test_a_forecast_says_that_stages_of_one_process_take_turns() -> None:
+    assert "in one process they take turns" in plan_table.forecast_line(plan()).plain
+    apart = replace(plan(), cluster=Cluster.parse("2").to_toml())
+    assert "take turns" not in plan_table.forecast_line(apart).plain
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(30, 140))
@@ -178,7 +212,7 @@ def test_explain_does_not_call_a_gap_optimal() -> None:
 
 
 def test_a_forecast_from_costs_that_are_not_the_devices_says_so_before_its_figure() -> None:
-    made = dataclasses.replace(plan(), costs="costs measured on a CPU")
+    made = replace(plan(), costs="costs measured on a CPU")
     assert "forecast from costs measured on a CPU: 22.5 ms a step, " in plan_table.brief(made)
     assert "forecast: 22.5 ms a step, " in plan_table.brief(plan())
 
@@ -190,11 +224,11 @@ def test_explain_without_forecast() -> None:
 
 
 def test_memory_over_the_limit_is_marked() -> None:
-    full = dataclasses.replace(plan(), forecast=None)
+    full = replace(plan(), forecast=None)
     forecast = plan().forecast
     assert forecast is not None
-    big = dataclasses.replace(forecast, ledgers=(MemoryLedger(weights_bytes=9_000_000),) * 2)
-    rows = plan_table.memory_table(dataclasses.replace(full, forecast=big)).rows
+    big = replace(forecast, ledgers=(MemoryLedger(weights_bytes=9_000_000),) * 2)
+    rows = plan_table.memory_table(replace(full, forecast=big)).rows
     assert [row.style for row in rows] == ["red", "red"]
     assert [row.style for row in plan_table.memory_table(plan()).rows] == [None, None]
 
@@ -211,8 +245,8 @@ def test_temporaries_of_the_optimizer_have_a_line_of_their_own() -> None:
     forecast = plan().forecast
     assert forecast is not None
     ledger = MemoryLedger(weights_bytes=1_000_000, temporaries_bytes=500_000)
-    made = dataclasses.replace(forecast, ledgers=(ledger,) * 2)
-    text = plan_table.explain(dataclasses.replace(plan(), forecast=made))
+    made = replace(forecast, ledgers=(ledger,) * 2)
+    text = plan_table.explain(replace(plan(), forecast=made))
     assert "temporaries" in text
     assert "500 kB" in text
     assert "workspace" not in text  # lines that are 0 everywhere are left out
@@ -222,8 +256,8 @@ def test_all_lines_of_memory_fit_into_a_hundred_columns() -> None:
     forecast = plan().forecast
     assert forecast is not None
     ledger = MemoryLedger(*[17_400_000] * len(plan_table.LEDGER_LINES))
-    made = dataclasses.replace(forecast, ledgers=(ledger,) * 2)
-    lines = plan_table.explain(dataclasses.replace(plan(), forecast=made)).splitlines()
+    made = replace(forecast, ledgers=(ledger,) * 2)
+    lines = plan_table.explain(replace(plan(), forecast=made)).splitlines()
     (row,) = [line for line in lines if line.startswith("rank 0 ")]
     assert row.split()[2:] == [*["17.4MB"] * len(plan_table.LEDGER_LINES), "174MB", "4.00MB"]
     assert max(map(len, lines)) <= 100
@@ -234,8 +268,8 @@ def test_all_lines_of_memory_fit_into_a_hundred_columns() -> None:
 def test_traffic_says_that_it_is_without_sums_over_replicas() -> None:
     alone = plan()
     assert "sums of gradients" not in plan_table.explain(alone)
-    both = dataclasses.replace(alone.stages[0], ranks=(0, 1), replicas=2)
-    shared = dataclasses.replace(alone, stages=(both, *alone.stages[1:]))
+    both = replace(alone.stages[0], ranks=(0, 1), replicas=2)
+    shared = replace(alone, stages=(both, *alone.stages[1:]))
     assert "sums of gradients over replicas among it" in plan_table.forecast_line(shared).plain
 
 
@@ -373,9 +407,9 @@ def test_a_forecast_that_is_longer_than_what_is_certified_is_told(
     certified: float, said: bool
 ) -> None:
     made = make_plan("1f1b", 3, 18)
-    made = dataclasses.replace(made, forecast=simulate(made).forecast)
+    made = replace(made, forecast=simulate(made).forecast)
     proved = Certificate(certified, certified, "optimal", "brute force", 0.1, ANY_CUT)
-    text = plan_table.certificate_line(dataclasses.replace(made, certificate=proved)).plain
+    text = plan_table.certificate_line(replace(made, certificate=proved)).plain
     assert "gap 0 %" in text
     assert ("The forecast is 60.0 s a step" in text) is said
 
@@ -384,7 +418,7 @@ def test_a_certificate_says_in_words_which_plans_it_speaks_of() -> None:
     made = make_plan("1f1b", 3, 18)
     scope = "cuts between 7 groups of the 9 ops; in one group: a hook (2); constraints Pin('a', 0)"
     proved = Certificate(60.0, 60.0, "optimal", "brute force", 0.1, scope)
-    text = plan_table.certificate_line(dataclasses.replace(made, certificate=proved)).plain
+    text = plan_table.certificate_line(replace(made, certificate=proved)).plain
     assert text.endswith(
         "among all plans with cuts between 7 groups of the 9 ops; constraints Pin('a', 0). "
         "Ops share a group, and so a stage, for: a hook (2)"

@@ -20,10 +20,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from pdcompile.errors import ConfigError
-from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.export.model_parts import (
+    is_list,
+    is_numbered,
     part_at,
-    parts_of_ops,
+    runs_of_parts,
     spread_parts,
     whole_parts,
 )
@@ -189,8 +190,8 @@ def _deepspeed(subject: Subject, placed: Mapping[str, int]) -> Iterator[str]:
     """A note on DeepSpeed, where the model is a list of layers, of which each rank has one row."""
     stages, count = list(placed.values()), len(subject.plan.stages)
     names = list(placed)
-    alone = subject.plan.num_ranks == sum(stage.replicas for stage in subject.plan.stages)
-    if stages != sorted(stages) or not (alone and _is_list(subject.capture.train, names)):
+    one_each = subject.plan.num_ranks == sum(stage.replicas for stage in subject.plan.stages)
+    if stages != sorted(stages) or not (one_each and is_list(subject.capture.train, names)):
         return
     parts = [sum(stage < k for stage in stages) for k in range(count + 1)]
     shown = ", ".join(names if len(names) <= 4 else [*names[:3], "…", names[-1]])
@@ -203,30 +204,9 @@ def _deepspeed(subject: Subject, placed: Mapping[str, int]) -> Iterator[str]:
         yield f"DeepSpeed: TiedLayerSpec for the layers that share {held}"
 
 
-def _is_list(graph: OpGraph, parts: list[str]) -> bool:
-    """Whether each part reads one value, of the part before it, and nothing runs between them."""
-    part_of = parts_of_ops(graph)
-    ops = [op for op in graph.ops if op.region == "forward"]
-    if any(part_of[op.name] not in parts for op in ops):
-        return False
-    if any(count > 1 for count in _calls(graph).values()):
-        return False
-    read: dict[str, set[str]] = {part: set() for part in parts}
-    before = dict(zip(parts, [None, *parts], strict=False))  # None: the call of the model
-    for op in ops:
-        own = part_of[op.name]
-        for name in op.inputs:
-            maker = part_of.get(name)
-            if maker != own:
-                read[own].add(name)
-                if maker != before[own]:
-                    return False
-    return all(len(values) == 1 for values in read.values())
-
-
 def _layout(plan: Plan, placed: Mapping[str, int]) -> tuple[str, int]:
     """Megatron's layout, and how many layers it has."""
-    numbered = [path for path in placed if _is_numbered(path)]
+    numbered = [path for path in placed if is_numbered(path)]
     lists = {path.rpartition(".")[0] for path in numbered}
     if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
@@ -264,23 +244,13 @@ def _layout(plan: Plan, placed: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _refuse_several_calls(subject: Subject, placed: Mapping[str, int]) -> None:
-    for path, count in _calls(subject.capture.train).items():
+    for path, count in runs_of_parts(subject.capture.train).items():
         if count > 1 and path in placed:
             raise ConfigError(
                 f"{path!r} runs {count} times in a forward, and Megatron runs each layer once",
                 where="--to megatron",
                 remedy="--to torch-pipelining takes any model",
             )
-
-
-def _calls(graph: OpGraph) -> dict[str, int]:
-    """How often each part runs: as often as what runs least often of the modules inside of it."""
-    part_of, inside = parts_of_ops(graph), dict[str, dict[str, int]]()
-    for op in graph.ops:
-        if part := part_of[op.name]:
-            runs = inside.setdefault(part, {})
-            runs[op.module_path] = max(runs.get(op.module_path, 0), op.module_call + 1)
-    return {part: min(runs.values()) for part, runs in inside.items()}
 
 
 def _tied_ends(subject: Subject, placed: Mapping[str, int]) -> bool:
@@ -296,7 +266,7 @@ def _tied_ends(subject: Subject, placed: Mapping[str, int]) -> bool:
     for canonical, names in shared.items():
         parts = [_holder(name, placed) or name for name in names]
         order = list(placed)
-        layers = [i for i, path in enumerate(order) if _is_numbered(path)]
+        layers = [i for i, path in enumerate(order) if is_numbered(path)]
         at = [order.index(path) if path in order else len(order) for path in parts]
         if not (len(at) == 2 and min(at) < layers[0] and max(at) > layers[-1]):
             raise ConfigError(
@@ -389,10 +359,6 @@ def _samples(plan: Plan, replicas: int) -> int:
     return size
 
 
-def _is_numbered(path: str) -> bool:
-    return path.rpartition(".")[2].isdecimal()
-
-
 def _holder(name: str, parts: Mapping[str, object]) -> str | None:
     """The part that a tensor or module is in."""
     pieces = name.split(".")
@@ -407,6 +373,6 @@ def _around(placed: Iterable[str]) -> frozenset[str]:
 
 def _block_classes(subject: Subject, placed: Mapping[str, int]) -> set[str]:
     classes = subject.capture.train.classes
-    numbered = [path for path in placed if _is_numbered(path)]
+    numbered = [path for path in placed if is_numbered(path)]
     kinds = {classes[path][0] for path in numbered if path in classes}
     return {kind.rpartition(".")[2] for kind in kinds if not kind.startswith("torch.nn.")}

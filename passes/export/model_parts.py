@@ -34,7 +34,7 @@ def parts_of_ops(graph: OpGraph) -> dict[str, str]:
 def part_at(module_path: str, around: frozenset[str]) -> str:
     """The part that holds a module, "" where that is one of those around parts."""
     for path in ancestors(module_path):
-        if path.rpartition(".")[2].isdecimal() or path not in around:
+        if is_numbered(path) or path not in around:
             return path
     return ""
 
@@ -44,12 +44,13 @@ def _around(paths: Iterable[str]) -> frozenset[str]:
     found: set[str] = set()
     for path in paths:
         chain = ancestors(path)
-        first = next((i for i, one in enumerate(chain) if _is_numbered(one)), 0)
+        first = next((i for i, one in enumerate(chain) if is_numbered(one)), 0)
         found.update(chain[:first])
     return frozenset(found)
 
 
-def _is_numbered(path: str) -> bool:
+def is_numbered(path: str) -> bool:
+    """Whether it is an entry of a container."""
     return path.rpartition(".")[2].isdecimal()
 
 
@@ -100,3 +101,34 @@ def spread_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
     held = {part_of[op.name] for op in graph.ops if op.parameters or op.buffers_read}
     found = stages_of_parts(graph, plan)
     return {p: stages for p, stages in found.items() if len(stages) > 1 and p not in held}
+
+
+def runs_of_parts(graph: OpGraph) -> dict[str, int]:
+    """How often each part runs: as often as what runs least often of the modules inside of it."""
+    part_of, inside = parts_of_ops(graph), dict[str, dict[str, int]]()
+    for op in graph.ops:
+        if part := part_of[op.name]:
+            runs = inside.setdefault(part, {})
+            runs[op.module_path] = max(runs.get(op.module_path, 0), op.module_call + 1)
+    return {part: min(runs.values()) for part, runs in inside.items()}
+
+
+def is_list(graph: OpGraph, parts: list[str]) -> bool:
+    """Whether each part reads one value, of the part before it, and nothing runs between them."""
+    part_of = parts_of_ops(graph)
+    ops = [op for op in graph.ops if op.region == "forward"]
+    if any(part_of[op.name] not in parts for op in ops):
+        return False
+    if any(count > 1 for count in runs_of_parts(graph).values()):
+        return False
+    read: dict[str, set[str]] = {part: set() for part in parts}
+    before = dict(zip(parts, [None, *parts], strict=False))  # None: the call of the model
+    for op in ops:
+        own = part_of[op.name]
+        for name in op.inputs:
+            maker = part_of.get(name)
+            if maker != own:
+                read[own].add(name)
+                if maker != before[own]:
+                    return False
+    return all(len(values) == 1 for values in read.values())

@@ -46,11 +46,12 @@ class Explanation:
 
     `transfer_seconds` are those of links on the critical path, which is known of a flush and of
     stages with a rank each (`chained`).  `edited`: the plan's certificate claims another objective
-    than its stages now have.  `fastest_seconds`: of a faster plan under the same limits, where this
-    one is preferred for its cuts.
+    than its stages now have.  `fastest_seconds`: of the fastest plan found under these limits,
+    which this one may be preferred to for its cuts.
     """
 
     objective_seconds: float
+    fastest_seconds: float
     flush: bool
     chained: bool
     num_microbatches: int
@@ -61,7 +62,6 @@ class Explanation:
     relaxed: tuple[Relaxed, ...]
     broken: tuple[str, ...] = ()  # limits that the stages break as they are
     edited: bool = False
-    fastest_seconds: float | None = None
     names: tuple[str, ...] = ()  # of the items
     seconds: float = 0.0  # wall time of explaining
     freed: tuple[Freed, ...] = ()  # of the choices that were fixed, those that cost much
@@ -95,6 +95,7 @@ def explain(
     wanted = (*relaxations(found, deeper), *_activations_kept(plan, where))
     return Explanation(
         objective_seconds=objective,
+        fastest_seconds=objective if edited else plan.certificate.fastest_seconds or objective,
         flush=found.deployment.flush,
         chained=chained(found),
         num_microbatches=found.m,
@@ -107,7 +108,6 @@ def explain(
         ),
         broken=tuple(broken(found)),
         edited=edited,
-        fastest_seconds=None if edited else plan.certificate.fastest_seconds,
         names=tuple(item.name for item in problem.items),
         seconds=time.monotonic() - begin,
         freed=tuple(one for one in costs_much if one is not None),

@@ -193,7 +193,7 @@ def scaled_loss(loss: Tensor, weight: float) -> Tensor:
     gradients are nan even times 0, so it counts as 0 and has no gradients.
     """
     if weight == 0:
-        return torch.zeros_like(loss, requires_grad=False)
+        return torch.zeros_like(loss)
     return loss * weight
 
 

@@ -144,10 +144,10 @@ def relaxed_table(found: Explanation) -> Table:
 def _says(one: Relaxed, found: Explanation) -> str:
     assert one.objective_seconds is not None
     if one.status == "optimal":
-        if one.objective_seconds < (found.fastest_seconds or found.objective_seconds) * (1 - 1e-5):
+        if one.objective_seconds < found.fastest_seconds * (1 - 1e-5):
             return ""
-        other = "" if found.fastest_seconds is None else ": other cuts are as fast with it"
-        return f"does not bind{other}"
+        preferred = found.fastest_seconds < found.objective_seconds
+        return "does not bind" + ": other cuts are as fast with it" * preferred
     most = labels.change(one.bound_seconds or 0.0, found.objective_seconds)
     return f"at most {most}" if one.bound_seconds else "not proved"
 

@@ -227,11 +227,54 @@ def chain() -> Workload:
     return _workload(layers, lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
 
 
+class Branched(nn.Module):
+    """Two layers that read the same value, of a third one, and nothing beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.second(x), self.third(x)
+
+
+def branched() -> Workload:
+    torch.manual_seed(0)
+    rows = partial(torch.randn, BATCH, 4)
+    return _workload(
+        Branched(), lambda g: rows(generator=g), _classes(4), lambda out, t: F.nll_loss(sum(out), t)
+    )
+
+
 def unseeded() -> Workload:
     """Every process has another model."""
     torch.seed()
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return _workload(layers, lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
+
+
+class Frozen(nn.Module):
+    """A norm that stays in evaluation mode, as in fine-tuning, and a part that holds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.running_mean = torch.full((4,), 0.5)
+        self.norm.eval()
+        self.last = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.last(self.norm(x))
+        return out
+
+
+def frozen() -> Workload:
+    torch.manual_seed(0)
+    return _workload(Frozen(), lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
 
 
 class Stack(nn.Module):

@@ -117,11 +117,10 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _eased(found: Explanation) -> Iterator[str]:
     """The limit without which most would be won of what the fastest plan with it takes."""
-    fastest = found.fastest_seconds or found.objective_seconds
     gains = [
-        (1 - one.objective_seconds / fastest, one.text)
+        (1 - one.objective_seconds / found.fastest_seconds, one.text)
         for one in found.relaxed
-        if one.objective_seconds is not None and fastest > 0
+        if one.objective_seconds is not None and found.fastest_seconds > 0
     ]
     gain, text = max(gains, default=(0.0, ""))
     if gain > NOTICED:
