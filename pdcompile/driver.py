@@ -10,7 +10,14 @@ from typing import Any, Literal, Never
 
 from torch import nn
 
-from pdcompile.batch import BatchLayout, FlatCall, check_example, resize, resolve_batch
+from pdcompile.batch import (
+    BatchLayout,
+    FlatCall,
+    check_example,
+    check_splits,
+    resize,
+    resolve_batch,
+)
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
@@ -131,6 +138,7 @@ def run_passes(
         num_ranks=num_ranks,
         device=device_of(model, flat).type,
     )
+    check_splits(layout, chosen.training.num_microbatches)
 
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
     if options.plan is not None or options.sources is not None:
@@ -340,7 +348,8 @@ def compile(
             Together, Apart, MaxStages of `pdcompile.problem.constraints`.
         cut_tolerance: how much slower than the fastest plan found one may be whose cuts lie at
             borders of modules and send less; default 0.01, 1 %.  0: the fastest.
-        batch_dims: which dimension of each input counts samples; None: nothing is split.
+        batch_dims: which dimension of each input counts samples; None: nothing is split.  A list
+            with an element for each sample is refused; {"levels": 0}: it is one of whole batches.
         loss_reduction: "mean" (over samples, the default), "sum", or (args, kwargs, target) ->
             items.
         autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn

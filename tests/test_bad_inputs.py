@@ -192,6 +192,37 @@ def test_microbatches_that_do_not_divide_the_minibatch() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
+class Sequences(nn.Module):
+    """Its loss is a mean over the samples of a list, or of the rows of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, sequences: Any) -> Tensor:
+        each = sequences.unbind() if isinstance(sequences, Tensor) else sequences
+        return sum(self.layer(one).sum().square() for one in each) / len(each)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("make", [pdcompile.compile, pdcompile.reference])
+def test_several_microbatches_of_what_cannot_be_split(make: Any) -> None:
+    options: dict[str, Any] = {"optimizer": None, "costs": "estimated", "stages": 1}
+    model, samples = Sequences(), [torch.randn(8, 6) for _ in range(4)]
+    want = model(samples)
+    for dims, error, message in (
+        (0, InputError, "a list of 4 may have one element for each sample"),
+        (None, ConfigError, "2 microbatches are asked for"),
+        ({"sequences": None}, ConfigError, "2 microbatches are asked for"),
+    ):
+        pipe = make(model, microbatches=2, batch_dims=dims, **options)
+        with pytest.raises(error, match=message):
+            pipe.step(samples)
+    whole = make(model, microbatches=1, batch_dims=None, **options)
+    stacked = make(model, microbatches=2, **options)
+    for result in (whole.step(samples), stacked.step(torch.stack(samples))):
+        torch.testing.assert_close(result.loss.wait(), want.detach())
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

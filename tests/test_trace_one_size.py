@@ -177,8 +177,38 @@ def test_a_microbatch_that_the_model_does_not_take() -> None:
     ) as e:
         captured(model, microbatch_size=2)
     assert str(e.value.remedy).startswith("microbatches=1")
+    assert "batch_dims={'x': None}" in str(e.value.remedy)
     with pytest.raises(TraceError, match=r"^the model's forward raised"):
         captured(model, rows(6), microbatch_size=3)
+
+
+class _Positions(nn.Module):
+    """Takes positions of three kinds for each sample, (3, samples, length)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * (positions[0] + positions[1] + positions[2])
+        return out
+
+
+def test_as_many_kinds_as_samples_are_not_samples() -> None:
+    """An input's first dimension has the minibatch's size by chance; batch_dims is the remedy."""
+    given, target = (torch.randn(3, 8), torch.randn(3, 3, 8)), torch.randn(3, 8)
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "costs": "estimated", "microbatches": 3}
+    with pytest.raises(TraceError, match="raised IndexError") as e:
+        pdcompile.compile(_Positions(), given, example_target=target, **options)
+    remedy = "batch_dims={'positions': 1}"
+    assert f"where dimension 0 of positions (3, 3, 8) does not count samples, say so: {remedy}" in (
+        str(e.value.remedy)
+    )
+    model = _Positions()
+    pipe = pdcompile.compile(model, batch_dims={"positions": 1}, optimizer=None, **options)
+    loss = nn.functional.mse_loss(model(*given), target)
+    torch.testing.assert_close(pipe.step(*given, target=target).loss.wait(), loss.detach())
+    pipe.close()
 
 
 class _Loop(nn.Module):

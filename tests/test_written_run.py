@@ -141,7 +141,7 @@ def test_counts_that_a_minibatch_does_not_have() -> None:
     options = {**PLANNED, "loss_fn": loss_for("mlp"), "schedule": MINE}
     with pytest.raises(ConfigError, match="2 microbatches of a minibatch of 1 samples"):
         pdcompile.compile(mlp(), (x,), example_target=y, **options)
-    with pytest.raises(ConfigError, match="written for 2 microbatches, and nothing in the mini"):
+    with pytest.raises(ConfigError, match="2 microbatches are asked for, and nothing in the"):
         pdcompile.compile(mlp(), (x,), example_target=y, batch_dims=None, **options)
 
 

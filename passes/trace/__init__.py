@@ -193,7 +193,7 @@ def _of_the_microbatch(subject: Subject, error: ForwardRaised) -> TraceError:
         one_recording(subject, subject.flat, subject.model.training)
     except TraceError as other:
         return other if isinstance(other, ForwardRaised) else error
-    return fails_as_microbatch(subject.size, subject.layout.size, error)
+    return fails_as_microbatch(subject.size, subject.flat, subject.layout, error)
 
 
 def _noted(found: Capture) -> Capture:

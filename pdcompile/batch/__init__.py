@@ -18,9 +18,11 @@ from pdcompile.batch.call import example_call as example_call
 from pdcompile.batch.call import flatten_call as flatten_call
 from pdcompile.batch.layout import BatchLayout as BatchLayout
 from pdcompile.batch.layout import check_batch_dims as check_batch_dims
+from pdcompile.batch.layout import check_splits as check_splits
 from pdcompile.batch.layout import follow_batch as follow_batch
 from pdcompile.batch.layout import lone_row_error as lone_row_error
 from pdcompile.batch.layout import lone_rows as lone_rows
+from pdcompile.batch.layout import nothing_splits as nothing_splits
 from pdcompile.batch.layout import resolve_batch as resolve_batch
 from pdcompile.batch.memory_order import memory_order as memory_order
 from pdcompile.batch.microbatches import concatenate as concatenate

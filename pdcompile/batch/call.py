@@ -92,6 +92,11 @@ class FlatCall:
                 bound.arguments.setdefault(argument.parameter, {})[argument.key] = value
         return bound.args, bound.kwargs, rebuild(self.spec.target, values)
 
+    def root(self, path: str) -> str:
+        """The argument, as batch_dims names it, that a leaf belongs to."""
+        every = (*self.spec.arguments, self.spec.target)
+        return next(argument.root for argument in every if path in argument.paths)
+
     def copied_leaves(self) -> dict[str, Any]:
         """The leaves, tensors copied: a model may write into its inputs."""
         return {
@@ -217,24 +222,28 @@ def _argument(
 
 def walk(value: Any, path: str, prefix: Any) -> Iterator[tuple[str, Any, Any]]:
     """(path, leaf, batch dimension asked for) in the order of pytree's leaves."""
-    children, tree = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
-    if tree.type is None:
+    children = children_of(value)
+    if children is None:
         if not (prefix is DEFAULT or is_dim(prefix)):
             raise misfit(path, prefix)
         yield path, value, prefix
         return
-    if isinstance(value, Mapping) and len(value) == len(children):
-        keys: list[Any] = list(value)
-        names = [f"[{key!r}]" for key in keys]
-    elif pytree.is_namedtuple_instance(value):
-        keys = list(range(len(children)))
-        names = [f".{name}" for name in value._fields]
-    else:
-        keys = list(range(len(children)))
-        names = [f"[{key}]" for key in keys]
-    prefixes = _child_prefixes(prefix, keys, path)
-    for child, name, below in zip(children, names, prefixes, strict=True):
+    prefixes = _child_prefixes(prefix, [key for key, _, _ in children], path)
+    for (_, name, child), below in zip(children, prefixes, strict=True):
         yield from walk(child, path + name, below)
+
+
+def children_of(value: Any) -> list[tuple[Any, str, Any]] | None:
+    """(key, its part of a path, child) for each child of a container; None for a leaf."""
+    children, tree = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if tree.type is None:
+        return None
+    if isinstance(value, Mapping) and len(value) == len(children):
+        return [(key, f"[{key!r}]", child) for key, child in zip(value, children, strict=True)]
+    if pytree.is_namedtuple_instance(value):
+        named = zip(value._fields, children, strict=True)
+        return [(i, f".{name}", child) for i, (name, child) in enumerate(named)]
+    return [(i, f"[{i}]", child) for i, child in enumerate(children)]
 
 
 def _child_prefixes(prefix: Any, keys: list[Any], path: str) -> list[Any]:

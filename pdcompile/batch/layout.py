@@ -20,6 +20,7 @@ from pdcompile.batch.call import (
     rebuild,
     walk,
 )
+from pdcompile.batch.lists import list_in_doubt
 from pdcompile.batch.memory_order import memory_order
 from pdcompile.errors import ConfigError, InputError, did_you_mean
 
@@ -30,12 +31,13 @@ class BatchLayout:
 
     None: the leaf is the same for every microbatch (constants, scalars, masks of size 1).
     `orders`: the order in memory of the dimensions of each tensor; tensors of further minibatches
-    are brought into it.
+    are brought into it.  `doubt`: why the samples may be elsewhere, so that nothing can be split.
     """
 
     size: int
     dims: dict[str, int | None]
     orders: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    doubt: InputError | None = field(default=None, compare=False, repr=False)
 
     @property
     def splits(self) -> bool:
@@ -61,18 +63,22 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
 
     A tensor is split along its dimension when the size there is the batch size; 0-dim tensors
     and size 1 are replicated.  The batch size is the size other than 1 that the tensors agree on.
+    A list may have one element for each sample: what may be one is in doubt until batch_dims names
+    its argument (`check_splits`).
 
     Raises:
         InputError: a tensor has another size there (its path is named), or no samples.
         ConfigError: batch_dims does not fit the call.
     """
     asked = _asked_dims(flat, batch_dims)
+    doubt = list_in_doubt(flat, asked)
     orders = {p: memory_order(x) for p, x in flat.leaves.items() if isinstance(x, Tensor)}
     if batch_dims is None:
         return BatchLayout(1, dict.fromkeys(flat.leaves), orders)
     sizes: dict[str, tuple[int, int]] = {}  # path -> (dimension, size there)
     for path, dim in asked.items():
         leaf = flat.leaves[path]
+        dim = 0 if dim is DEFAULT else dim
         if dim is None or not isinstance(leaf, Tensor) or leaf.ndim == 0:
             continue
         if not -leaf.ndim <= dim < leaf.ndim:
@@ -82,12 +88,17 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
                 remedy=_remedy(flat, path),
             )
         sizes[path] = (dim % leaf.ndim, leaf.shape[dim])
-    size = _common_size(flat, sizes)
+    try:
+        size = _common_size(flat, sizes)
+    except InputError:
+        if doubt is not None:
+            raise doubt from None
+        raise
     dims = {
         path: sizes[path][0] if path in sizes and sizes[path][1] == size else None
         for path in flat.leaves
     }
-    return BatchLayout(size, dims, orders)
+    return BatchLayout(size, dims, orders, doubt)
 
 
 def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
@@ -156,6 +167,28 @@ def lone_row_error(flat: FlatCall, path: str, size: int) -> InputError:
     )
 
 
+def check_splits(layout: BatchLayout, microbatches: int) -> None:
+    """Raise unless the first minibatch can be split into so many microbatches.
+
+    Raises:
+        ConfigError: several, and nothing says where samples are.
+        InputError: several, and samples may be the elements of a list.
+    """
+    if microbatches > 1 and not layout.splits:
+        raise nothing_splits(microbatches)
+    if microbatches > 1 and layout.doubt is not None:
+        raise layout.doubt
+
+
+def nothing_splits(microbatches: int) -> ConfigError:
+    """The refusal of several microbatches where no input has a batch dimension."""
+    return ConfigError(
+        f"{microbatches} microbatches are asked for, and nothing in the minibatch has a dimension "
+        "that counts samples",
+        remedy="name one with batch_dims ({'x': 0} for an input x), or one microbatch",
+    )
+
+
 def check_batch_dims(batch_dims: Any) -> None:
     """Raises ConfigError for batch_dims that fit no call: other than dimensions in containers."""
     triple = isinstance(batch_dims, tuple | list) and len(batch_dims) == 3
@@ -180,11 +213,12 @@ def _no_meaning(batch_dims: Any) -> ConfigError:
     )
 
 
-def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
+def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, Any]:
+    """By path: an int, None, or DEFAULT where batch_dims does not say."""
     spec = flat.spec
     roots = [*spec.arguments, spec.target]
     if is_dim(batch_dims):
-        return dict.fromkeys(flat.leaves, batch_dims)
+        return dict.fromkeys(flat.leaves, batch_dims if batch_dims != 0 else DEFAULT)
     if isinstance(batch_dims, Mapping):
         _refuse_unknown(batch_dims, spec)
         prefixes = [batch_dims.get(argument.root, DEFAULT) for argument in roots]
@@ -203,7 +237,7 @@ def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
     for argument, prefix in zip(roots, prefixes, strict=True):
         value = rebuild(argument, flat.leaves)
         for path, _, dim in walk(value, argument.root, prefix):
-            asked[path] = 0 if dim is DEFAULT else dim
+            asked[path] = dim
     return asked
 
 
@@ -282,8 +316,7 @@ def _shown(tensor: Any) -> str:
 
 
 def _remedy(flat: FlatCall, path: str) -> str:
-    roots = [one.root for one in (*flat.spec.arguments, flat.spec.target) if path in one.paths]
     return (
-        f"say where the samples are: batch_dims={{{roots[0]!r}: None}} if every microbatch needs "
-        "all of it, or the number of the batch dimension in place of None"
+        f"say where the samples are: batch_dims={{{flat.root(path)!r}: None}} if every "
+        "microbatch needs all of it, or the number of the batch dimension in place of None"
     )

@@ -18,7 +18,7 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
     Raises:
         PdcompileError: what the passes would refuse before they begin.
     """
-    from pdcompile.batch import example_call, resolve_batch
+    from pdcompile.batch import check_splits, example_call, resolve_batch
     from pdcompile.driver import capture_call
     from pdcompile.given import with_given_plan
     from pdcompile.options.configuration import configure
@@ -33,6 +33,7 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
     chosen = configure(
         options, batch_size=layout.size, splits=layout.splits, num_ranks=None, device=device
     )
+    check_splits(layout, chosen.training.num_microbatches)
     parameters = list(model.parameters())
     size = sum(one.numel() * one.element_size() for one in parameters)
     on_meta = ", on the meta device" if any(one.is_meta for one in parameters) else ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pdcompile.batch import nothing_splits
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
 from pdcompile.clusters import FORMS, cluster_of
 from pdcompile.eager.autocast import autocast_text
@@ -280,12 +281,10 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
     given, written = options.microbatches, kind_of(chosen_schedule(options)).written
     if written is not None:
         given = written.num_microbatches
-        if not splits and given > 1:
-            raise ConfigError(
-                f"the schedule is written for {given} microbatches, and nothing in the minibatch "
-                "has a dimension that counts samples",
-                remedy="say with batch_dims which one does, or write it for one microbatch",
-            )
+    if not splits and given != "auto":
+        check_count("microbatches", given, "'auto'")
+        if given > 1:
+            raise nothing_splits(int(given))
     if not splits or updates_each(options):
         return 1
     if given == "auto":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pdcompile.batch import (
     BatchLayout,
     FlatCall,
+    check_splits,
     concatenate,
     flatten_call,
     lone_row_error,
@@ -214,6 +215,8 @@ class Reference(ReferenceState):
     def _laid_out(self, flat: FlatCall, layout: BatchLayout) -> BatchLayout:
         """The layout of a call, with the batch dimension and memory order of each input's first."""
         dims = {path: dim for path, dim in layout.dims.items() if path in layout.orders}
+        if self._first is None:
+            check_splits(layout, self._num_microbatches)
         first = self._first or layout
         self._first = first = replace(first, dims=dims | first.dims)
         for path in lone_rows(flat, layout, first) if self._num_microbatches > 1 else ():

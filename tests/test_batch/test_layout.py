@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from pdcompile.batch import (
+    FlatCall,
+    check_splits,
     flatten_call,
     follow_batch,
     lone_rows,
@@ -124,6 +126,56 @@ def test_a_dimension_that_does_not_exist() -> None:
     with pytest.raises(InputError, match="dimension 1 of a tensor of shape") as caught:
         resolve_batch(call(rows(4, 2), rows(2)), 1)
     assert caught.value.where == "y"
+
+
+BOXES = [{"boxes": rows(3, 4)}, {"boxes": rows(3, 4)}]
+IMAGES = [rows(3, 5, 5)] * 3
+
+
+@pytest.mark.parametrize(
+    ("flat", "dims", "where"),
+    [
+        (call(IMAGES, target=rows(3)), 0, "x"),
+        (call([rows(8, 6)] * 4), 0, "x"),
+        (call(tuple([rows(8, 6)] * 4)), 0, "x"),
+        (call(rows(2, 5), target=BOXES), 0, "target"),
+        (call([rows(3, 5)] * 2, target=BOXES), 0, "x"),
+        (call([rows(3, 5)] * 2, target=BOXES), {"x": None}, "target"),
+        (call({"seq": IMAGES}, rows(3, 2)), 0, "x['seq']"),
+        (call(IMAGES, target=rows(3)), {"target": 0}, "x"),
+    ],
+)
+def test_lists_of_samples_are_not_split_along_their_elements(
+    flat: FlatCall, dims: Any, where: str
+) -> None:
+    with pytest.raises(InputError, match="may have one element for each sample") as caught:
+        check_splits(resolve_batch(flat, dims), 2)
+    assert caught.value.where == where
+    whole = resolve_batch(flat, None)
+    check_splits(whole, 1)
+    with pytest.raises(ConfigError, match="2 microbatches are asked for, and nothing"):
+        check_splits(whole, 2)
+
+
+@pytest.mark.parametrize(
+    ("flat", "dims", "size"),
+    [
+        (call(IMAGES, target=rows(3)), {"x": 0}, 3),
+        (call([rows(4, 5)] * 3, target=rows(4)), 0, 4),  # three features of four samples
+        (call([rows(4, 5)] * 3, target=[rows(4)] * 2), 0, 4),
+        (call((rows(2, 5), rows(2).long()), target=rows(2)), 0, 2),  # of unlike kinds
+        (call([rows(4, 5)], target=rows(4)), 0, 4),
+        (flatten_call(Stars(), (rows(2), rows(2), rows(2)), {}), 0, 2),
+    ],
+)
+def test_lists_of_inputs_are_split_along_their_elements(
+    flat: FlatCall, dims: Any, size: int
+) -> None:
+    layout = resolve_batch(flat, dims)
+    check_splits(layout, 2)
+    assert layout.size == size
+    split_ones = {path for path, leaf in flat.leaves.items() if isinstance(leaf, torch.Tensor)}
+    assert {path for path, dim in layout.dims.items() if dim == 0} == split_ones
 
 
 def test_later_minibatches_keep_their_dimensions() -> None:

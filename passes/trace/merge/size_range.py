@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, SizeRange
 from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge
@@ -67,14 +68,32 @@ class OnlyWhole(TraceError):
     """A model runs on the minibatch, and raises on a microbatch of it."""
 
 
-def fails_as_microbatch(size: int, batch: int, error: TraceError) -> OnlyWhole:
+def fails_as_microbatch(
+    size: int, flat: FlatCall, layout: BatchLayout, error: TraceError
+) -> OnlyWhole:
     """The error of a model that runs on the minibatch and raises on a microbatch of it."""
+    split = {path: dim for path, dim in layout.dims.items() if dim is not None}
+    shapes = {path: tuple(flat.leaves[path].shape) for path in split}
+    elsewhere = {
+        path: d
+        for path, shape in shapes.items()
+        for d, n in enumerate(shape)
+        if n == layout.size and d != split[path]
+    }
+    path, dim = next(iter(elsewhere.items()), (list(split)[-1], None))
+    told = (
+        f"where dimension {split[path]} of {path} {shapes[path]} does not count samples, say so: "
+        f"batch_dims={{{flat.root(path)!r}: {dim}}}"
+    )
+    others = (
+        "microbatches=1, or a number of microbatches that leaves the samples that it needs; or let "
+        "forward take the number of samples from its inputs (x.shape[0])"
+    )
     return OnlyWhole(
-        f"with the {counted(size)} of a microbatch {error.message}; with the minibatch's {batch} "
-        "it does not",
+        f"with the {counted(size)} of a microbatch {error.message}; with the minibatch's "
+        f"{layout.size} it does not",
         where=error.where,
-        remedy="microbatches=1, or a number of microbatches that leaves the samples that it needs; "
-        "or let forward take the number of samples from its inputs (x.shape[0])",
+        remedy=f"{told}; or {others}" if elsewhere else f"{others}; or, {told}",
     )
 
 
