@@ -221,8 +221,10 @@ class PipelineState(ModuleHints):
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
-        """Drop the gradients of this process's parameters."""
-        for parameter in self.parameters():
+        """Drop the gradients of this process's parameters; before the first minibatch those of the
+        model's."""
+        started = self._session is not None or self._closed
+        for parameter in self.parameters() if started else self._model.parameters():
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pdcompile.checkpoint.contents import Contents
-from pdcompile.checkpoint.folder import OwnCheckpoints, newest
-from pdcompile.errors import ConfigError
+from pdcompile.checkpoint.folder import OwnCheckpoints, foreign, newest
+from pdcompile.errors import CheckpointError, ConfigError, some
 from pdcompile.files import is_path
 from pdcompile.options import Options
 from pdcompile.runtime.pipeline_state import PipelineState
@@ -207,6 +207,16 @@ def _place(folder: Folder) -> Path:
 
 def _found(folder: Path) -> Contents | None:
     place = newest(folder)
+    if place is None and (there := foreign(folder)):
+        raise CheckpointError(
+            f"there is no checkpoint to resume from, and {some(there)} there"
+            if folder.is_dir()
+            else "resume= is to be a folder, and this is a file",
+            where=str(folder),
+            remedy="give the folder that pipe.save wrote, or one that is empty or not there yet, "
+            "where a training begins; weights alone are loaded into the model before compile, or "
+            "by weights=",
+        )
     if place is None:
         warn(f"there is no checkpoint in {folder}: training starts at its beginning")
         return None

@@ -99,6 +99,32 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         compiled(tmp_path)
 
 
+def test_a_training_begins_only_where_nothing_else_is(tmp_path: Path) -> None:
+    file = tmp_path / "last.pt"
+    file.write_bytes(b"weights")
+    for place, message in ((file, "this is a file"), (tmp_path, "and last.pt there")):
+        with pytest.raises(CheckpointError, match=message) as error:
+            compiled(place)
+        assert str(place) in str(error.value)
+        assert "empty or not there" in str(error.value)
+        with pytest.raises(CheckpointError, match=r"no folder|no complete checkpoint"):
+            pdcompile.load_checkpoint(place, Rich(tied=False))
+    runs = tmp_path / "runs"
+    first = compiled(None)
+    train(first, 0, 1)
+    (first.save(runs / "first") / "manifest.json").unlink()
+    (runs / "first" / "LATEST").unlink()
+    for place, message in ((runs, "and first there"), (runs / "first", "save-0001-minibatch-1")):
+        with pytest.raises(CheckpointError, match=message):
+            compiled(place)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / ".writing-0123").mkdir()  # left by a killed process
+    for place in (empty, empty / "not" / "there"):
+        with pytest.warns(UserWarning, match="no checkpoint in .*: training starts at its"):
+            assert compiled(place).position == Position(0)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_plain_pytorch_goes_on(tied: bool, tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 3, tied=tied)

@@ -136,6 +136,25 @@ def test_gradients_for_a_loop_of_ones_own() -> None:
     assert torch.equal(pipe.predict(inputs), eager.predict(inputs))
 
 
+def test_gradients_are_dropped_before_the_first_minibatch_too() -> None:
+    model = models.mlp()
+    inputs, target = models.batch_for(model, 8)
+    model(inputs).sum().backward()
+    pipe = pdcompile.compile(
+        model, loss_fn=models.loss_for(model), optimizer=None, cluster=Cluster.local(2),
+        microbatches=2, costs="estimated", verify="off",
+    )  # fmt: skip
+    pipe.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipe.forward_backward(inputs, target=target)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    pipe.close()
+    unused = pdcompile.compile(models.mlp(), optimizer=None)
+    unused.close()
+    with pytest.raises(ClosedError):
+        unused.zero_grad()
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_loaded_weights_start_a_new_history(schedule: str) -> None:
     pipe, eager, model = pair(models.gpt(layers=2), schedule, 2)

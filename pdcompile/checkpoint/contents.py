@@ -281,7 +281,11 @@ def open_checkpoint(folder: Path) -> Contents:
     place = newest(folder)
     if place is None:
         raise CheckpointError(
-            "there is no complete checkpoint" if folder.is_dir() else "there is no such folder",
+            "there is no complete checkpoint"
+            if folder.is_dir()
+            else "this is no folder"
+            if folder.exists()
+            else "there is no such folder",
             where=str(folder),
             remedy="give a folder that pipe.save wrote, or one checkpoint in it; paths are "
             f"relative to {Path.cwd()}",

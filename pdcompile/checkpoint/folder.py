@@ -36,6 +36,17 @@ def complete(folder: Path) -> list[Path]:
     return [place for _, place in sorted(found)]
 
 
+def foreign(folder: Path) -> tuple[str, ...]:
+    """What keeps a training that resumes from beginning here, as no checkpoint is in it: the path
+    itself where that is no folder, or names in it of what no training wrote.
+
+    Files whose name begins with a dot do not count: killed processes leave such, and file systems.
+    """
+    if folder.is_dir():
+        return tuple(sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")))
+    return (str(folder),) if folder.exists() else ()
+
+
 def newest(folder: Path) -> Path | None:
     """The checkpoint that a folder stands for: itself, or the last one that it holds.
 
