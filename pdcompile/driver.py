@@ -18,6 +18,7 @@ from pdcompile.batch import (
     resize,
     resolve_batch,
 )
+from pdcompile.batch.not_kept import DROPPED
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
@@ -36,7 +37,7 @@ from pdcompile.given import (
     with_given_plan,
     with_saved_plan,
 )
-from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
@@ -44,6 +45,7 @@ from pdcompile.options.configuration import Configuration, capture_size, configu
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
+from pdcompile.passes.planning.candidate_plan import taken_by_outputs
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
@@ -114,7 +116,7 @@ def _build_to_run(
 ) -> Compiled:
     """`build`, where what comes of it runs at once on what is here."""
     check_here(options, num_ranks)
-    return build(model, flat, options, num_ranks)
+    return build(model, flat, replace(options, alone=num_ranks in (None, 1)), num_ranks)
 
 
 def run_passes(
@@ -238,17 +240,23 @@ def _verified(
 
 
 def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
-    """The plan with notes where replicas have buffers of their own, where its loss is a mean over
-    some of the targets, where its stages cannot be compared with the model, where ranks share
-    cores, and where its devices have another autocast region than the model was captured in."""
+    """The plan with notes where it drops outputs, where replicas have buffers of their own, where
+    its loss is a mean over some of the targets, where its stages cannot be compared with the model,
+    where ranks share cores, and where its devices have another autocast region than the model was
+    captured in."""
     reason = unverifiable(model) if options.verify == "auto" else ""
-    notes = (*plan.notes, *notes_on_own_buffers(plan, captured.train))
-    if options.loss_reduction == "mean" and plan.training.num_microbatches > 1:
-        notes = (*notes, *uneven_means(captured.train))
+    notes = tuple(note for note in plan.notes if not note.startswith(DROPPED))
+    graph, training = captured.train, plan.training
+    others = any(ref.name != graph.loss for ref in walk(graph.output, Ref))
+    if training.outputs_by_size and others and not training.keeps_outputs:
+        notes = (*notes, str(taken_by_outputs(plan, graph)))
+    notes = (*notes, *notes_on_own_buffers(plan, graph))
+    if options.loss_reduction == "mean" and training.num_microbatches > 1:
+        notes = (*notes, *uneven_means(graph))
     notes = (*notes, f"not verified: {reason}") if reason else notes
     crowded = note_on_cores() if is_distributed(options) else ""
     notes = (*notes, crowded) if crowded else notes
-    other = other_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices)
+    other = other_region(training.autocast, Cluster.from_toml(plan.cluster).devices)
     notes = (*notes, f"{other}: {OF_OTHER_REGION}") if other else notes
     return replace(plan, notes=tuple(dict.fromkeys(notes)))
 
@@ -284,7 +292,7 @@ def compile(
     costs: Any = "measured",
     refine: bool | Literal["auto"] = "auto",
     verify: Literal["auto", "full", "blocks", "off"] = "auto",
-    outputs: Literal["none", "last", "everything", "all"] | None = None,
+    outputs: Literal["none", "evaluation", "last", "everything", "all"] | None = None,
     keep_model: bool = False,
     max_staleness: int | Literal["any"] = 0,
     time_limit: float | None = None,
@@ -369,11 +377,15 @@ def compile(
             twice; "auto": with measured costs, when that takes seconds.
         verify: "auto" compares the stages with eager before the first step; "full" also the
             captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
-        outputs: what `result.outputs` of a training step has.  "none": nothing; what only other
-            outputs need is not even computed.  "last", the default: what the last stage makes, on
-            its rank; of a decoder's caches or hidden states those of earlier stages are marks
-            (`NotKept`), and a note of the plan names them.  "everything": these too, sent to the
-            last stage.  "all": everything, on all ranks.  Evaluation gives everything.
+        outputs: what `result.outputs` of a training step has.  "last": what the last stage makes,
+            on its (first) rank; of a decoder's caches or hidden states those of earlier stages are
+            marks (`NotKept`), and a note of the plan names them.  "everything": these too, sent to
+            the last stage.  "all": everything, on all ranks.  "none": nothing; what only other
+            outputs need is not even computed.  "evaluation": nothing, and of evaluation everything
+            on all ranks.  Left out, in one process: "last".  Under torchrun too where they take at
+            most 2 % of what their rank holds, and no replicas would send them; else they are
+            dropped: a warning tells their bytes, and reading them raises.  Evaluation gives
+            everything; ranks that get no outputs have None.
         keep_model: train a copy and leave `model` as it is.
         max_staleness: with schedule="auto", 1 or "any" allows 2bw.
         time_limit: seconds for the planner's search.
@@ -387,8 +399,8 @@ def compile(
             fills one tensor in place; or a list of files and one function for what they do not
             have.  Each process reads what its own stage holds, one tensor at a time.
         resume: a folder that `pipe.save` wrote: training goes on from its last checkpoint, and
-            begins where it has none.  The plan is the checkpoint's where that fits, and any other
-            one where not; `pipe.position` says how many minibatches are over.
+            begins where it is empty or not there.  The plan is the checkpoint's where that fits,
+            and any other one where not; `pipe.position` says how many minibatches are over.
         group: a torch.distributed group to run on instead of all ranks.
         detect_nonfinite: look at the results of every op, and raise NonFiniteError at the first NaN
             (or infinite gradient or loss) with op, stage and microbatch; several times as slow.

@@ -29,6 +29,7 @@ from pdcompile.options.configuration import Configuration, machines
 from pdcompile.options.of_plan import completed, refuse_others
 from pdcompile.passes import codegen
 from pdcompile.passes.costs.forecast import Progress
+from pdcompile.passes.planning.candidate_plan import taken_by_outputs
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
@@ -189,7 +190,7 @@ def given_plan(
             remedy="plan again for this model, or give the target that the plan was made of",
         )
     check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
-    plan = _with_outputs(plan, chosen.training, options.outputs, graph)
+    plan = _with_outputs(plan, chosen, options, graph)
     notes = (
         *_more_state(plan.training, options.optimizer),
         *_other_links(options, chosen, plan),
@@ -200,19 +201,30 @@ def given_plan(
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training), progress)
 
 
-def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) -> Plan:
+def _with_outputs(plan: Plan, chosen: Configuration, options: Options, graph: OpGraph) -> Plan:
     """The plan with a note where it sends more outputs than are asked for: its times are of that.
+
+    Where nobody named any, the plan's own choice stands, but for a plan of one process on several
+    or the other way; stages in a folder are as they are.
 
     Raises:
         ConfigError: it does not send those that are asked for.
     """
-    less = replace(plan.training, keeps_outputs=True, sends_outputs=False)
+    training, asked, outputs = plan.training, chosen.training, options.outputs
+    if training.outputs_by_size and "outputs" not in options.said:
+        keeps = training.keeps_outputs
+        if options.sources is None and options.alone:
+            keeps = True
+        elif options.sources is None and keeps and not chosen.idle:
+            keeps = taken_by_outputs(plan, graph).little
+        return replace(plan, training=replace(training, keeps_outputs=keeps))
+    less = replace(training, keeps_outputs=True, sends_outputs=False, outputs_by_size=False)
     needed, last = planned(graph, less), len(plan.stages) - 1
     stage_of = stage_of_ops(needed, plan)
     given = given_by(less, needed, stage_of, last + 1)
     missing = walk(given.output, LeftOut)
-    if not (plan.training.keeps_outputs and plan.training.sends_outputs):
-        if missing and chosen.sends_outputs:
+    if not (training.keeps_outputs and training.sends_outputs):
+        if missing and asked.sends_outputs:
             raise ConfigError(
                 f"outputs={outputs!r} asks for all outputs of training steps, and the plan does "
                 f"not send {len(missing)} of them to the last stage",
@@ -220,8 +232,8 @@ def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) ->
                 remedy=f"plan again with outputs={outputs!r} (--outputs {outputs}), or leave "
                 "outputs out: evaluation gives them all",
             )
-        return replace(plan, training=replace(less, keeps_outputs=chosen.keeps_outputs))
-    if not missing or chosen.sends_outputs:
+        return replace(plan, training=replace(less, keeps_outputs=asked.keeps_outputs))
+    if not missing or asked.sends_outputs:
         return plan
     size = format_bytes(left_out_bytes(less, needed, given, stage_of, last))
     note = (

@@ -31,6 +31,7 @@ from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
 from pdcompile.options import Options
 from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.outputs import output_ranks
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed
 
@@ -86,7 +87,7 @@ def begin_call(
         own = [one if i in taken else {} for i, one in enumerate(found)]
         feed = Feed(number, own, sizes, [], wiring, with_loss)
         if wiring.is_last:
-            feed.keep_outputs = bool(session.output_ranks(training=training))
+            feed.keep_outputs = bool(output_ranks(session, training=training))
             feed.weights = scales
         feeds.append(feed)
     return feeds

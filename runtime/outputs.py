@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from pdcompile.batch import BatchLayout, NotKept, concatenate, unflatten_output
+from pdcompile.batch.not_kept import dropped
+from pdcompile.batch.step_result import LazyLoss, StepResult
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, TorchLiteral, named_leaves
 from pdcompile.ir.stage_interface import Port
@@ -18,6 +22,54 @@ from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.stage.wiring import expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
+
+
+def output_ranks(session: Session, *, training: bool) -> Collection[int]:
+    """The ranks that get the outputs of a call.
+
+    A minibatch's outputs can be large, and training does not need them: the plan says whether its
+    steps keep them.  Evaluation gives them always.
+    """
+    if training and not session.plan.training.keeps_outputs:
+        return ()
+    if session.world is None:
+        return session.ranks
+    everywhere = session.options.outputs in ("all", "evaluation")
+    return session.stages_of_rank if everywhere else session.spec.ranks[-1][:1]
+
+
+def result_of(session: Session, graph: OpGraph, feeds: list[Feed], loss: Any) -> StepResult:
+    """What the caller gets of a call that has run: its outputs are None where this process gets
+    none, and raise where they were dropped."""
+    compiled, feed = session.compiled, feeds[-1]
+    training = feed.wiring.training
+    receivers = output_ranks(session, training=training)
+    # The caller's alone: they last as long as the result, not as the minibatch's feed.
+    made = replace(feed, outputs={i: one for f in feeds for i, one in f.outputs.items()})
+    for one in feeds:
+        one.outputs = {}
+    roots = session.spec.roots(len(feed.sizes), feed.minibatch if training else 0)
+    if session.world is not None and any({*receivers} - {root} for root in roots):
+        with session.guard():
+            ports = compiled.interfaces[-1]
+            signature = ports.train if training else ports.eval
+            share(made, signature.outputs, session, receivers)
+    lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
+    if set(session.ranks).isdisjoint(receivers):
+        return StepResult(lazy, partial(_none, session, training=training))
+
+    def outputs() -> Any:
+        total = None if lazy is None else lazy.wait()
+        return join(graph, made, compiled.layout, total, session.state.tensors)
+
+    return StepResult(lazy, outputs)
+
+
+def _none(session: Session, *, training: bool) -> None:
+    """Raises NotKeptError where this process would have outputs, had they not been dropped."""
+    chosen, last = session.plan.training, session.spec.ranks[-1][0]
+    if training and chosen.outputs_by_size and not chosen.keeps_outputs and last in session.ranks:
+        raise dropped(session.plan.notes)
 
 
 def share(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, flatten_call
-from pdcompile.batch.step_result import LazyLoss, StepResult
+from pdcompile.batch.not_kept import DROPPED
+from pdcompile.batch.step_result import StepResult
 from pdcompile.compiled import Compiled
 from pdcompile.eager.modes import apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import evaluation_minibatch
-from pdcompile.errors import ConfigError, InputError, PdcompileError
-from pdcompile.ir.graph import OpGraph
+from pdcompile.errors import InputError, PdcompileError
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
@@ -25,11 +24,10 @@ from pdcompile.options.option_checks import check_older_weights, check_target, c
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.failure.verdict import verdict_of
-from pdcompile.runtime.outputs import join, share
+from pdcompile.runtime.outputs import result_of
 from pdcompile.runtime.saving import Saving
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.shards import Shard
-from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
@@ -95,6 +93,9 @@ class Pipeline(Saving):
                 _leave(world, error)
             raise
         self._session = session
+        for note in plan.notes if 0 in session.ranks else ():
+            if note.startswith(DROPPED):
+                warn(note)
         self._handles = flush_before_state(
             self, self._model, session.optimizer, alone=world is None
         )
@@ -111,6 +112,9 @@ class Pipeline(Saving):
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """One global minibatch and its update (optimizer=None: `forward_backward`).
+
+        The result's `outputs` are None on ranks that get none; reading those that the plan drops,
+        as they would take more than a little of their rank's memory, raises ConfigError.
 
         The arguments are those of forward, which runs in train mode; or one of `shard`.  Raises
         InputError before anything is sent when they do not fit the capture; RankError when
@@ -152,7 +156,7 @@ class Pipeline(Saving):
         with session.call(None if compiled.overlaps else number):
             session.train(number, feeds, updates=updates)
         self._num_minibatches += 1
-        return self._result(graph, feeds, session.workers[-1].losses[number])
+        return result_of(session, graph, feeds, session.workers[-1].losses[number])
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -168,10 +172,7 @@ class Pipeline(Saving):
 
         Flushes first.  None on ranks that get no outputs (`outputs=` of compile).
         """
-        result = self._evaluate("predict", args, kwargs, None)
-        session = self._running
-        has = not set(session.ranks).isdisjoint(session.output_ranks(training=False))
-        return result.outputs if has else None
+        return self._evaluate("predict", args, kwargs, None).outputs
 
     def _evaluate(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         refuse_blind_start(self._options, target, started=self._session is not None)
@@ -190,7 +191,7 @@ class Pipeline(Saving):
         with session.call(number):
             session.evaluate(number, feeds, with_loss=with_loss)
         loss = session.workers[-1].losses[number] if with_loss else None
-        return self._result(graph, feeds, loss)
+        return result_of(session, graph, feeds, loss)
 
     # -- one call ----------------------------------------------------------------------------
 
@@ -206,36 +207,6 @@ class Pipeline(Saving):
             self._start(flat)
         same_model.settle_others(self)
         return flat
-
-    def _result(self, graph: OpGraph, feeds: list[Feed], loss: Any) -> StepResult:
-        session, chosen = self._running, self._options.outputs
-        compiled, feed = session.compiled, feeds[-1]
-        training = feed.wiring.training
-        receivers = session.output_ranks(training=training)
-        # The caller's alone: they last as long as the result, not as the minibatch's feed.
-        made = replace(feed, outputs={i: one for f in feeds for i, one in f.outputs.items()})
-        for one in feeds:
-            one.outputs = {}
-        roots = session.spec.roots(len(feed.sizes), feed.minibatch if training else 0)
-        if session.world is not None and any({*receivers} - {root} for root in roots):
-            with session.guard():
-                ports = compiled.interfaces[-1]
-                signature = ports.train if training else ports.eval
-                share(made, signature.outputs, session, receivers)
-        lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
-        has = not set(session.ranks).isdisjoint(receivers)
-
-        def outputs() -> Any:
-            if not has or (training and chosen == "none"):
-                raise ConfigError(
-                    f"under outputs={chosen!r} this process gets no outputs of this call",
-                    remedy='compile(..., outputs="all") gives them to all ranks, "everything" to '
-                    "the last stage's first rank",
-                )
-            total = None if lazy is None else lazy.wait()
-            return join(graph, made, compiled.layout, total, session.state.tensors)
-
-        return StepResult(lazy, outputs)
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -110,20 +110,6 @@ class Session(Guarded):
             if self.agreement is None:
                 return size
             return self.agreement.reach(call, self._call, minibatch, size, flat)
-
-    def output_ranks(self, *, training: bool) -> Collection[int]:
-        """The ranks that get the outputs of a call.
-
-        A minibatch's outputs can be large, and training does not need them: replicas of the last
-        stage send each other theirs only where that is asked for.  Evaluation gives them always.
-        """
-        if self.world is None:
-            return self.ranks
-        chosen, last = self.options.outputs, self.spec.ranks[-1]
-        if chosen == "all":
-            return self.stages_of_rank
-        given = chosen == "everything" or (chosen == "last" and len(last) == 1)
-        return last[:1] if given or not training else ()
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.

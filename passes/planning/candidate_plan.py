@@ -9,9 +9,10 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
-from pdcompile.passes.planning.graph_free import NOT_CERTIFIED
+from pdcompile.passes.planning.graph_free import NOT_CERTIFIED, ledgers_of
 from pdcompile.passes.simulate import simulate
-from pdcompile.passes.stages.assemble import assemble
+from pdcompile.passes.stages.assemble import assemble, with_outputs
+from pdcompile.passes.stages.kept_outputs import Taken
 from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
@@ -31,6 +32,15 @@ def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0)
     unlike = sum(set(Counter(stage_of).values())) / max(len(stage_of), 1)
     each = rehearsals.seconds / rehearsals.ops if rehearsals.ops else REHEARSING
     return max(others, OTHERS * len(graph.ops)) + each * unlike * len(graph.ops)
+
+
+def taken_by_outputs(plan: Plan, graph: OpGraph) -> Taken:
+    """What outputs of training steps take, or would take if the plan kept them.
+
+    `graph`: the whole training graph, its costs do not matter.
+    """
+    kept = with_outputs(plan, graph)
+    return Taken.of(kept, ledgers_of(kept))
 
 
 def candidate_plan(

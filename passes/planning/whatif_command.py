@@ -114,10 +114,9 @@ def _trained(training: Training, given: Mapping[str, str]) -> Words:
         yield "--loss-reduction", given.get("--loss-reduction", "FILE:FUNCTION")
     elif training.loss_reduction != "mean":
         yield "--loss-reduction", training.loss_reduction
-    if not training.keeps_outputs:
-        yield "--outputs", "none"
-    elif training.sends_outputs:
-        yield "--outputs", "everything"
+    if not training.outputs_by_size:
+        sent = "everything" if training.sends_outputs else "last"
+        yield "--outputs", sent if training.keeps_outputs else "none"
     if training.max_grad_norm is not None:
         yield "--max-grad-norm", repr(training.max_grad_norm)
     if training.loss_scaling:

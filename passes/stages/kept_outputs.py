@@ -3,14 +3,17 @@
 A decoder's caches of keys and values, or the hidden states of all layers, would otherwise be sent
 to the last stage in every step.  What is planned is what the loss needs; once it is known where
 that runs, the last stage returns what it makes, and makes besides what it can of what it has.
-Evaluation gives everything.
+Evaluation gives everything.  Where nobody names any, outputs are kept as long as they take little
+of what their rank holds (`Taken`): logits of a large vocabulary may be more than all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from pdcompile.batch.not_kept import DROPPED
 from pdcompile.errors import some
 from pdcompile.ir.graph import (
     Argument,
@@ -23,8 +26,43 @@ from pdcompile.ir.graph import (
     walk,
 )
 from pdcompile.passes.trace.merge.reachable import prune, with_consumers
-from pdcompile.plan import Training
+from pdcompile.plan import MemoryLedger, Plan, Training
+from pdcompile.plan.schema import ranks_of
 from pdcompile.units import format_bytes
+
+LITTLE = 0.02  # of what a rank holds: outputs that nobody names are kept
+
+
+class Taken(NamedTuple):
+    """Bytes that outputs of training take on `rank`, of all that it holds; `sent`: its stage has
+    replicas, which would send each other theirs."""
+
+    rank: int
+    bytes: int
+    of_bytes: int
+    sent: bool
+
+    @classmethod
+    def of(cls, plan: Plan, ledgers: Sequence[MemoryLedger]) -> Taken:
+        """Of a plan that keeps them, by its ledgers."""
+        ranks = ranks_of(plan.stages)[-1]
+        rank = max(ranks, key=lambda one: ledgers[one].outputs_bytes)
+        ledger = ledgers[rank]
+        return cls(rank, ledger.outputs_bytes, ledger.total_bytes, len(ranks) > 1)
+
+    @property
+    def little(self) -> bool:
+        """Whether they are kept where nobody names any."""
+        return not self.sent and self.bytes <= LITTLE * self.of_bytes
+
+    def __str__(self) -> str:
+        """The note of a plan that drops them."""
+        share = f"{100 * self.bytes / max(self.of_bytes, 1):.2g} % of what rank {self.rank} would"
+        beside = ", and be sent between replicas" if self.sent else ""
+        return (
+            f"{DROPPED}, which would take {format_bytes(self.bytes)}, {share} hold{beside}; "
+            "outputs='last' (--outputs last) keeps them, and evaluation gives its own"
+        )
 
 
 def planned(graph: OpGraph, training: Training) -> OpGraph:

@@ -1,16 +1,33 @@
-"""NotKept: what stands in a result for an output that training steps leave out."""
+"""NotKept: what stands in a result for an output that training steps leave out.
+
+Of a plan that drops all of them nothing stands there: reading them raises `dropped`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdcompile.errors import ConfigError
 from pdcompile.releases.torch_internals import pytree
 
+#: how a plan's note begins that drops all outputs of training, as nobody named any
+DROPPED = "training steps keep no outputs"
+
 
 class NotKeptError(ConfigError, TypeError):
     """An output is used that training steps leave out."""
+
+
+def dropped(notes: Iterable[str]) -> NotKeptError:
+    """The error for reading outputs that training steps drop, by the notes of the plan."""
+    note = next((one for one in notes if one.startswith(DROPPED)), DROPPED)
+    return NotKeptError(
+        note.partition("; ")[0],
+        where="result.outputs",
+        remedy='compile(..., outputs="last") keeps them, "all" on all ranks; pipe.predict(...) and '
+        "pipe.eval_step(...) give those of evaluation",
+    )
 
 
 class NotKept:

@@ -16,7 +16,7 @@ from pdcompile.cli.dry_run import intended, show
 from pdcompile.clusters import cluster_of, names
 from pdcompile.files import VARIABLE as CACHE
 from pdcompile.files import capture_beside
-from pdcompile.options import Options
+from pdcompile.options import OUTPUTS, Options
 from pdcompile.options.option_texts import (
     check_one_of,
     microbatches_of,
@@ -120,10 +120,11 @@ class Flags:
     outputs: Annotated[
         str | None,
         training(
-            metavar="none|last|everything|all",
-            help="Outputs of training steps: none; what the last stage makes; those of earlier "
-            "stages too, which are sent to it; and on all ranks. Evaluation gives everything. "
-            "Default: last.",
+            metavar="|".join(OUTPUTS),
+            help="Outputs of training steps: none (evaluation: none, and evaluation's on all "
+            "ranks); what the last stage makes; those of earlier stages too, which are sent to it; "
+            "and on all ranks. Evaluation gives everything. Default: last, where that takes at "
+            "most 2 % of its rank's memory.",
         ),
     ] = None
     max_grad_norm: Annotated[
@@ -278,7 +279,7 @@ class Flags:
         recompute_of(self.recompute)
         replicas_of(self.replicas)
         if self.outputs is not None:
-            check_one_of("--outputs", self.outputs, ("none", "last", "everything", "all"))
+            check_one_of("--outputs", self.outputs, OUTPUTS)
         reduction = self.loss_reduction
         if reduction is not None and ":" not in reduction:
             check_one_of("--loss-reduction", reduction, ("mean", "sum", "FILE:FUNCTION"))

@@ -59,8 +59,9 @@ class PipelineTrainer(Trainer):
 
     Args:
         pipeline: options of `pdcompile.compile`; schedules that drain, as "1f1b".
-        others: those of Trainer.  `compute_metrics` needs outputs on all ranks, which is the
-            default with it; `predict` without it needs ``pipeline={"outputs": "all"}``.
+        others: those of Trainer.  `compute_metrics` needs outputs of evaluation on all ranks, which
+            is the default with it; `predict` without it needs
+            ``pipeline={"outputs": "evaluation"}``.
 
     Raises:
         ConfigError: an argument has another name here, or a pipeline cannot obey it.
@@ -81,7 +82,7 @@ class PipelineTrainer(Trainer):
             **{
                 "optimizer": self._stage_optimizer,
                 "loss_reduction": self._items,
-                "outputs": "last" if self.compute_metrics is None else "all",
+                "outputs": "none" if self.compute_metrics is None else "evaluation",
                 "seed": self.args.seed,
                 **(pipeline or {}),
             },

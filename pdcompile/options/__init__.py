@@ -17,6 +17,7 @@ OPEN = (
     "schedule", "replicas", "recompute", "loss_reduction", "linear_lr_scaling", "seed", "outputs",
     "autocast", "grad_scaler", "max_grad_norm",
 )  # fmt: skip
+OUTPUTS = ("none", "evaluation", "last", "everything", "all")
 # What people look for among the options, and where it is.
 NOT_OPTIONS = {
     "lr": "it is the optimizer's: optimizer=partial(torch.optim.AdamW, lr=3e-4)",
@@ -54,7 +55,7 @@ class Options:
     costs: Any = "measured"
     refine: bool | Literal["auto"] = "auto"
     verify: Literal["auto", "full", "blocks", "off"] = "auto"
-    outputs: Literal["none", "last", "everything", "all"] = "last"
+    outputs: Literal["none", "evaluation", "last", "everything", "all"] = "last"
     keep_model: bool = False
     max_staleness: int | Literal["any"] = 0
     time_limit: float | None = None
@@ -75,6 +76,7 @@ class Options:
     capture_file: Path | None = None  # one more to look into and to write
     plan_file: str = "plan"  # where a plan that was read comes from
     command_target: str = "TARGET"  # of the command line, for commands that remedies name
+    alone: bool = False  # one process runs what is made: it keeps outputs that nobody names
     said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

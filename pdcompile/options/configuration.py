@@ -29,6 +29,7 @@ from pdcompile.units import parse_bytes
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
 MOST_COUNTS = 5  # microbatch counts that "auto" tries
 SENT = ("everything", "all")  # choices of outputs that earlier stages send to the last one
+NOT_KEPT = ("none", "evaluation")  # and those without any of training
 SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
 SPREAD = 4  # from a quarter of the usual count to four times
 
@@ -39,7 +40,8 @@ class Configuration:
 
     One stage a device where the planner does not decide that, or the device of each in
     `placement`.
-    `idle`: devices may be left out, as there is no process for each.
+    `idle`: devices may be left out, as there is no process for each.  `outputs_open`: whether
+    training keeps its outputs depends on what they take.
     """
 
     cluster: Cluster
@@ -47,6 +49,7 @@ class Configuration:
     training: Training
     idle: bool = True
     placement: tuple[int, ...] = ()
+    outputs_open: bool = False
 
     @property
     def microbatch_size(self) -> int:
@@ -90,11 +93,16 @@ def configure(
         max_grad_norm=options.max_grad_norm,
         loss_scaling=scaler_of(options.grad_scaler) is not None,
         seed=options.seed,
-        keeps_outputs=options.outputs != "none",
+        keeps_outputs=options.outputs not in NOT_KEPT,
         sends_outputs=options.outputs in SENT,
+        outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
     )
-    return Configuration(cluster, stages, training, num_ranks is None, placement)
+    several = devices > 1 and not (options.alone or cluster.in_process)
+    return Configuration(
+        cluster, stages, training, num_ranks is None, placement,
+        outputs_open=training.outputs_by_size and several,
+    )  # fmt: skip
 
 
 def _placement(options: Options, kind: ScheduleKind, stages: int, devices: int) -> tuple[int, ...]:

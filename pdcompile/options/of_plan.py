@@ -73,6 +73,8 @@ def _recorded(plan: Plan) -> dict[str, Any]:
     }
     if training.loss_reduction == "callable":
         del found["loss_reduction"]
+    if training.outputs_by_size:
+        del found["outputs"]
     return found
 
 

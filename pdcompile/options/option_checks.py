@@ -14,7 +14,7 @@ from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.files import is_path
-from pdcompile.options import Options
+from pdcompile.options import OUTPUTS, Options
 from pdcompile.options.chosen_schedule import check_count, chosen_schedule
 from pdcompile.options.configuration import SEARCHED, not_a_cluster
 from pdcompile.plan import Plan
@@ -48,7 +48,7 @@ def check_options(options: Options) -> None:
     _one_of("refine", options.refine, ("auto", True, False))
     _one_of("progress", options.progress, ("auto", True, False))
     _one_of("verify", options.verify, ("auto", "full", "blocks", "off"))
-    _one_of("outputs", options.outputs, ("none", "last", "everything", "all"))
+    _one_of("outputs", options.outputs, OUTPUTS)
     _one_of("max_staleness", options.max_staleness, (0, 1, "any"))
     if callable(options.loss_reduction):
         _takes("loss_reduction", options.loss_reduction, ("args", "kwargs", "target"))

@@ -156,6 +156,7 @@ class Training:
     moving_seconds: float = 0.0  # per byte that is moved, on a device of speed 1
     keeps_outputs: bool = True  # the caller gets outputs of training, not the loss alone
     sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
+    outputs_by_size: bool = False  # nobody named any: they are kept where they take little
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
 
