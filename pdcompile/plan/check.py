@@ -33,9 +33,9 @@ def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     """Recompute objective and feasibility.
 
     The objective is recomputed from stages and edges, by the clock that searches use.  For a
-    stream with replicas, which only the simulator can time, it must lie between the closed form
-    and what the plan's forecast says.  For a graph without costs the seconds of the stages are
-    taken as the plan gives them.
+    stream with replicas, and for half-duplex links under a flush, which only the simulator can
+    time, it must lie between the closed form and what all work takes one after the other.  For a
+    graph without costs the seconds of the stages are taken as the plan gives them.
 
     Raises:
         PlanError: an op is missing or misplaced, an edge or tied parameter is not what crosses,
@@ -326,13 +326,11 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
     narrow = [edge.value for edge in plan.edges if edge.gradient]
     found = [_seconds_of(plan, cluster, narrow)]
     found.append(found[0] if narrow == wide else _seconds_of(plan, cluster, wide))
-    if not flush and plan.forecast is not None and _replicated(plan):
-        found[1] = max(found[1], plan.forecast.step_seconds / plan.training.num_microbatches)
     low, high = found[0] * (1 - TOLERANCE), found[1] * (1 + TOLERANCE)
-    if flush and not all(level.full_duplex for level in cluster.levels):
-        high = math.inf  # the order of messages in a half-duplex link only adds
-    if not flush and plan.forecast is None and _replicated(plan):
-        high = math.inf
+    # Of these only the simulator knows how long they take, and a bound of any order is left.
+    if _replicated(plan) if not flush else not all(one.full_duplex for one in cluster.levels):
+        m = plan.training.num_microbatches
+        high = max(high, times_of(plan, cluster, wide).serial(m) * (m if flush else 1))
     own = f"write {found[0]!r}, status 'feasible' and bound_seconds 0.0: nobody has searched"
     shared = len(set(ranks_of(plan.stages))) < len(plan.stages)
     if not low <= claimed <= high:

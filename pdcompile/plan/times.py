@@ -130,6 +130,17 @@ class PipelineTimes:
             found.append(max(compute, link + self.reduction(s) / every))
         return found
 
+    def serial(self, num_microbatches: int) -> float:
+        """Seconds per microbatch where one thing is done at a time: no order takes longer, as
+        something is always done."""
+        sent, _ = self.traffic(num_microbatches)
+        group = kind_of(self.schedule).group
+        stages = enumerate(self.ranks)
+        once = [self.reduction(s) / group(len(ranks)) for s, ranks in stages]
+        once += [message_seconds(self._among(), 0.0)] if self.clips else []
+        each = (*self.forward, *self.backward, *sent.values())
+        return math.fsum(each) + math.fsum(once) / num_microbatches
+
     def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
         """Seconds per microbatch of a stream: busiest device, link, or a round trip that is too
         long; at least, where stages have replicas."""

@@ -18,6 +18,7 @@ from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangement
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training, check
+from pdcompile.plan.check import times_of
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import MaxStages, Pin
 from pdcompile.problem.space import SearchSpace, Setting
@@ -244,3 +245,18 @@ def test_a_certificate_that_promises_more_is_refused() -> None:
     lying = replace(plan.certificate, objective_seconds=less, bound_seconds=less)
     with pytest.raises(PlanError, match="the stages take"):
         check(replace(plan, certificate=lying), at(graph)(4), cluster)
+
+
+def test_what_only_the_simulator_can_time_is_checked_by_bounds() -> None:
+    """Updates can make the calls that a forecast counts shorter: it is no limit of the claim."""
+    graph, cluster = chain(), cluster_of(*(Device(),) * 4, latency=1.0)
+    plan = explored(graph, cluster, SearchSpace((3, 1), (False,), ("stash",), (1,), stages=2))
+    assert plan.forecast is not None
+    short = replace(plan.forecast, step_seconds=0.9 * plan.forecast.step_seconds)
+    check(replace(plan, forecast=short), at(graph)(1), cluster)
+    serial = times_of(plan, cluster, [edge.value for edge in plan.edges]).serial(1)
+    claimed = plan.certificate.objective_seconds
+    assert claimed < serial
+    more = replace(plan.certificate, objective_seconds=1.01 * serial, status="feasible")
+    with pytest.raises(PlanError, match="the stages take"):
+        check(replace(plan, certificate=more), at(graph)(1), cluster)
