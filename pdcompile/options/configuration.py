@@ -404,13 +404,15 @@ def _replicas(given: Any, stages: int) -> Any:
 def _counts(options: Options, configuration: Configuration, sizes: SizeRange) -> tuple[int, ...]:
     batch, given = configuration.training.batch_size, options.microbatch_counts
     if given is not None:
-        for m in given:
-            if not 1 <= m <= batch or not sizes.holds_parts(batch, m):
-                raise ConfigError(
-                    f"{m} microbatches of a minibatch of {batch} samples",
-                    where="--microbatches",
-                    remedy=f"numbers from 1 to {batch}, whose microbatches the model takes",
-                )
+        if odd := [m for m in given if not 1 <= m <= batch]:
+            raise ConfigError(
+                f"{odd[0]} microbatches of a minibatch of {batch} samples",
+                where="--microbatches",
+                remedy=f"numbers from 1 to {batch}",
+            )
+        held = [m for m in given if sizes.holds_parts(batch, m)]
+        if odd := [m for m in given if m not in held]:
+            raise _of_another_graph(odd[0], held, batch, sizes)
         return tuple(dict.fromkeys(given))
     usual = configuration.training.num_microbatches
     if updates_each(options):
@@ -430,10 +432,26 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     return tuple(sorted(near, key=lambda m: (m != usual, m))) or (usual,)
 
 
+def _of_another_graph(m: int, held: list[int], batch: int, sizes: SizeRange) -> ConfigError:
+    """A number of microbatches that are too small, or too large, for the capture."""
+    size = batch // m
+    reason = sizes.below if size < sizes.smallest else sizes.above
+    kept = f"--microbatches {','.join(map(str, held))}, and " if held else ""
+    return ConfigError(
+        f"{m} microbatches of {batch} samples have {size} sample{'s' * (size > 1)} each, for which "
+        "the model is another graph than for the others; a search is of one"
+        + (f": {reason}" if reason else ""),
+        where="--microbatches",
+        remedy=f"plan apart: {kept}--microbatches {m}; pdcompile diff compares the plans",
+    )
+
+
 def capture_size(options: Options, configuration: Configuration) -> int:
     """Samples to capture with: two at least where the number of microbatches is open, since what
     a single sample skips (a copy, an `expand`) makes a graph of its own for it."""
     size, batch = configuration.microbatch_size, configuration.training.batch_size
-    if not options.searches or options.microbatches != "auto" or updates_each(options):
+    counts = options.microbatch_counts
+    is_open = options.microbatches == "auto" or (counts is not None and len(counts) > 1)
+    if not options.searches or not is_open or updates_each(options):
         return size
-    return max(size, min(2, batch // min(options.microbatch_counts or (1,))))
+    return max(size, min(2, batch // max(1, min(counts or (1,)))))

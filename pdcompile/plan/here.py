@@ -61,7 +61,8 @@ def lacks(
             f"forecast, and it has {format_bytes(memory_bytes)}",
             where=f"{where}: forecast",
             remedy="fewer ranks a host; or plan again with --memory "
-            f"{memory_bytes // len(held) // 10**6}MB, and --recompute auto",
+            f"{memory_bytes // len(held) // 10**6}MB"
+            + ("" if all(one.recompute for one in plan.stages) else ", and --recompute auto"),
         )
 
 

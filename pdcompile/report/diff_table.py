@@ -19,6 +19,7 @@ SHOWN = 3  # ops of a move by name
 MOST_ROWS = 24
 PRINTS = {
     "model": "the plans are of different models",
+    "graph": "one model, which has another graph for microbatches of the other plan's size",
     "costs": "their costs were measured or estimated differently",
     "cluster": "they are for different clusters",
     "all": "they were made by different versions of pdcompile, or edited",

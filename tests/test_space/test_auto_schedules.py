@@ -137,6 +137,25 @@ def test_a_plan_that_is_not_the_fastest_says_so(
     assert any(f"{what} has to save 90 %" in note for note in plan.notes)
 
 
+def test_schedules_that_do_not_fit_are_not_named_as_slower() -> None:
+    graph, training = at(chain(5)), Training(batch_size=BATCH)
+    problem = coarsen(graph(8), (StageLimits(),) * 3, num_microbatches=8)
+    alone = SearchSpace(schedules=("1f1b",), microbatches=(8,), stages=3)
+    both = replace(alone, schedules=("1f1b", "gpipe"))
+
+    def planned(space: SearchSpace, memory: int | None = None) -> Plan:
+        cluster = replace(cluster_of(3), devices=(Device("cpu", memory),) * 3)
+        return best_plan(graph, lambda _: problem, cluster, space, training)
+
+    free, told = planned(alone), [note for note in planned(both).notes if "chosen" in note]
+    assert told
+    assert free.forecast is not None
+    least = max(ledger.total_bytes for ledger in free.forecast.ledgers)
+    plan = planned(both, int(1.1 * least))
+    assert plan.training.schedule == "1f1b"
+    assert not [note for note in plan.notes if "gpipe" in note]
+
+
 def test_what_no_schedule_can_hold_is_proved() -> None:
     """Also where ranks may hold several stages: less than the parameters, gradients and optimizer
     take is enough for nobody.  That no single stage a rank fits proves nothing there."""

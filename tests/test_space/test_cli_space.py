@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import pdcompile
+from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import SizeRange
+from pdcompile.options import Options
+from pdcompile.options.configuration import capture_size, configure, search_space
 from pdcompile.plan import Plan
 from pdcompile.workload import load_target
 from tests.helpers.alike import WORKLOAD, Call
@@ -146,3 +150,19 @@ def test_wishes_that_cannot_be(flags: tuple[str, ...], message: str, call: Call)
     code, _, err = call("plan", WORKLOAD, "--cluster", "2", "--costs", "estimated", *flags)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize("counts", [(4, 8), (8, 4)])
+def test_sizes_of_another_graph_are_planned_apart(counts: tuple[int, ...]) -> None:
+    """The remedy names what was not given, whatever comes first."""
+    options = Options(
+        schedule="auto", replicas="1", microbatch_counts=counts, microbatches=counts[0], stages=2,
+        costs="estimated",
+    )  # fmt: skip
+    chosen = configure(options, batch_size=8, splits=True, num_ranks=None)
+    assert capture_size(options, chosen) == 2
+    with pytest.raises(ConfigError, match="8 microbatches of 8 samples have 1 sample each") as told:
+        search_space(options, chosen, SizeRange(2, None, "expand where a batch of 1 runs getitem"))
+    assert "plan apart: --microbatches 4, and --microbatches 8" in str(told.value)
+    assert "expand where a batch of 1" in str(told.value)
+    assert search_space(options, chosen, SizeRange()).microbatches == counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,18 @@ def test_what_cannot_be_cut_says_so() -> None:
     cluster = cluster_of(Device(), Device())
     with pytest.raises(InfeasibleError, match="cannot be cut into 40 stages on 2 ranks"):
         explored(chain(2), cluster, in_turn("interleaved", 40, 20))
+
+
+@pytest.mark.parametrize("again", [(False,), (False, True)])
+def test_remedies_name_only_what_was_not_given(again: tuple[bool, ...]) -> None:
+    """Of weights alone no rank has enough for these, and together they have."""
+    held = sum(one.bytes for one in chain(8).tensors.values())
+    cluster = cluster_of(*(Device("cpu", int(2.05 * held)),) * 2)
+    space = replace(in_turn("interleaved", 4, 2), recompute=again)
+    with pytest.raises(InfeasibleError) as caught:
+        explored(chain(8), cluster, space)
+    assert ("--recompute auto" in str(caught.value)) == (True not in again)
+    assert "a schedule with one stage a rank" in str(caught.value)
 
 
 def test_spaces_that_there_are_not() -> None:

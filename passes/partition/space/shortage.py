@@ -22,7 +22,11 @@ from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import SearchSpace, Setting, StageOption
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
+
+RECOMPUTATION = "recomputation (recompute='auto', --recompute auto)"
+FEWER = "ask for fewer stages, or drop constraints"
 
 
 class Shares(Matrices):
@@ -79,8 +83,9 @@ def no_plan(
         return _no_plan_in_turn(cluster, space)
     least = least_share(problems, cluster, space, training)
     most, share = least.largest, least.share
-    more = [] if True in space.recompute else ["recomputation (recompute='auto', --recompute auto)"]
-    more += [] if space.replicas == "any" else ["replicas (replicas='any', --replicas any)"]
+    more = [] if True in space.recompute else [RECOMPUTATION]
+    if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
+        more.append("replicas (replicas='any', --replicas any)")
     others = f", or allow {' or '.join(more)}" if more else ""
     short = limited(cluster)
     if (least.proved and not math.isfinite(share)) or not (short or unproved):
@@ -89,7 +94,7 @@ def no_plan(
             f"the model cannot be cut into {wanted} stages as the constraints ask on "
             f"{len(cluster.devices)} devices",
             where="cluster",
-            remedy="ask for fewer stages, or drop constraints",
+            remedy="drop constraints" if space.stages is None else FEWER,
         )
     # Two stages of a rank may suit its memory where no single one does.
     if least.proved and most is not None and share > 1 and not space.sharing:
@@ -127,12 +132,13 @@ def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
         return InfeasibleError(
             f"the model cannot be cut into {where}, as the constraints ask",
             where="cluster",
-            remedy="ask for fewer stages, or drop constraints",
+            remedy=FEWER,
         )
+    again = "" if True in space.recompute else f"or allow {RECOMPUTATION}, "
     return NotFoundError(
         f"no plan of {where} was found that fits, and it is not proved that there is none",
         where="memory",
-        remedy="give more memory, or allow recomputation (--recompute auto), or one stage a rank",
+        remedy=f"give more memory, {again}or a schedule with one stage a rank",
     )
 
 

@@ -45,7 +45,7 @@ class Trials:
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     waiting: list[tuple[bool, float, Candidate]] = field(default_factory=list)  # does not fit?
     tried: float = 0.0  # candidates that were simulated
-    least: dict[str, float] = field(default_factory=dict)  # by schedule, whether it fits or not
+    least: dict[str, float] = field(default_factory=dict)  # by schedule, of what fits
     seen: set[Candidate] = field(default_factory=set)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
     _made: tuple[Candidate, Plan] | None = None
@@ -82,7 +82,10 @@ class Trials:
         ]
         if others:
             own = name_of(candidate.setting.schedule)
-            yield f"{own} chosen among schedules: the fastest tried of others, {', '.join(others)}"
+            yield (
+                f"{own} chosen among schedules: the fastest tried of others that fit, "
+                + ", ".join(others)
+            )
 
     @property
     def quick(self) -> bool:
@@ -114,9 +117,8 @@ class Trials:
         problem = self.prepared_at(candidate.setting.num_microbatches).problem
         limit = self.below * (1 - gain) / candidate.setting.scale
         seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
-        name, step = candidate.setting.schedule, seconds * candidate.setting.scale
-        self.least[name] = min(self.least.get(name, math.inf), step)
         if seconds >= limit:
+            self._slower(candidate, seconds * candidate.setting.scale)
             return True
         self.tried += 1
         if fits and (now or not limited(self.cluster)):
@@ -147,9 +149,11 @@ class Trials:
     def judge(self, seconds: float, candidate: Candidate) -> bool:
         """Make it the best if it is; False where its plan exceeds a limit on memory."""
         if seconds >= self.below:
+            self._slower(candidate, seconds)
             return True
         if limited(self.cluster) and not self._keeps_limits(candidate):
             return False
+        self.least[candidate.setting.schedule] = seconds  # less than any other
         self.found.append((seconds, candidate))
         gap = 100 * (1 - min(self.floor, seconds) / seconds) if seconds > 0 else 0.0
         self.tell(
@@ -157,6 +161,17 @@ class Trials:
             f"{describe(candidate)}"
         )
         return True
+
+    def _slower(self, candidate: Candidate, seconds: float) -> None:
+        """Note a candidate that is not better, for `why`, if it fits by the estimate."""
+        setting = candidate.setting
+        least = self.least.get(setting.schedule, math.inf)
+        if not self.found or setting.schedule == self.best.setting.schedule or seconds >= least:
+            return
+        problem = self.prepared_at(setting.num_microbatches).problem
+        exact, fits = timed(problem, self.cluster, candidate, residents=self._residents)
+        if fits:
+            self.least[setting.schedule] = min(least, exact * setting.scale)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Its plan, not certified.  The last one is kept."""
