@@ -25,7 +25,7 @@ from pdcompile.eager.autocast import other_region
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
-from pdcompile.errors import PdcompileError, VerifyError, refuse_unknown
+from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.given import (
     check_given,
     check_here,
@@ -38,7 +38,6 @@ from pdcompile.given import (
     with_saved_plan,
 )
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
-from pdcompile.ir.stage_interface import Sources
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
@@ -50,10 +49,11 @@ from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.assemble import notes_on_own_buffers
-from pdcompile.passes.trace.kept.capture_cache import forget, kept_or_captured, new_capture
+from pdcompile.passes.stages.capture_file import read_capture, write_capture
+from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.merge.size_range import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
-from pdcompile.passes.verify import Verification, verify
+from pdcompile.passes.verify import verify
 from pdcompile.passes.verify.uneven_means import uneven_means
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
@@ -94,10 +94,6 @@ def build(
                 return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
 
         try:
-            return run(with_saved_plan(options, num_ranks))
-        except _OfAnotherModel:
-            warn("the kept capture does not compute what the model does: it is captured again")
-            options = replace(options, keep_captures=False)
             return run(with_saved_plan(options, num_ranks))
         except OnlyWhole as error:
             if options.microbatches != "auto" or options.plan is not None:
@@ -155,12 +151,16 @@ def run_passes(
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     plan = _noted(replace(plan, forecast=forecast), model, captured, options)
     check_memory(chosen.cluster, plan)
+    _write_capture(captured, options, step.listener)
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = given_sources(options, sources)
-    verification = None if options.verify == "off" else step(
+    verification = None if options.verify == "off" or captured.kept else step(
         "verified",
-        lambda: _verified(captured, plan, sources, model, flat, layout, options),
+        lambda: verify(
+            captured, plan, sources, model, flat, layout, options.loss_fn,
+            mode=options.verify, loss_reduction=options.loss_reduction,
+        ),
     )  # fmt: skip
     return Compiled(
         capture=captured,
@@ -186,16 +186,6 @@ def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Ste
     return step("refined", lambda: planner.refined(plan, microbatch))
 
 
-def capture_call(
-    model: nn.Module, flat: FlatCall, layout: BatchLayout, options: Options, chosen: Configuration
-) -> CaptureCall:
-    """The capture that these options ask for."""
-    return CaptureCall(
-        model, flat, layout, options.loss_fn, capture_size(options, chosen),
-        chosen.training.autocast,
-    )  # fmt: skip
-
-
 def _captured(
     model: nn.Module,
     flat: FlatCall,
@@ -205,38 +195,30 @@ def _captured(
     listener: Listener,
 ) -> Capture:
     """The model's ops, with a loss that depends on something."""
-    call = capture_call(model, flat, layout, options, chosen)
-    if options.keep_captures:
-        found = kept_or_captured(call, listener.told, options.capture_file)
-    else:
-        found = new_capture(call)
+    call = CaptureCall(
+        model, flat, layout, options.loss_fn, capture_size(options, chosen),
+        chosen.training.autocast,
+    )  # fmt: skip
+    if options.plan is not None and options.capture_file is not None:
+        found = read_capture(options.capture_file, options.plan, call)
+        if isinstance(found, Capture):
+            listener.told(f"the ops are those of {found.kept}, not compared with the model")
+            return found
+        listener.told(f"captured again: {found}")
+    found = capture(
+        model, flat, layout, options.loss_fn,
+        microbatch_size=call.microbatch_size, autocast=call.autocast,
+    )  # fmt: skip
     check_loss(found.train)
     return found
 
 
-class _OfAnotherModel(Exception):
-    """Raised where a kept capture turns out not to be of the model."""
-
-
-def _verified(
-    captured: Capture,
-    plan: Plan,
-    sources: Sources,
-    model: nn.Module,
-    flat: FlatCall,
-    layout: BatchLayout,
-    options: Options,
-) -> Verification:
-    try:
-        return verify(
-            captured, plan, sources, model, flat, layout, options.loss_fn,
-            mode=options.verify, loss_reduction=options.loss_reduction,
-        )  # fmt: skip
-    except VerifyError:
-        if not captured.kept:
-            raise
-        forget(captured)
-        raise _OfAnotherModel from None
+def _write_capture(captured: Capture, options: Options, listener: Listener) -> None:
+    """Write the capture beside the plan that was made, where there is a file for it."""
+    if options.plan is not None or options.capture_file is None:
+        return
+    if reason := write_capture(captured, options.capture_file):
+        listener.told(f"the capture is not kept beside the plan: {reason}")
 
 
 def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:

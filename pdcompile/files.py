@@ -1,6 +1,6 @@
 """Reads files up to a size; writes files that are complete or absent, never half written.
 
-The cache, a folder of the user's, has what outlives a process: measured costs and captures.
+The cache, a folder of the user's, has what outlives a process: measured costs.
 Nothing in it is trusted: a file that does not agree with what it is for is made again.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "PDCOMPILE_CACHE"
 CAPTURE = ".capture.json"  # the end of the name of a kept capture
 OFF = ("off", "0", "")
-MOST_BYTES = 256 * 2**20  # of captures
 MAX_BYTES = 64 * 2**20  # of a file that describes something: no tensors are in it
 
 
@@ -74,19 +72,3 @@ def cache_folder() -> Path | None:
 def capture_beside(plan: Path) -> Path:
     """The file of a capture beside a plan's."""
     return plan.with_name(f"{plan.stem}{CAPTURE}")
-
-
-def drop_oldest(place: Path, pattern: str, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the files that were used longest ago until the others fit into so many bytes."""
-    found: list[tuple[float, int, Path]] = []
-    for path in place.glob(pattern):
-        with suppress(OSError):  # another process removed it
-            state = path.stat()
-            found.append((state.st_mtime, state.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= most_bytes:
-            return
-        with suppress(OSError):
-            path.unlink()
-        total -= size

@@ -43,7 +43,7 @@ def one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pdcompile.compile` captures a model of `tests.helpers.models` once for all tests."""
     from tests.helpers.captures import capture_once
 
-    monkeypatch.setattr("pdcompile.passes.trace.kept.capture_cache.capture", capture_once)
+    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
 
 
 @pytest.fixture

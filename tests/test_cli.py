@@ -487,12 +487,6 @@ def test_a_training_line_says_how_far_it_is() -> None:
     assert done.line() == "training: step 1 of 10, loss 2.5, 0 s so far, about 0 s to come"
 
 
-def test_a_capture_is_kept_beside_a_plan_alone(call: Call) -> None:
-    code, _, err = call("plan", "nowhere.py:build", "--keep-capture")
-    assert code == 2
-    assert "name one with -o" in err
-
-
 def test_a_dry_run_says_what_would_be_done(tmp_path: Path, call: Call) -> None:
     arguments = ("examples/mlp.py:build", "--cluster", "local:2", "--costs", "estimated")
     code, out, _ = call("plan", *arguments, "--dry-run", "-o", str(tmp_path / "plan.json"))

@@ -168,7 +168,7 @@ def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPat
     def captures(*_: Any, **__: Any) -> None:
         raise AssertionError("captured")
 
-    monkeypatch.setattr("pdcompile.passes.trace.kept.capture_cache.capture", captures)
+    monkeypatch.setattr("pdcompile.driver.capture", captures)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     on_cards = replace(plan(), cluster=cluster_of(f"{plan().num_ranks}:h100").to_toml())
     with pytest.raises(LaunchError, match="the plan is for"):

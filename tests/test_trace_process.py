@@ -42,8 +42,7 @@ def by_time(self: Any, x: Tensor) -> Tensor:
 )
 def test_what_is_asked_is_told_with_its_line(forward: Any, what: str) -> None:
     with pytest.warns(UserWarning, match=rf"asks for {what} \(tests/test_trace_process.py:\d+\)"):
-        found = capture(forward)
-    assert f"forward asks for {what}" in found.unkept
+        capture(forward)
 
 
 def test_the_rank_and_the_loss() -> None:
@@ -55,12 +54,12 @@ def test_the_rank_and_the_loss() -> None:
         return ((output - target) * scale).pow(2).mean()
 
     with pytest.warns(UserWarning, match="asks for its rank"):
-        assert capture(lambda self, x: self.lin(x), loss).unkept
+        capture(lambda self, x: self.lin(x), loss)
 
 
 def test_nothing_is_told_of_others_and_all_is_put_back() -> None:
     before = (time.time, dist.get_rank, type(os.environ).__getitem__)
-    assert capture(lambda self, x: self.lin(x)).unkept == ""
+    capture(lambda self, x: self.lin(x))
     assert (time.time, dist.get_rank, type(os.environ).__getitem__) == before
 
 

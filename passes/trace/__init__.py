@@ -9,7 +9,7 @@ functions, no_grad and autocast regions; torch.export records ATen operators and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -129,9 +129,6 @@ def capture(
     warn_of_one_size(found)
     found = replace(
         found,
-        by_values=any(one.specialised or one.sized or one.asked_of_inputs for one in findings)
-        or any(_by_values(graph) for graph in (found.train, found.eval)),
-        unkept=_why_unkept(found, attempts.assumed.opaque, findings),
         of_device=next(((*why, where) for f in findings for where, why in f.of_device.items()), ()),
     )
     return attached(found, subject)
@@ -144,26 +141,6 @@ def attached(found: Capture, of: CaptureCall) -> Capture:
     origin.train, origin.eval = found.train, found.eval
     origin.integers = demanded(found.train, of.call(of.size))
     return found
-
-
-def _by_values(graph: OpGraph) -> bool:
-    """Whether a graph has sizes or branches that depend on values, for which the example was
-    looked at."""
-    values = graph.values.values()
-    return bool(graph.checks) or any(value.varies or value.conditional for value in values)
-
-
-def _why_unkept(
-    found: Capture, opaque: Mapping[str, TraceError], findings: Sequence[Findings]
-) -> str:
-    """Why no other process may use the capture; "" where one may."""
-    if opaque:
-        return f"the module {next(iter(opaque))} is opaque"
-    tensors = {**found.train.tensor_values, **found.eval.tensor_values}
-    if tensors:
-        return f"forward uses a tensor that is no parameter or buffer ({next(iter(tensors))})"
-    asked = {where: what for one in findings for where, what in one.of_process.items()}
-    return "".join(f"forward asks for {what} ({where})" for where, what in [*asked.items()][:1])
 
 
 def _with_graphs(found: Capture, change: Callable[[OpGraph], OpGraph]) -> Capture:

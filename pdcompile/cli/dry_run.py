@@ -19,10 +19,8 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
         PdcompileError: what the passes would refuse before they begin.
     """
     from pdcompile.batch import check_splits, example_call, resolve_batch
-    from pdcompile.driver import capture_call
     from pdcompile.given import with_given_plan
     from pdcompile.options.configuration import configure
-    from pdcompile.passes.trace.kept.capture_cache import kept_capture
     from pdcompile.passes.trace.subject import device_of
     from pdcompile.units import format_bytes
 
@@ -38,14 +36,14 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
     size = sum(one.numel() * one.element_size() for one in parameters)
     on_meta = ", on the meta device" if any(one.is_meta for one in parameters) else ""
     training = chosen.training
-    kept = kept_capture(capture_call(model, flat, layout, options, chosen), options.capture_file)
     given = options.plan is not None
+    kept = options.capture_file if given else None
     return [
         f"model: {type(model).__name__}, {format_bytes(size)} of parameters{on_meta}",
         f"minibatch: {layout.size} samples in {training.num_microbatches} microbatches",
         f"machines: {len(chosen.cluster.devices)} devices, {chosen.num_stages} stages",
         f"schedule: {'chosen by the planner' if options.schedule == 'auto' else training.schedule}",
-        f"capture: {f'that in {kept.kept}' if kept is not None else 'anew'}",
+        f"capture: {'anew' if kept is None else f'that in {kept}, or anew'}",
         f"costs: {'those of the plan' if given else _shown(options.costs)}",
         f"plan: {'the given one' if given else 'searched'}",
         f"stages: {options.sources or 'generated'}, compared with the model: {options.verify}",

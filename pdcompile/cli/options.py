@@ -15,7 +15,6 @@ import typer
 from pdcompile.cli.dry_run import intended, show
 from pdcompile.clusters import cluster_of, names
 from pdcompile.files import VARIABLE as CACHE
-from pdcompile.files import capture_beside
 from pdcompile.options import OUTPUTS, Options
 from pdcompile.options.option_texts import (
     check_one_of,
@@ -205,8 +204,8 @@ class Flags:
         bool,
         search(
             "--no-cache",
-            help="Capture and measure anew: read and write no file of ~/.cache/pdcompile "
-            "(PDCOMPILE_CACHE: another folder, or off).",
+            help="Measure anew: read and write no file of ~/.cache/pdcompile (PDCOMPILE_CACHE: "
+            "another folder, or off).",
         ),
     ] = False
     cut_tolerance: Annotated[
@@ -300,7 +299,6 @@ class Flags:
             "refine": refine_of(self.refine),
             "recompute": recompute_of(self.recompute),
             "replicas": replicas_of(self.replicas),
-            "keep_captures": True,
         }
         if "microbatches" not in more:
             made["microbatches"] = microbatches_of(self.microbatches)
@@ -322,16 +320,10 @@ class GivenPlan:
     ] = None
 
     def to_options(self) -> dict[str, Any]:
-        """The plan as an option, with the capture beside it.  Raises PlanError: it cannot be
-        read."""
+        """The plan as an option.  Raises PlanError: it cannot be read."""
         if self.plan is None:
             return {"plan": None}
-        beside = capture_beside(self.plan)
-        return {
-            "plan": Plan.load(self.plan),
-            "plan_file": str(self.plan),
-            "capture_file": beside if beside.exists() else None,
-        }
+        return {"plan": Plan.load(self.plan), "plan_file": str(self.plan)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,16 +25,14 @@ def plan(
     context: typer.Context,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file."),
-    ] = None,
-    keep_capture: Annotated[
-        bool,
         typer.Option(
-            "--keep-capture",
-            help="Keep the captured graph beside the plan too (PLAN.capture.json), where dump, "
-            "verify and run look with --plan.",
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write the plan to this file, and the captured ops beside it "
+            "(FILE.capture.json), for dump and export.",
         ),
-    ] = False,
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a pipeline for TARGET and prove it.
@@ -71,20 +69,11 @@ def plan(
         return
     from pdcompile.cli.options import compiled, words_of
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
-    from pdcompile.errors import ConfigError
     from pdcompile.report.plan_table import plan_report
     from pdcompile.report.solution_table import solution_of
 
-    more: dict[str, Any] = {}
-    if keep_capture:
-        if output is None:
-            raise ConfigError(
-                "--keep-capture keeps the capture beside the plan, and there is no file for it",
-                where="--keep-capture",
-                remedy="name one with -o, such as -o plan.json",
-            )
-        more["capture_file"] = capture_beside(output)
-    _, result = compiled(target, flags, writes=output, as_json=as_json, **more)
+    beside = None if output is None else capture_beside(output)
+    _, result = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
     made = replace(result.plan, command=(target, *words_of(flags)))
     if output is not None:
         write_text(output, made.to_json() + "\n")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pdcompile import driver
 from pdcompile.batch import example_call
 from pdcompile.errors import ConfigError, os_errors_as
-from pdcompile.files import is_path, write_whole
+from pdcompile.files import capture_beside, is_path, write_whole
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import export as targets
@@ -86,6 +86,7 @@ def export(
     _refuse_without_values(workload.model, to)
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
+    beside = None if isinstance(plan, Plan) else capture_beside(Path(plan))
     rounding: list[Rounding] = []
 
     def replan(first: Plan, graph: OpGraph) -> Plan:
@@ -97,7 +98,7 @@ def export(
         call,
         Options(
             loss_fn=workload.loss_fn, plan=given, plan_file=where, progress=progress,
-            weights=workload.weights,
+            weights=workload.weights, capture_file=beside,
         ),
         replan=replan,
     )  # fmt: skip

@@ -132,17 +132,14 @@ class OpGraph(Cached):
 class Capture:
     """The captures of both modes of a model, over the same parameters.
 
-    `by_values`: some of it holds for the values of the example alone.  `unkept`: why no other
-    process may use it, "" where one may.  `kept`: the file that it was read from.  `of_device`:
-    message, remedy and line for a difference where the model runs on the CPU and the capture is for
-    GPUs; empty where it asks for no device.
+    `of_device`: message, remedy and line for a difference where the model runs on the CPU and the
+    capture is for GPUs; empty where it asks for no device.  `kept`: the file that it was read from,
+    and of when that is; "" for a capture of the model that is here.
     """
 
     train: OpGraph
     eval: OpGraph
     attributes: tuple[tuple[str, ...], ...] = ()  # that forward read: (module, name, name in it)
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
-    by_values: bool = False
-    unkept: str = ""
     of_device: tuple[str, ...] = ()
     kept: str = field(default="", compare=False)

@@ -72,8 +72,7 @@ class Options:
     replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
-    keep_captures: bool = False  # of the command line: use those of earlier commands, and keep
-    capture_file: Path | None = None  # one more to look into and to write
+    capture_file: Path | None = None  # beside a plan: read where that is given, else written
     plan_file: str = "plan"  # where a plan that was read comes from
     command_target: str = "TARGET"  # of the command line, for commands that remedies name
     alone: bool = False  # one process runs what is made: it keeps outputs that nobody names

@@ -9,6 +9,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, Flags, GivenPlan, Target, takes_flags
+from pdcompile.files import capture_beside
 
 
 @app.command()
@@ -35,7 +36,10 @@ def dump(
     from pdcompile.cli.options import compiled
     from pdcompile.cli.output import emit_json, stdout
 
-    workload, result = compiled(target, flags, given, writes=output, as_json=as_json)
+    beside = None if given.plan is None else capture_beside(given.plan)
+    workload, result = compiled(
+        target, flags, given, writes=output, as_json=as_json, capture_file=beside
+    )
     result.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
     if as_json:

@@ -1,0 +1,134 @@
+"""The capture beside a plan: written by `plan -o`, read by verbs that neither train nor verify.
+
+Nobody can tell from outside all that a model's forward depends on, so whatever trains or verifies
+captures anew.  The file has the ops of both modes, enough to write stages, and not the structure of
+the model's output: what is read cannot be run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import pdcompile
+from pdcompile import jsonio
+from pdcompile.errors import ConfigError, PdcompileError, os_errors_as
+from pdcompile.files import read_limited, write_whole
+from pdcompile.ir import graph_json
+from pdcompile.ir.graph import Capture, OpGraph, fingerprint, size_at
+from pdcompile.ir.targets import dtype_name
+from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS
+from pdcompile.passes.stages.kept_outputs import planned
+from pdcompile.passes.trace import attached
+from pdcompile.passes.trace.subject import CaptureCall
+from pdcompile.passes.trace.tape.observer import is_user
+from pdcompile.plan import Plan
+
+SCHEMA = "pdcompile.capture/2"
+
+
+def made_with() -> str:
+    """The versions that a capture is of."""
+    return f"pdcompile {pdcompile.__version__}, torch {torch.__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """The file; `eval` is None where its ops are those of `train`."""
+
+    schema: str
+    made_with: str
+    train: Any
+    eval: Any
+
+
+def write_capture(found: Capture, path: Path) -> str:
+    """Writes the file; where that cannot be, removes one of another capture, and says why.
+
+    Raises:
+        ConfigError: the system does not let it.
+    """
+    with os_errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if constants := {**found.train.tensor_values, **found.eval.tensor_values}:
+            path.unlink(missing_ok=True)
+            return f"forward uses a tensor that is no parameter or buffer ({next(iter(constants))})"
+        same = replace(found.eval, training=True) == found.train
+        train, evaluation = (graph_json.to_record(graph) for graph in (found.train, found.eval))
+        document = _Document(SCHEMA, made_with(), train, None if same else evaluation)
+        write_whole(path, msgspec.json.encode(asdict(document)))
+    return ""
+
+
+def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
+    """The capture of a plan, or the reason why it has to be made again.
+
+    What it depends on besides the files, tensors and inputs of the model is not looked at.
+    """
+    if not path.is_file():
+        return f"there is no {path} beside the plan"
+    try:
+        written = path.stat().st_mtime_ns
+        data = jsonio.loads(read_limited(path), where=str(path))
+        document = jsonio.decode(_Document, data, where=str(path))
+        if (document.schema, document.made_with) != (SCHEMA, made_with()):
+            return f"{path} is of {document.made_with}"
+        train = graph_json.from_record(OpGraph, document.train, f"{path}: train")
+        evaluation = replace(train, training=False)
+        if document.eval is not None:
+            evaluation = graph_json.from_record(OpGraph, document.eval, f"{path}: eval")
+    except (PdcompileError, OSError) as error:
+        return f"{path} cannot be read: {error}"
+    if changed := next((file for file, at in _files() if at > written), None):
+        return f"{changed} was changed since {path} was written"
+    planned_for = plan.fingerprint.split(".")[0]
+    if fingerprint(planned(train, plan.training))[:FINGERPRINT_DIGITS] != planned_for:
+        return f"{path} is of another plan"
+    if train.batch_size != call.size:
+        return f"{path} is of microbatches of {train.batch_size} samples"
+    if differs := _of_another_call(train, call):
+        return f"{path} has another {differs}"
+    made = datetime.fromtimestamp(written / 1e9, UTC)
+    return replace(
+        attached(Capture(train, evaluation), call), kept=f"{path} of {made:%Y-%m-%d %H:%M} UTC"
+    )
+
+
+def _files() -> Iterator[tuple[str, int]]:
+    """The files of this process's modules that are not torch's, Python's or ours, each with the
+    time of its last change in nanoseconds."""
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and is_user(path) and os.path.exists(path):
+            yield path, os.stat(path).st_mtime_ns
+
+
+def _of_another_call(graph: OpGraph, call: CaptureCall) -> str:
+    """The first tensor of the model or the call that is not as in a graph; "" where all are."""
+    held = {
+        **dict(call.model.named_buffers(remove_duplicate=False)),
+        **dict(call.model.named_parameters(remove_duplicate=False)),
+    }
+    for name, info in graph.tensors.items():
+        tensor = held.get(name)
+        if tensor is None or _form(tensor) != (info.shape, info.dtype):
+            return name
+    leaves = call.call(graph.batch_size).leaves
+    for given in graph.inputs:
+        value, leaf = graph.values[given.name], leaves.get(given.path)
+        shape = tuple(size_at(size, graph.batch_size) for size in value.shape)
+        if not isinstance(leaf, torch.Tensor) or _form(leaf) != (shape, value.dtype):
+            return given.path
+    return next((path for path, text in graph.constants if repr(leaves.get(path)) != text), "")
+
+
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), dtype_name(tensor.dtype)
