@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +189,9 @@ class Session(Guarded):
             if worker.replicas is not None:
                 worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
-        with _running(self):
+        with _running(self) as check:
+            if check is not None and feeds is not None:
+                check.take(feeds, warns=self.world is not None)
             run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
         if self._log is not None:
             self._log.enter(Outside.CALL)
@@ -273,20 +275,13 @@ class Session(Guarded):
 
 
 @contextmanager
-def _running(session: Session) -> Iterator[None]:
+def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
     """Around a program: on its device, and whatever the caller has switched off."""
     device = session.device
     rng = preserved_rng(device.device, from_ops=True)
-    with device.computing(), rng, torch.enable_grad(), _nonfinite(session):
-        yield
-
-
-def _nonfinite(session: Session) -> AbstractContextManager[object]:
-    if not session.options.detect_nonfinite:
-        return nullcontext()
-    return NonFiniteCheck(
-        lambda: next((w.current for w in session.workers if w.current is not None), None)
-    )
+    check = NonFiniteCheck(session.workers) if session.options.detect_nonfinite else None
+    with device.computing(), rng, torch.enable_grad(), check or nullcontext():
+        yield check
 
 
 def _watched(session: Session) -> ModelWatch:

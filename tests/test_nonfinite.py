@@ -55,7 +55,44 @@ def test_the_first_op_is_named(value: float) -> None:
             "infinity, in a result of shape (2, 4)"
         )
     else:
-        assert "which its inputs have already: the minibatch or the weights do" in str(caught.value)
+        assert caught.value.message == (
+            "x has NaN at [1, 0] and 3 other places: sum made NaN, in a result of shape ()"
+        )
+        assert caught.value.where == "x"
+
+
+class Masked(nn.Module):
+    """Has infinity in its forward, as masks do, and a weight in each half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        mask = torch.full((4, 4), float("-inf")).triu(1)
+        return self.second(torch.softmax(self.first(x) @ mask.exp(), -1)) + extra
+
+
+@pytest.mark.parametrize("name", ["x", "extra", "target", "first.weight", "second.bias"])
+def test_an_input_or_weight_that_has_nan_is_named(name: str) -> None:
+    """Wherever it comes in, and whatever else of the forward has infinity."""
+    model = Masked()
+    given = {"x": torch.rand(8, 4), "extra": torch.rand(8, 4), "target": torch.rand(8, 4)}
+    pipe = by_hand(
+        model, 2, (given["x"], given["extra"]), given["target"], microbatches=4, schedule="1f1b",
+        loss_fn=lambda y, t: (y - t).mean(), detect_nonfinite=True,
+    ).prepare()  # fmt: skip
+
+    def step() -> None:
+        pipe.step(given["x"], given["extra"], target=given["target"])
+
+    step()
+    tensors = given | dict(model.named_parameters())
+    with torch.no_grad():
+        tensors[name][-1] = math.nan
+    with pytest.raises(NonFiniteError, match=rf"{name} has NaN at \[\d.* made NaN") as caught:
+        step()
+    assert caught.value.where == name
 
 
 def test_a_gradient_is_named() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch import Tensor
 from pdcompile.errors import NonFiniteError
 from pdcompile.releases.torch_internals import TorchDispatchMode, pytree
 from pdcompile.schedule import Action, Instruction, Phase
+from pdcompile.warn import warn
+
+if TYPE_CHECKING:
+    from pdcompile.runtime.interpreter import Worker
+    from pdcompile.runtime.stage.compute import Feed
 
 _UNINITIALISED = ("empty", "new_empty", "resize", "set_")
 
@@ -23,12 +29,13 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     it may be meant, as in masks before a softmax.
 
     Args:
-        current: the instruction that runs now.
+        workers: those of this process, one of which runs an instruction.
     """
 
-    def __init__(self, current: Callable[[], Instruction | None]) -> None:
+    def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._current = current
+        self._workers = workers
+        self._given: dict[tuple[int, int, bool], list[tuple[str, str]]] = {}
         self._infinity = ""  # the last op of a forward that made infinity of finite values
 
     def __torch_dispatch__(
@@ -49,33 +56,72 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not nan and not _has(torch.isinf, one):
                 continue
             new = no_nan if nan else finite
-            text = f"{name} made {'NaN' if nan else 'infinity'}, in a result of shape "
-            text += str(tuple(one.shape))
+            kind, shape = "NaN" if nan else "infinity", tuple(one.shape)
+            text = f"{name} made {kind}, in a result of shape {shape}"
             if (new and nan) or (new and self._exact) or not one.dim():
-                raise self._error(text, new=new)
+                raise self._error(text, new=new, nan=nan)
             self._infinity = text if new else self._infinity
         return made
 
     @property
     def _exact(self) -> bool:
         """Whether nobody means infinity in what runs now."""
-        ins = self._current()
+        ins = self._current
         if ins is None or ins.action.phase is not Phase.COMPUTE:
             return False
         return ins.action is not Action.FORWARD
 
-    def _error(self, text: str, *, new: bool) -> NonFiniteError:
-        if new:
-            why = " of values without it"
-        elif self._infinity:
+    @property
+    def _current(self) -> Instruction | None:
+        return next((w.current for w in self._workers if w.current is not None), None)
+
+    def _error(self, text: str, *, new: bool, nan: bool) -> NonFiniteError:
+        where, why = None, " of values without it"
+        if not new and self._infinity and not nan:
             why = f"; before, of finite values, {self._infinity}"
-        else:
-            why = ", which its inputs have already: the minibatch or the weights do"
+        elif not new:
+            where, had = next(self._sources(nan), (None, "a value of another stage had it"))
+            text, why = had, f": {text}"
         return NonFiniteError(
             text + why,
+            where=where,
             remedy="look at what goes into this op: a division by 0, a log or square root at 0, an "
             "overflow (of float16, or where the learning rate is too high), the minibatch",
         )
+
+    def _sources(self, nan: bool) -> Iterator[tuple[str, str]]:
+        """What this process was given for the microbatch that runs now, and of the weights, with
+        NaN or infinity: each with what it has."""
+        ins = self._current
+        if ins is not None:
+            place = self._workers[0].base + ins.minibatch, ins.microbatch
+            yield from self._given.get((*place, nan), ())
+        for worker in self._workers:
+            yield from _strange(worker.weights.named(), nan)
+
+    def take(self, feeds: Sequence[Feed], *, warns: bool) -> None:
+        """Look at a minibatch before stages use up what they are given.
+
+        `warns`: of NaN, as another rank, which has other inputs, finds what becomes of it.
+        """
+        for feed, nan in product(feeds, (True, False)):
+            for microbatch, leaves in enumerate(feed.leaves):
+                found = list(_strange(leaves, nan))
+                self._given.setdefault((feed.minibatch, microbatch, nan), []).extend(found)
+                for _, had in found if nan and warns else ():
+                    place = f"minibatch {feed.minibatch}, microbatch {microbatch}"
+                    warn(f"{place}: {had}", RuntimeWarning)
+
+
+def _strange(values: Mapping[str, Any], nan: bool) -> Iterator[tuple[str, str]]:
+    """The tensors with NaN or infinity, by name, each with a sentence that says where."""
+    for name, value in values.items():
+        for one in _floats(value):
+            places = torch.nonzero((torch.isnan if nan else torch.isinf)(one.detach()))
+            if len(places):
+                what = f"{'NaN' if nan else 'infinity'} at {places[0].tolist()}"
+                more = f" and {len(places) - 1} other places" if len(places) > 1 else ""
+                yield name, f"{name} has {what}{more}"
 
 
 def _has(strange: Callable[[Tensor], Tensor], values: Tensor) -> bool:

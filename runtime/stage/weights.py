@@ -11,6 +11,7 @@ into a storage that a graph still needs would give wrong gradients without an er
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -99,6 +100,11 @@ class StageWeights:
                 owner, _, last = name.rpartition(".")
                 found[fqn] = module.get_submodule(owner)._buffers[last]
         return {fqn: tensor for fqn, tensor in found.items() if tensor is not None}
+
+    def named(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the newest version, by their names in the model."""
+        module = self.modules[self.newest % self.versions]
+        return {fqn: attrgetter(name)(module) for name, fqn in self._places}
 
     def memories(self, *, parameters: bool) -> set[int]:
         """Addresses of the memory of the weights of every version, or of the buffers."""
