@@ -61,8 +61,8 @@ Without parameters, buffers and received values.
   against the forecast.
 
 Measured on real tensors as untyped storages that ops returned and that are alive, each counted
-once; the stages are the generated ones, on a CPU.  On both sides a convolution has, while it runs,
-the copies of its operands that oneDNN makes.
+once; the stages are the generated ones, on a CPU.  On both sides a kernel has, while it runs,
+what `passes/costs/cpu_kernels.py` knows of: copies of a convolution's operands, and more.
 """
 
 
@@ -178,8 +178,8 @@ The total of a rank's ledger beside the most that the rank held: training on
 {whole_ranks.RANKS} processes, {whole_ranks.MICROBATCHES} microbatches, counted is every byte that
 torch's CPU allocator has given out since before the model was built, without the caller's inputs.
 Unlike above, that includes all that kernels allocate for themselves, of which the forecast knows
-the copies that convolutions make in oneDNN's layout.  For GPUs it has cuBLAS's workspace instead,
-and what convolutions take on the GPU that is there when it is made.
+what convolutions, batch norm, upsampling and some losses take.  For GPUs it has cuBLAS's workspace
+instead, and what convolutions take on the GPU that is there when it is made.
 `clip`: the gradient's norm is clipped.  `outputs`: which ranks get the outputs of training; the
 loop assigns each step's result, so that two are alive."""
 RANK_COLUMNS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from pdcompile.passes import trace
 from pdcompile.passes.costs.rehearsal import kept_storages as module
 from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
+from pdcompile.releases.torch_internals import FakeTensor
 
 
 def kept_really(graph: OpGraph, model: nn.Module, x: Tensor) -> dict[str, list[int]]:
@@ -119,3 +122,28 @@ def test_modules_of_another_dtype_run() -> None:
     graph = trace.trace(model, x)
     kept = kept_storages(graph, 2).by_op
     assert {op: sorted(kept[op].values()) for op in kept} == kept_really(graph, model, x)
+
+
+class Rectified(nn.Module):
+    """Ops of which autograd keeps the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x * 2.0).tanh().softmax(-1)
+
+
+def test_nothing_of_an_analysis_outlives_it() -> None:
+    """A node whose saved result held the result would be a circle that no collector sees."""
+    x = torch.randn(8, 16, requires_grad=True)
+    graph = trace.trace(Rectified(), x)
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if type(one) is FakeTensor}
+    kept_storages(graph, 8)
+    gc.collect()
+    assert not [
+        one for one in gc.get_objects() if type(one) is FakeTensor and id(one) not in before
+    ]
+    made = torch.relu(x * 2.0)
+    with saved_storages() as saved:
+        held = weakref.ref(torch.relu(made))
+    saved.clear()
+    assert held() is None

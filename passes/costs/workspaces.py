@@ -1,6 +1,6 @@
 """What kernels of a device hold beside their operands and results, as far as that is known.
 
-On CPUs, oneDNN's convolutions work on copies in a layout of their own.  On GPUs, cuBLAS has a
+What kernels of CPUs take while they run is in `cpu_kernels`.  On GPUs, cuBLAS has a
 workspace for each thread and stream that multiplies matrices; what cuDNN's convolutions take while
 they run depends on the algorithm that it chooses, and is tried on the GPU that is here
 (`gpu_kernels`), or not known.

@@ -92,6 +92,19 @@ enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
 exit_autocast: Callable[[Any], None] = torch.amp.autocast_mode._exit_autocast
 dispatch_keys: Callable[[Tensor], Any] = torch._C._dispatch_keys
 
+
+def convolution_kernel(
+    given: Tensor, weights: Tensor, bias: Tensor | None, how: Sequence[Any], sizes: Any
+) -> tuple[str, torch.memory_format]:
+    """The kernel that torch chooses for a convolution, and the layout that it works in.
+
+    `how`: stride and the further arguments of ``aten.convolution``; `sizes`: of the bias, in a
+    backward.  A kernel without a public name is "???".
+    """
+    chosen = torch._C._select_conv_backend(given, weights, bias, *how, sizes)
+    return chosen.name, torch._C._conv_determine_backend_memory_format(given, weights, chosen)
+
+
 # Places that a capture patches: modules, and names in them.
 Place = tuple[Any, str]
 TRANSFORM_LEVELS: tuple[Place, ...] = (

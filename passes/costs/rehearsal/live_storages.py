@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.passes.costs import cpu_kernels
 from pdcompile.releases.torch_internals import TorchDispatchMode, pytree
 
 
@@ -27,7 +28,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """`inside`: bytes of a kernel by op, arguments and result; None: those of a CPU's."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._inside = onednn_copies if inside is None else inside
+        self._inside = cpu_kernels.inside if inside is None else inside
         self.now_bytes = 0
         self.peak_bytes = 0
         self._given: dict[int, torch.UntypedStorage] = {}  # kept, or an address might come again
@@ -83,18 +84,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now_bytes += size
 
 
-def onednn_copies(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes of the copies in a layout of its own that oneDNN's convolution works on, beside its
-    results: of its input or its output, one after the other; in the backward of the input and the
-    gradient of the output, together, for the gradient of the weights."""
-    if func is torch.ops.aten.convolution.default and args[0].dtype == torch.float32:
-        return max(int(args[0].nbytes), int(result.nbytes))
-    if func is torch.ops.aten.convolution_backward.default and args[1].dtype == torch.float32:
-        sizes = int(args[0].nbytes), int(args[1].nbytes)
-        return sum(sizes) if args[-1][1] else max(sizes)
-    return 0
-
-
 @contextmanager
 def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
     """Collects the storages, by address, that autograd keeps of what runs inside."""
@@ -103,7 +92,7 @@ def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         found[storage._cdata] = storage
-        return tensor
+        return tensor.detach()  # a result that its own node keeps would never die
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found

@@ -27,8 +27,8 @@ from pdcompile.eager.split_backward import Root, accumulate, first_part
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, size_at
+from pdcompile.passes.costs import cpu_kernels, gpu_kernels
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
-from pdcompile.passes.costs.gpu_kernels import inside
 from pdcompile.passes.costs.rehearsal.imitated_ops import (
     RECURRENT,
     Footprint,
@@ -37,7 +37,7 @@ from pdcompile.passes.costs.rehearsal.imitated_ops import (
     guessed,
     imitate,
 )
-from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, onednn_copies, tensors_in
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, tensors_in
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
@@ -175,8 +175,8 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
 def inside_of(kernels: Kernels) -> Callable[..., int]:
     """What tells how many bytes a kernel takes while it runs."""
     if kernels.copies:
-        return onednn_copies
-    return partial(inside, kernels.gpu) if kernels.gpu else lambda *_: 0
+        return cpu_kernels.inside
+    return partial(gpu_kernels.inside, kernels.gpu) if kernels.gpu else lambda *_: 0
 
 
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]

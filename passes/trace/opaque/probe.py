@@ -286,7 +286,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def pack(tensor: Tensor) -> Tensor:
             if is_dense(tensor) and storage_key(tensor) not in held:
                 saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # a result that its own node keeps would never die
 
         self._path = key[0]
         try:
