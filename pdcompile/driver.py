@@ -389,7 +389,8 @@ def compile(
         stall_timeout: seconds without a sign of life from a rank's process (stopped, host or
             network gone, Python's lock held) after which all ranks end; None: never.
         progress_timeout: seconds in which all ranks wait for each other and none goes on (a lost
-            message), after which they end; None: never.  A rank that computes is only slow.
+            message, a rank that never starts), after which they end; None: never.  A rank that
+            computes is only slow.
         progress: "auto": a bar on stderr while a model is compiled, where that is a terminal;
             True: elsewhere a line for each pass; False: nothing.
 

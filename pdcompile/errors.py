@@ -8,6 +8,7 @@ class's code, under which docs/errors.md says more.  Codes are never renamed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -66,6 +67,27 @@ def os_errors_as(
     except OSError as error:
         said = f"{message}: {error.strerror or error}"
         raise kind(said, where=str(where), remedy=remedy) from error
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Raises LaunchError where torch cannot open or reach the store that ranks meet in."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        said = str(error).splitlines()[0]
+        if "EADDRINUSE" in said:
+            raise LaunchError(
+                f"another process of this host has the port of the store, {place}",
+                where="MASTER_PORT",
+                remedy="torchrun --standalone, which finds a free port (one host); a free one on "
+                "every host: --master-port=29511; or end the earlier launch, if it still runs",
+            ) from None
+        raise LaunchError(
+            f"rank {os.environ.get('RANK')} cannot reach the store at {place}: {said}",
+            remedy="start all ranks with one torchrun, and give it a free --master-port",
+        ) from None
 
 
 class ConfigError(PdcompileError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from pdcompile.batch import FlatCall, example_call, flatten_call
 from pdcompile.batch.not_kept import DROPPED
 from pdcompile.batch.step_result import StepResult
 from pdcompile.compiled import Compiled
-from pdcompile.eager.modes import apply_overrides, modes
+from pdcompile.eager.modes import Modes, apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import evaluation_minibatch
 from pdcompile.errors import InputError, PdcompileError
@@ -22,8 +23,7 @@ from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
-from pdcompile.runtime.failure.first_cause import Failures, describe
-from pdcompile.runtime.failure.verdict import verdict_of
+from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
 from pdcompile.runtime.saving import Saving
 from pdcompile.runtime.session import Session
@@ -31,7 +31,9 @@ from pdcompile.runtime.shards import Shard
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
+from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.runtime.watch import same_model
+from pdcompile.runtime.watch.alike import compiled_alike
 from pdcompile.warn import warn
 
 Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
@@ -66,34 +68,20 @@ class Pipeline(Saving):
         same_model.refuse_split(self._model, self._options)
         passed = modes(self._model)
         apply_overrides(self._model)
-        ranks, world = launch.num_ranks(self._options), None
-        if ranks is None:
-            compiled = self._compiled(flat, None)
-        else:
-            compiled = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
-        plan = compiled.plan
-        self._options = completed(self._options, plan)  # a given one is read where it is compiled
-        check_supported(plan, compiled.capture.train)
-        if compiled.overlaps:
-            updates = self._options.optimizer is not None
-            check_older_weights(plan.training.schedule, updates=updates)
-        if self._options.keep_model:
-            kept, self._model = self._model, copy_of(self._model)
-            for module in kept.modules():
-                module.training = passed[module]
-        if ranks is not None:
-            agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
-            world = launch.connect(self._options, plan, agreed)
+        start = launch.start_up(self._options) if launch.is_distributed(self._options) else None
+        with nullcontext() if start is None else start:
+            compiled = self._compiled(flat, start)
+            world = self._connected(compiled, passed, start)
         try:
             session = Session(self._model, self._options, compiled, world)
             if world is None:
                 same_model.started(self, self._model, session)
         except BaseException as error:
             if world is not None:
-                _leave(world, error)
+                world.leave(error)
             raise
         self._session = session
-        for note in plan.notes if 0 in session.ranks else ():
+        for note in compiled.plan.notes if 0 in session.ranks else ():
             if note.startswith(DROPPED):
                 warn(note)
         self._handles = flush_before_state(
@@ -104,9 +92,31 @@ class Pipeline(Saving):
             world.ending.belongs_to(self)
         self._resume()
 
-    def _compiled(self, flat: FlatCall | None, ranks: int | None) -> Compiled:
-        flat = flat or example_call(self._model, *self._example)
-        return self._build(self._model, flat, self._options, ranks)
+    def _connected(
+        self, compiled: Compiled, passed: Modes, start: StartUp | None
+    ) -> launch.World | None:
+        """The connections to other ranks; `passed` are the modes that the user's model was in."""
+        plan = compiled.plan
+        self._options = completed(self._options, plan)  # a given one is read where it is compiled
+        check_supported(plan, compiled.capture.train)
+        if compiled.overlaps:
+            updates = self._options.optimizer is not None
+            check_older_weights(plan.training.schedule, updates=updates)
+        if self._options.keep_model:
+            kept, self._model = self._model, copy_of(self._model)
+            for module in kept.modules():
+                module.training = passed[module]
+        if start is None:
+            return None
+        agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
+        return launch.connect(start, self._options, plan, agreed)
+
+    def _compiled(self, flat: Any, start: StartUp | None) -> Compiled:
+        if flat is None and (start is None or start.rank == 0 or self._example[0] is not None):
+            flat = example_call(self._model, *self._example)
+        if start is None:
+            return self._build(self._model, flat, self._options, None)
+        return compiled_alike(start, self._model, self._options, flat, self._build)
 
     # -- training ----------------------------------------------------------------------------
 
@@ -259,12 +269,3 @@ class Pipeline(Saving):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def _leave(world: launch.World, error: BaseException) -> None:
-    """Tell the other ranks that this one does not begin, and why."""
-    cause = describe(world.rank, error, None, 0)
-    failures = Failures(world.store, world.rank, world.size, world.peers)
-    failures.report(cause, verdict_of(error))
-    failures.conclude()
-    world.close()

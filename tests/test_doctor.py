@@ -83,6 +83,12 @@ def test_processes_threads_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = checkup(environ=TORCHRUN)
     assert "4 processes, 2 of them on this host, 2 cores here" in said(lines, "ok")
     assert "no other host can reach" in said(lines, "wrong")
+    assert "no other host can reach" in said(checkup(environ={}), "look")  # nobody knows how many
+    alone = TORCHRUN | {"LOCAL_WORLD_SIZE": TORCHRUN["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1"}
+    assert "no other host can reach" in said(checkup(environ=alone), "ok")
+    assert "MASTER_ADDR" not in said(checkup(environ=alone), "wrong")
+    lines = checkup(environ=TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
+    assert "MASTER_ADDR=127.0.0.1 is 127.0.0.1, which is on each host" in said(lines, "wrong")
     lines = checkup(environ=TORCHRUN | {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "lo"})
     assert "2 processes of 4 threads share 2 cores" in said(lines, "look")
     assert "OMP_NUM_THREADS=1, or fewer processes" in said(lines, "look")

@@ -22,8 +22,12 @@ SOON = timedelta(seconds=30)
 SECRET = "a secret of sixteen characters or more"
 
 
+def waiting(store: Any) -> Any:
+    return lambda keys: store.wait(keys, SOON)
+
+
 def seals(store: Any, size: int = 2) -> list[Seal]:
-    return [Seal(store, rank, size, SOON) for rank in range(size)]
+    return [Seal(store, rank, size, waiting(store)) for rank in range(size)]
 
 
 @given(st.binary(max_size=200), st.data())
@@ -45,7 +49,7 @@ def test_what_was_sent_in_another_run_is_not_read() -> None:
     first, second = seals(store)
     old = first.closed(b"a plan")
     assert second.opened(old) == b"a plan"
-    one = Seal(store, 1, 2, SOON)  # it has drawn another number
+    one = Seal(store, 1, 2, waiting(store))  # it has drawn another number
     with pytest.raises(LaunchError, match="somebody else wrote it"):
         one.opened(old)
     told = str(store.get("drawn/0"), "utf-8")
@@ -75,10 +79,10 @@ rank = int(os.environ["RANK"])
 x = torch.randn(4, 4)
 if rank == 0:  # whoever writes into the store, without the key
     options = pdcompile.options.Options.given({})
-    store = launch._fresh_store("made", [0, 1])
+    store = launch._fresh_store("pipeline", [0, 1])
+    store.set("program/0", store.get("program/1"))
     store.set("drawn/0", "00 00")
     store.set("made", bytes(32) + pickle.dumps(Hostile()))
-    store.set("done", "1")
     store.wait(["drawn/1"])
 else:
     try:
@@ -91,9 +95,9 @@ else:
 
 def test_ranks_with_unlike_keys_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    first = Seal(store, 0, 2, SOON)
+    first = Seal(store, 0, 2, waiting(store))
     monkeypatch.setenv("PDCOMPILE_KEY", SECRET)
-    second = Seal(store, 1, 2, SOON)
+    second = Seal(store, 1, 2, waiting(store))
     for seal, text in ((first, "rank 1 has another key than rank 0"), (second, "rank 0 has")):
         with pytest.raises(LaunchError, match=text) as caught:
             seal.check()

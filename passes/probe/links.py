@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pdcompile.cluster import HOST_KIND
-from pdcompile.errors import LaunchError
+from pdcompile.errors import LaunchError, store_errors
 from pdcompile.hardware import devices, host
 from pdcompile.hardware.data_sheets import kind_of_name
 from pdcompile.passes.costs.machines import Machine, calibrate
@@ -47,7 +47,7 @@ def job() -> Iterator[tuple[int, int, torch.device]]:
     number where every rank of a host has one, else the CPU.
 
     Raises:
-        LaunchError: not started by torchrun.
+        LaunchError: not started by torchrun, or its store cannot be reached.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
     if missing:
@@ -60,7 +60,8 @@ def job() -> Iterator[tuple[int, int, torch.device]]:
     ours = not dist.is_initialized()
     if ours:
         devices.apart_for_nccl()
-        dist.init_process_group("gloo" if devices.is_host(device) else devices.BACKENDS)
+        with store_errors():
+            dist.init_process_group("gloo" if devices.is_host(device) else devices.BACKENDS)
     try:
         yield dist.get_rank(), dist.get_world_size(), device
         together()  # who leaves early looks like a failure to the others

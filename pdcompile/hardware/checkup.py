@@ -167,12 +167,15 @@ def _network(environ: Mapping[str, str]) -> Iterator[Line]:
                     f"one of {', '.join(found)}, or unset it",
                 )  # fmt: skip
     several = _count(environ, "WORLD_SIZE") != _count(environ, "LOCAL_WORLD_SIZE")
+    one_host: Literal["ok", "look"] = "ok" if "WORLD_SIZE" in environ else "look"  # or who knows
     own = host.own_address()
     if own is not None and ipaddress.ip_address(own).is_loopback and GLOO not in environ:
         yield Line(
-            "network", "wrong" if several else "ok",
-            f"this host's name stands for {own}, which no other host can reach",
-            f"{GLOO}=the interface that joins the hosts (only several hosts need it)",
+            "network", "wrong" if several else one_host,
+            f"this host's name stands for {own}, which no other host can reach: that is enough for "
+            "ranks of one host, and not for several hosts",
+            f"for several hosts: {GLOO}=the interface that joins them, or the host's own address "
+            "for its name in /etc/hosts",
         )  # fmt: skip
     master = environ.get("MASTER_ADDR")
     if master:
@@ -184,7 +187,13 @@ def _network(environ: Mapping[str, str]) -> Iterator[Line]:
                 "the name or address of the host with rank 0",
             )  # fmt: skip
         else:
-            yield Line("network", "ok", f"MASTER_ADDR={master} is {address}")
+            lone = ipaddress.ip_address(address).is_loopback
+            yield Line(
+                "network", "wrong" if lone and several else "ok",
+                f"MASTER_ADDR={master} is {address}"
+                + (", which is on each host that host itself" if lone else ""),
+                "for several hosts: an address of the host with rank 0 that the others reach",
+            )  # fmt: skip
 
 
 def _devices(environ: Mapping[str, str]) -> Iterator[Line]:

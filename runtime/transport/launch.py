@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import LaunchError, RankError
+from pdcompile.errors import LaunchError, store_errors
 from pdcompile.hardware import devices
 from pdcompile.options import Options
 from pdcompile.plan import Plan
@@ -33,16 +33,19 @@ from pdcompile.releases.torch_internals import default_store, gloo_options
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.failure.endings import Ending
 from pdcompile.runtime.failure.fate import network
+from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.failure.host_peers import HostPeers
 from pdcompile.runtime.failure.termination import end_with_launcher
+from pdcompile.runtime.failure.verdict import verdict_of
 from pdcompile.runtime.failure.watchdog import Watchdog
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.seal import Seal
+from pdcompile.runtime.transport.start_up import StartUp
 
 Made = TypeVar("Made")
 _TRANSPORT = "PDCOMPILE_TRANSPORT"
 _TIMEOUT = timedelta(minutes=30)
-WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
+WAIT = timedelta(hours=24)  # others read weights meanwhile; the watchdog knows who has failed
 _stores: list[Any] = []  # the store of this process, once it was needed
 _numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
 
@@ -68,61 +71,64 @@ class DataPath(StrEnum):
 class World:
     """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
 
-    def __init__(
-        self, rank: int, ranks: list[int], agreed: str, options: Options, path: DataPath
-    ) -> None:
-        self.rank = rank
-        self.size = len(ranks)
+    def __init__(self, start: StartUp, agreed: str, options: Options, path: DataPath) -> None:
+        self.rank = start.rank
+        self.size = start.size
         self.sealed = debugs_messages()
         self.path = path
-        self.store = _fresh_store("pipeline", ranks)
+        self.store = _part_of(start.store, "connected")
         # Before anyone connects: one that leaves would disturb those that still do.
         agreed += " and PDCOMPILE_DEBUG=messages" if self.sealed else ""
         agreed += f" and {_TRANSPORT}={path}" if path.ordered else ""
-        self._check_agreement(agreed)
-        self._loopback = self._one_host()
-        self.group: Any = self._connected(self.store, rank, self.size)
-        self.ending = Ending(self.store, rank)
-        self.peers = HostPeers(self.store, rank, self.size)
-        self.watchdog = Watchdog(
-            self.store.clone(), rank, self.size, self.peers,
-            options.stall_timeout, options.progress_timeout,
-        )  # fmt: skip
-        self.ending.watchdog = self.watchdog
-        self.watchdog.start()
-
-    def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
-        """Connections between some of the ranks alone, for data; each of them calls this."""
-        store = PrefixStore(name, self.store)
-        if self.path.direct:
-            return device_groups.connected(store, self.rank, ranks, device.device, _TIMEOUT)
-        return self._connected(store, ranks.index(self.rank), len(ranks))
-
-    def _one_host(self) -> bool:
-        """Whether all ranks share the machine and its network interfaces."""
-        mine = network()
-        self.store.set(f"network/{self.rank}", mine)
-        found = {str(self.store.get(f"network/{rank}"), "utf-8") for rank in range(self.size)}
-        return found == {mine} != {""}
-
-    def _connected(self, store: Any, rank: int, size: int) -> Any:
-        options = gloo_options()
-        options._timeout = _TIMEOUT
-        if self._loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-            device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-            options._devices = [device]  # no other host can reach it
-            return dist.ProcessGroupGloo(store, rank, size, options)
-        return dist.ProcessGroupGloo(store, rank, size, options._timeout)
-
-    def _check_agreement(self, agreed: str) -> None:
-        self.store.set(f"agreement/{self.rank}", agreed)
-        for rank in range(self.size):
-            theirs = str(self.store.get(f"agreement/{rank}"), "utf-8")
+        for rank, theirs in enumerate(start.tell("agreement", agreed)):
             if theirs != agreed:
                 raise LaunchError(
                     f"rank {rank} has {theirs}, rank {self.rank} has {agreed}",
                     remedy="run the same program with the same packages on every rank",
                 )
+        mine = network()  # of the machine
+        self._loopback = {*start.tell("network", mine)} == {mine} != {""}
+        self.ending = Ending(self.store, self.rank)
+        self.peers = HostPeers(self.store, self.rank, self.size)
+        self.watchdog = Watchdog(
+            self.store.clone(), self.rank, self.size, self.peers,
+            options.stall_timeout, options.progress_timeout,
+        )  # fmt: skip
+        self.ending.watchdog = self.watchdog
+        self.watchdog.start()
+        start.over()
+        self.group: Any = None
+        try:
+            self.group = self._connected(self.store, self.rank, self.size)
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
+        """Connections between some of the ranks alone, for data; each of them calls this."""
+        store = _part_of(self.store, name)
+        if not self.path.direct:
+            return self._connected(store, ranks.index(self.rank), len(ranks))
+        with self.peers.log.meeting():
+            return device_groups.connected(store, self.rank, ranks, device.device, _TIMEOUT)
+
+    def _connected(self, store: Any, rank: int, size: int) -> Any:
+        options = gloo_options()
+        options._timeout = _TIMEOUT
+        with self.peers.log.meeting():
+            if self._loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+                device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+                options._devices = [device]  # no other host can reach it
+                return dist.ProcessGroupGloo(store, rank, size, options)
+            return dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this one does not begin, and why."""
+        cause = describe(self.rank, error, None, 0)
+        failures = Failures(self.store, self.rank, self.size, self.peers)
+        failures.report(cause, verdict_of(error))
+        failures.conclude()
+        self.close()
 
     def disconnect(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
@@ -166,7 +172,14 @@ def note_on_cores() -> str:
     )
 
 
-def connect(options: Options, plan: Plan, agreed: str) -> World:
+def start_up(options: Options) -> StartUp:
+    """Meet the other ranks of a pipeline; every one of them calls this at the same point."""
+    rank, ranks = _members(options)
+    store = _fresh_store("pipeline", ranks, options.progress_timeout)
+    return StartUp(store, rank, len(ranks), options.progress_timeout)
+
+
+def connect(start: StartUp, options: Options, plan: Plan, agreed: str) -> World:
     """Connect the ranks of one pipeline; every one of them calls this at the same point.
 
     Args:
@@ -176,19 +189,18 @@ def connect(options: Options, plan: Plan, agreed: str) -> World:
         LaunchError: not as many processes as ranks, unlike ranks, a variable of torchrun's is
             missing, or the ranks do not meet.
     """
-    rank, ranks = _members(options)
-    if plan.num_ranks != len(ranks):
+    if plan.num_ranks != start.size:
         raise LaunchError(
-            f"the plan has {plan.num_ranks} ranks, and {len(ranks)} processes are running",
+            f"the plan has {plan.num_ranks} ranks, and {start.size} processes are running",
             remedy=f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
-            f"stages={len(ranks)}",
+            f"stages={start.size}",
         )
     path = data_path(plan, alone=False)
     try:
-        return World(rank, ranks, agreed, options, path)
+        return World(start, agreed, options, path)
     except RuntimeError as error:
         raise LaunchError(
-            f"rank {rank} of {len(ranks)} cannot connect to the others: "
+            f"rank {start.rank} of {start.size} cannot connect to the others: "
             f"{str(error).splitlines()[0]}",
             remedy="start all ranks with one torchrun; behind several network interfaces, set "
             "GLOO_SOCKET_IFNAME to the one that joins the hosts",
@@ -278,7 +290,7 @@ def _number(name: str, *, least: int) -> int:
     return int(text)
 
 
-def _fresh_store(purpose: str, ranks: list[int]) -> Any:
+def _fresh_store(purpose: str, ranks: list[int], seconds: float | None = None) -> Any:
     """Keys that nobody has used: a second pipeline must not meet those of the first.
 
     Nor one that torchrun started again those before: it keeps the store, with the addresses and
@@ -289,10 +301,14 @@ def _fresh_store(purpose: str, ranks: list[int]) -> Any:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     name = f"pdcompile/{attempt}/{purpose}/{'-'.join(map(str, ranks))}"
     _numbers[name] += 1
-    return PrefixStore(f"{name}/{_numbers[name]}", _store())
+    return _part_of(_store(seconds), f"{name}/{_numbers[name]}")
 
 
-def _store() -> Any:
+def _part_of(store: Any, name: str) -> Any:
+    return PrefixStore(name, store)
+
+
+def _store(seconds: float | None) -> Any:
     """The default group's store, or torchrun's; the user's default group is left alone.
 
     Whoever has asked for it ends with torchrun, also while it waits for rank 0's plan.
@@ -301,48 +317,23 @@ def _store() -> Any:
     if dist.is_initialized():
         return default_store()
     if not _stores:
-        try:
-            _stores.append(next(iter(rendezvous("env://")))[0])
-        except (RuntimeError, ValueError) as error:
-            raise LaunchError(
-                f"rank {os.environ['RANK']} cannot reach the store at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
-                f"{str(error).splitlines()[0]}",
-                remedy="start all ranks with one torchrun, and give it a free --master-port",
-            ) from None
+        wait = WAIT if seconds is None else timedelta(seconds=seconds)
+        with store_errors():
+            _stores.append(next(iter(rendezvous("env://", timeout=wait)))[0])
+        _stores[0].set_timeout(_TIMEOUT)
     return _stores[0]
 
 
-def from_rank0(options: Options, make: Callable[[], Made]) -> Made:
-    """Something that rank 0 makes and all ranks get, pickled and sealed (see `Seal`).
-
-    An error on rank 0 is raised there as it is, and as RankError with its text elsewhere.
-    """
-    rank, ranks = _members(options)
-    store = _fresh_store("made", ranks)
-    seal = Seal(store, rank, len(ranks), WAIT)
-    if rank == 0:
-        try:
-            seal.check()
-            made = make()
-            store.set("made", seal.closed(pickle.dumps(made)))
-        except BaseException as error:  # the others must not wait for ever
-            store.set("failure", f"{type(error).__name__}: {error}")
-            store.set("done", "1")
-            raise
-        store.set("done", "1")
+def from_rank0(start: StartUp, make: Callable[[], Made]) -> Made:
+    """Something that rank 0 makes and all ranks get, pickled and sealed (see `Seal`)."""
+    store = start.store
+    seal = Seal(store, start.rank, start.size, start.wait)
+    if start.rank == 0:
+        seal.check()
+        made = make()
+        store.set("made", seal.closed(pickle.dumps(made)))
         return made
-    try:
-        store.wait(["done"], WAIT)
-    except RuntimeError as error:
-        raise RankError(
-            f"the store went away while rank {rank} waited for rank 0's plan: "
-            f"{str(error).splitlines()[0]}",
-            remedy="look at the error of the process that held it (rank 0, or torchrun)",
-        ) from None
-    if store.check(["failure"]):
-        cause = str(store.get("failure"), "utf-8")
-        raise RankError(f"rank 0 could not prepare the pipeline: {cause}")
+    start.wait(["made"])
     with warnings.catch_warnings():
         # torch's own unpickling of a pytree spec warns of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*treespec.*", category=FutureWarning)

@@ -14,8 +14,8 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ _REMEDY = (
 
 
 class Seal:
-    """One rank's side; every rank makes one at the same point."""
+    """One rank's side; every rank makes one at the same point.  `wait` waits for keys."""
 
-    def __init__(self, store: Any, rank: int, size: int, wait: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, wait: Callable[[list[str]], object]
+    ) -> None:
         self._store, self._rank, self._wait = store, rank, wait
         self._keys = [f"drawn/{peer}" for peer in range(size)]
         self._key = key()
@@ -67,7 +69,7 @@ class Seal:
 
     def _all(self) -> list[tuple[str, str]]:
         """What each rank has drawn, and its signature."""
-        self._store.wait(self._keys, self._wait)
+        self._wait(self._keys)
         found = [str(self._store.get(name), "utf-8", "replace") for name in self._keys]
         pairs = [text.partition(" ") for text in found]
         return [(drawn, signed if signed.isascii() else "") for drawn, _, signed in pairs]

@@ -27,22 +27,14 @@ class AttributeWatch:
         places: Iterable[tuple[str, ...]],
         opaque: Collection[str],
     ) -> None:
-        roots: dict[str, Any] = dict(model.named_modules())
-        if isinstance(loss_fn, nn.Module):
-            named = loss_fn.named_modules()
-            roots |= {f"loss_fn.{path}" if path else "loss_fn": one for path, one in named}
-        self._owners: list[tuple[Any, str, str, bool]] = []
-        for root, *names in places:
-            owner = roots.get(root, _MISSING)
-            for name in names[:-1]:
-                owner = _attribute(owner, name)
-            if owner is not _MISSING and names[-1] != "training":
-                path = ".".join([root, *names] if root else names)
-                self._owners.append((owner, names[-1], path, is_below(root, opaque)))
+        self._owners = [
+            (owner, name, path, is_below(root, opaque))
+            for owner, name, path, root in owners(model, loss_fn, places)
+        ]
         parameters = {id(one) for one in model.parameters()}
         self._tensors: list[tuple[str, bool, Tensor]] = []  # `check` sees to it that they stay so
         for owner, name, path, shared in self._owners:
-            value = _attribute(owner, name)
+            value = attribute(owner, name)
             follows = not shared or isinstance(owner, nn.RNNBase)  # it renews its list of weights
             for place, found in _tensors_in(snapshot(value), path):
                 if not (follows and id(found) in parameters):  # a stage has its own parameter there
@@ -83,7 +75,7 @@ class AttributeWatch:
     def check(self, training: bool) -> None:
         of_class = cache(_of_class)  # layers are alike: most look into the same few classes
         for (owner, name, path, _), was in zip(self._owners, self._values[training], strict=True):
-            now = _attribute(owner, name, of_class)
+            now = attribute(owner, name, of_class)
             if now is was:
                 continue
             if isinstance(was, Contents) and not was.content:
@@ -101,9 +93,25 @@ class AttributeWatch:
 
     def _present(self) -> list[Any]:
         return [
-            snapshot(_attribute(owner, name), 0 if shared else 4)
+            snapshot(attribute(owner, name), 0 if shared else 4)
             for owner, name, _, shared in self._owners
         ]
+
+
+def owners(
+    model: nn.Module, loss_fn: Any, places: Iterable[tuple[str, ...]]
+) -> Iterator[tuple[Any, str, str, str]]:
+    """The object of each place, the attribute's name, the whole path, and the module's."""
+    roots: dict[str, Any] = dict(model.named_modules())
+    if isinstance(loss_fn, nn.Module):
+        named = loss_fn.named_modules()
+        roots |= {f"loss_fn.{path}" if path else "loss_fn": one for path, one in named}
+    for root, *names in places:
+        owner = roots.get(root, _MISSING)
+        for name in names[:-1]:
+            owner = attribute(owner, name)
+        if owner is not _MISSING and names[-1] != "training":
+            yield owner, names[-1], ".".join([root, *names] if root else names), root
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -113,7 +121,7 @@ def _of_class(kind: type, name: str) -> Any:
     return _MISSING
 
 
-def _attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = _of_class) -> Any:
+def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = _of_class) -> Any:
     """What lies under the name in the object or its class, without running a property."""
     own: dict[str, Any] = getattr(owner, "__dict__", {})
     if name in own:
