@@ -110,13 +110,15 @@ def _check_turn(whole: Whole, number: int, *, training: bool) -> None:
 def microbatch_count(compiled: Compiled, graph: OpGraph, size: int) -> int:
     """The microbatches of a call: those of the plan.
 
-    An evaluation may have more or fewer, where the capture is not right for the sizes that these
-    would have: of a model that loops over its samples it is right for one size.
+    There are fewer, in an evaluation also more, where the capture is not right for the sizes that
+    these would have: a short minibatch may leave one sample to some, and of a model that loops
+    over its samples a capture is right for one size.
     """
     usual = compiled.plan.training.num_microbatches
-    if graph is compiled.capture.train or graph.sizes.holds_parts(size, min(usual, size)):
+    if graph.sizes.holds_parts(size, min(usual, size)):
         return usual
-    fitting = [m for m in range(1, size + 1) if graph.sizes.holds_parts(size, m)]
+    most = min(usual, size) if graph is compiled.capture.train else size
+    fitting = [m for m in range(1, most + 1) if graph.sizes.holds_parts(size, m)]
     return min(fitting, key=lambda m: abs(m - usual), default=usual)
 
 
@@ -345,6 +347,14 @@ def check_values(
     parts = split(given, layout, count, part)
     for i in range(len(sizes)) if part is None else part:
         check_inputs(graph, parts[i], sizes[i])
+
+
+def check_size(session: Session, size: int, *, training: bool) -> None:
+    """Raise InputError where no call takes a minibatch of so many samples."""
+    compiled = session.compiled
+    graph = compiled.capture.train if training else compiled.capture.eval
+    if compiled.layout.splits:
+        _check_sizes(graph, size, microbatch_count(compiled, graph, size), training=training)
 
 
 def _check_sizes(graph: OpGraph, size: int, count: int, *, training: bool) -> None:

@@ -21,7 +21,7 @@ from pdcompile.position import (
     position_of,
     with_position,
 )
-from pdcompile.runtime.calls import needed_paths
+from pdcompile.runtime.calls import check_size, needed_paths
 from pdcompile.runtime.device.rank_device import DeviceMemory
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.shards import Shard, shards
@@ -171,6 +171,10 @@ class PipelineState(ModuleHints):
         """
         first = None if evaluation else self._num_minibatches
         return shards(self._running, dataset, batches, loader, first)
+
+    def check_size(self, samples: int, *, training: bool = True) -> None:
+        """Raise InputError where no call, of training or evaluation, takes so many samples."""
+        check_size(self._running, samples, training=training)
 
     def explain(self, *, short: bool = False) -> str:
         """The plan as a table: stages, time, memory, traffic, proof.

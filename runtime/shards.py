@@ -7,14 +7,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pdcompile.batch import EVALUATION, FlatCall, Whole, empty_call, example_call
+from pdcompile.eager.randomness import evaluation_minibatch, preserved_rng, reseed, seed_of
 from pdcompile.errors import ConfigError, InputError
+from pdcompile.ir import python_draws
 from pdcompile.runtime.calls import rows_here
 from pdcompile.runtime.session import Session
 
@@ -106,10 +108,11 @@ def _read(
     first: int | None,
 ) -> Iterator[Shard]:  # fmt: skip
     turns = repeat(EVALUATION) if first is None else count(first)
+    numbers = count(first) if first is not None else map(evaluation_minibatch, count())
     waiting: deque[tuple[Whole, bool]] = deque()  # drawn, and whether something of it is read
 
-    def drawn() -> Iterator[list[Any]]:
-        for batch, turn in zip(batches, turns, strict=False):
+    def drawn() -> Iterator[_Part]:
+        for batch, turn, number in zip(batches, turns, numbers, strict=False):
             if not isinstance(batch, Iterable):
                 raise InputError(
                     f"a minibatch is {batch!r}, and not the indices of its samples",
@@ -127,7 +130,7 @@ def _read(
             rows = rows_here(session, len(indices), max(turn, 0), training=first is not None)
             whole = Whole(len(indices), _digest(indices), turn if session.spec.period > 1 else None)
             waiting.append((whole, bool(rows)))
-            yield [indices[row] for row in rows]
+            yield _Part(number, [(row, indices[row]) for row in rows], len(rows) < len(indices))
 
     def unread() -> Iterator[Shard]:
         while waiting and not waiting[0][1]:
@@ -137,19 +140,79 @@ def _read(
         for _ in drawn():
             yield from unread()
         return
-    for batch in DataLoader(dataset, batch_sampler=_Drawn(filter(None, drawn())), **options):
+    seeded: Any = _Seeded(dataset, session.plan.training.seed, options.pop("collate_fn", None))
+    parts = _Drawn(part for part in drawn() if part.rows)
+    loader: Any = DataLoader(seeded, batch_sampler=parts, collate_fn=_as_it_is, **options)
+    for batch, drew in loader:
+        if drew:
+            raise InputError(
+                "collate_fn draws random numbers, and processes collate different parts of this "
+                "minibatch: inputs and targets of a sample would come from unlike draws",
+                where="pipe.shard",
+                remedy="draw in the dataset's __getitem__, which has a seed for each sample; no "
+                "replicas of stages that read; or give step the same minibatches on every rank",
+            )
         yield from unread()
         yield Shard(batch, waiting.popleft()[0])
     yield from unread()
 
 
+class _Part(NamedTuple):
+    """What this process reads of a minibatch: its number in the training (evaluations: negative),
+    rows and their indices, and whether there are others."""
+
+    number: int
+    rows: list[tuple[int, Any]]
+    partial: bool
+
+
+class _Seeded:
+    """A dataset whose samples draw from streams of their own: whoever reads a sample, and whatever
+    else it reads, draws the same."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Any) -> None:
+        vars(self).update(_dataset=dataset, _seed=seed, _collate=collate or default_collate)
+
+    def __getattr__(self, name: str) -> Any:  # a worker_init_fn may ask for the dataset's own
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __getitems__(self, part: _Part) -> tuple[Any, bool]:
+        """The collated samples, and whether collating a part of the minibatch drew."""
+        with preserved_rng():
+            samples = []
+            for row, index in part.rows:
+                self._begin(part, row)
+                samples.append(self._dataset[index])
+            self._begin(part, -1)
+            before = _generators()
+            batch = self._collate(samples)
+            return batch, part.partial and _generators() != before
+
+    def _begin(self, part: _Part, row: int) -> None:
+        reseed(seed_of(self._seed, part.number, row, "pipe.shard", 0))
+        python_draws.begin()
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.get_rng_state().numpy().tobytes(), python_draws.states()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class _Drawn:
     """Samplers are iterated once for each pass over a loader: this one has one."""
 
-    def __init__(self, batches: Iterator[list[Any]]) -> None:
+    def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return self._batches
 
 

@@ -362,7 +362,9 @@ def test_minibatches_for_which_the_model_is_another() -> None:
     pipe = compiled(Few(), loss_fn=nn.functional.mse_loss, microbatches=2)
     pipe.step(**data(6))
     with pytest.raises(InputError, match="makes one of 1, and the captured model is right for 2"):
-        pipe.step(**data(3))
+        pipe.step(**data(1))
+    for size in (3, 2):  # in one microbatch
+        pipe.step(**data(size))
     with pytest.raises(InputError, match="makes one of 30, and the captured model is right for 2"):
         pipe.step(**data(60))
     pipe.eval_step(**data(60))  # in four of 15

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
 import pdcompile
 from pdcompile.errors import ConfigError, InputError, NotPrepared
+from pdcompile.runtime.shards import _generators, _Part, _Seeded
 from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, loss_for, mlp
@@ -34,6 +37,20 @@ class Samples:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.read.append(index)
         return self.x[index], self.y[index]
+
+
+class Noisy(Samples):
+    """Draws the same noise for an input and its target, from all three generators."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = float(torch.rand(()) + np.random.rand() + random.random())
+        x, y = super().__getitem__(index)
+        return x + noise, y + noise
+
+
+def noisy_collate(samples: Any) -> Any:
+    x, y = default_collate(samples)
+    return x + torch.rand(()), y
 
 
 def shuffled(samples: Any, size: int = 8) -> BatchSampler:
@@ -75,7 +92,8 @@ def test_minibatches_are_those_of_a_loader() -> None:
 RANKS = (
     COMMON
     + """
-from tests.test_shards import Samples, pipeline, shuffled
+from pdcompile.runtime.shards import _Part, _Seeded
+from tests.test_shards import Noisy, Samples, noisy_collate, pipeline, shuffled
 samples = Samples()
 own = Samples()
 whole, parts = (pipeline(replicas=(2, 1, 1), max_grad_norm=0.5) for _ in range(2))
@@ -100,6 +118,17 @@ for size in sizes:
         due += [batch[row] for part in mine for row in part]
     assert own.read == due, (own.read, due)
 
+torch.manual_seed(rank)  # a dataset that draws: a sample is the same on every rank
+noisy = [list(range(8)), list(range(8, 15)), list(range(8))]
+for shard, number, batch in zip(parts.shard(Noisy(), noisy), (9, 10, 11), noisy):
+    every = list(enumerate(batch))
+    (x, y), _ = _Seeded(Noisy(), 0, None).__getitems__(_Part(number, every, False))
+    assert float(parts.step(shard).loss) == float(whole.step(x, target=y).loss)
+try:
+    next(parts.shard(own, [list(range(8))], collate_fn=noisy_collate))
+except InputError as error:
+    assert "collate_fn draws random numbers" in str(error), error
+    assert rank < 2, rank  # the others collate all of it, or nothing
 batches = [[0, 1, 2], [7]]  # a microbatch each, and one for nobody but the first replica
 for shard, batch in zip(parts.shard(own, batches, num_workers=1), batches):
     x, y = (part[batch] for part in (samples.x, samples.y))
@@ -190,6 +219,25 @@ class Endless(IterableDataset[Any]):
 def test_what_cannot_be_shared_out(dataset: Any, options: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         pipeline().shard(dataset, [[0, 1]], **options)
+
+
+def test_samples_draw_the_same_whoever_reads_them() -> None:
+    """Each sample of each minibatch has a seed, and the caller's generators stay as they are."""
+    states = _generators()
+    pipe, batches = pipeline(), [[3, 4, 5, 3], [3, 4, 5, 3]]
+    first, second = (shard.batch for shard in pipe.shard(Noisy(), batches))
+    torch.manual_seed(1)
+    again = next(pipe.shard(Noisy(), batches, num_workers=1)).batch
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], second[0])  # as in another epoch
+    assert not torch.equal(first[0][0], first[0][3])
+    torch.set_rng_state(torch.from_numpy(np.frombuffer(states[0], dtype=np.uint8).copy()))
+    assert _generators() == states
+    (x, _), drew = _Seeded(Noisy(), 0, None).__getitems__(_Part(0, [(2, 5), (3, 3)], True))
+    assert torch.equal(x, first[0][2:])
+    assert not drew
+    part = _Part(0, [(2, 5)], True)
+    assert _Seeded(Samples(), 0, noisy_collate).__getitems__(part)[1]
 
 
 def test_shards_that_do_not_fit() -> None:

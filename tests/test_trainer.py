@@ -51,14 +51,14 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right")
 def trained(cls, folder, resume=None, **more):
     made = cls(
         model(), arguments(folder, eval_strategy="epoch", **more.pop("arguments", {})),
-        train_dataset=list(samples(28)), eval_dataset=list(samples(12)), compute_metrics=accuracy,
+        train_dataset=list(samples(30)), eval_dataset=list(samples(12)), compute_metrics=accuracy,
         **more,
     )
     made.train(resume_from_checkpoint=resume)
     history = [{k: e[k] for k in NUMBERS if k in e} for e in made.state.log_history]
     return made, [each for each in history if each]
 
-PIPELINE = {"microbatches": 2, "costs": "estimated", "verify": "off"}
+PIPELINE = {"microbatches": 4, "costs": "estimated", "verify": "off"}
 """
 
 
@@ -126,6 +126,33 @@ def test_parts_of_the_whole_model_are_refused_by_name(
 
     with pytest.raises(ConfigError, match=f"cannot obey {name}"):
         PipelineTrainer(names["model"](), names["arguments"](str(tmp_path)), **{name: value})
+
+
+@pytest.mark.parametrize(("train", "evaluated", "where"), [(25, 12, "train"), (24, 9, "eval")])
+def test_a_rest_that_the_model_does_not_take_is_refused_at_the_start(
+    tmp_path: Path, names: dict[str, Any], train: int, evaluated: int, where: str
+) -> None:
+    """For one sample Llama is another computation; the length of the data is known before."""
+    from pdcompile.integrations.trainer import PipelineTrainer
+
+    def trainer(**given: Any) -> Any:
+        arguments = names["arguments"](str(tmp_path), eval_strategy="epoch", max_steps=4, **given)
+        return PipelineTrainer(
+            names["model"](), arguments, pipeline=names["PIPELINE"],
+            train_dataset=list(names["samples"](train)),
+            eval_dataset=list(names["samples"](evaluated)),
+        )  # fmt: skip
+
+    made = trainer()
+    with pytest.raises(ConfigError, match=r"the last minibatch of .* samples has 1") as caught:
+        made.train()
+    assert caught.value.where == f"{where}_dataset"
+    assert made.state.global_step == 0
+    made.pipe.close()
+    made = trainer(dataloader_drop_last=True)  # the remedy
+    made.train()
+    assert made.state.global_step == 4
+    made.pipe.close()
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path, names: dict[str, Any]) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import pdcompile
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, InputError
 
 try:
     from accelerate.utils import DistributedType
     from transformers import Trainer
+    from transformers.trainer_utils import has_length
 except ImportError as error:
     raise ConfigError(
         f"transformers.Trainer cannot be imported: {error}",
@@ -115,6 +116,12 @@ class PipelineTrainer(Trainer):
     ) -> tuple[Any, Any]:
         with preserved_rng():  # the order of samples is Trainer's
             self.pipe.prepare(**self._prepare_inputs(next(iter(train_dataloader))))
+        if has_length(train_dataloader) and max_steps >= len(train_dataloader):
+            self._check_sizes(train_dataloader.dataset, training=True)
+        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
+            several = isinstance(self.eval_dataset, dict)
+            for dataset in self.eval_dataset.values() if several else [self.eval_dataset]:
+                self._check_sizes(dataset, training=False)
         self.optimizer = self.pipe.optimizer
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
@@ -126,6 +133,26 @@ class PipelineTrainer(Trainer):
         handler.model, handler.optimizer = self.model, self.optimizer
         handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, train_dataloader
         return self.pipe, train_dataloader
+
+    def _check_sizes(self, dataset: Any, *, training: bool) -> None:
+        """Raise ConfigError at the start where the last minibatch of the data is too short."""
+        args = self.args
+        if args.dataloader_drop_last or not has_length(dataset):
+            return
+        name, size = "train", self._train_batch_size
+        if not training:
+            name, size = "eval", args.eval_batch_size
+        rest = len(dataset) % size
+        try:
+            if rest:
+                self.pipe.check_size(rest, training=training)
+        except InputError as error:
+            raise ConfigError(
+                f"the last minibatch of {len(dataset)} samples has {rest}: {error.message}",
+                where=f"{name}_dataset",
+                remedy=f"TrainingArguments(dataloader_drop_last=True), or another "
+                f"per_device_{name}_batch_size",
+            ) from error
 
     def _stage_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """Trainer's own optimizer and groups, of one stage's parameters."""
