@@ -52,15 +52,23 @@ def equal_work(schedule: str, stages: int, microbatches: int) -> Plan:
     )
 
 
-def main() -> None:
+def draw(folder: Path) -> list[Path]:
+    """Draws all pictures; returns their paths."""
+    found = []
     for name, rows in PICTURES.items():
         panels = [
             Panel(title, drained(equal_work(schedule, stages, microbatches), steps))
             for schedule, stages, microbatches, steps, title in rows
         ]
-        path = HERE / f"{name}.svg"
+        path = folder / f"{name}.svg"
         path.parent.mkdir(exist_ok=True)
         save(panels, path)
+        found.append(path)
+    return found
+
+
+def main() -> None:
+    for path in draw(HERE):
         print(f"written: {path}")
 
 

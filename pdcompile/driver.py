@@ -128,7 +128,7 @@ def run_passes(
     apply_overrides(model)
     check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)
-    check_minibatch(options, layout)
+    check_minibatch(options, layout, model)
     chosen = configure(
         options,
         batch_size=layout.size,

@@ -42,6 +42,7 @@ from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
 
+ANOTHER_MODEL = "plan again for this model, or give the target that the plan was made of"
 # Of a model that nobody has looked at.
 NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)
 
@@ -147,11 +148,25 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
     return replace(options, plan=plan, plan_file=str(place / PLAN))
 
 
-def check_minibatch(options: Options, layout: BatchLayout) -> None:
-    """Raise PlanError where a given plan is for other minibatches; after `with_given_plan`."""
+def check_minibatch(options: Options, layout: BatchLayout, model: nn.Module) -> None:
+    """Raise PlanError where a given plan is for other minibatches; after `with_given_plan`.
+
+    Where the plan's parameters are none of this model's, that is said instead.
+    """
     if options.plan is None:
         return
     training: Training = options.plan.training
+    fits = layout.size == training.batch_size if layout.splits else training.num_microbatches == 1
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    planned_for = (fqn for stage in options.plan.stages for fqn in stage.parameters)
+    absent = next((fqn for fqn in planned_for if fqn not in own), "")
+    if absent and not fits:
+        raise PlanError(
+            f"the plan is of another model: {made_of(options.plan)}, and this is "
+            f"{type(model).__name__}, which has no parameter {absent!r}",
+            where=options.plan_file,
+            remedy=ANOTHER_MODEL,
+        )
     if layout.splits and layout.size != training.batch_size:
         raise PlanError(
             f"the plan is for minibatches of {training.batch_size} samples, and this one has "
@@ -187,7 +202,7 @@ def given_plan(
             f"the plan is of another model: {made_of(plan)}, and this is {graph.model}: "
             f"{first_difference(plan, needed)}",
             where=options.plan_file,
-            remedy="plan again for this model, or give the target that the plan was made of",
+            remedy=ANOTHER_MODEL,
         )
     check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen, options, graph)

@@ -463,6 +463,29 @@ def test_a_plan_that_is_missing_or_in_the_targets_place(
     assert f"remedy: pdcompile {remedy or 'export TARGET'}" in err
 
 
+def test_another_models_plan_is_not_blamed_on_the_size_of_its_minibatches(tmp_path: Path) -> None:
+    plan = exported.planned(exported.mlp(), 2)
+    other = replace(plan, training=replace(plan.training, batch_size=24))
+    with pytest.raises(PlanError, match=r"another model: .*, which has no parameter '"):
+        export(other, f"{HERE}:gpt", to="megatron", folder=tmp_path / "out")
+
+
+def test_what_plan_and_model_tell_is_refused_before_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captures(*_: Any, **__: Any) -> Any:
+        raise AssertionError("captured first")
+
+    tied, untied = exported.planned(exported.gpt(), 2), exported.planned(exported.mlp(), 2)
+    odd = replace(untied, training=replace(untied.training, num_microbatches=3))
+    monkeypatch.setattr(driver, "build", captures)
+    with pytest.raises(ConfigError, match="tied over stages 0, 1, and torchtitan copies"):
+        export(tied, f"{HERE}:gpt", to="torchtitan", folder=tmp_path)
+    for to in ("torchtitan", "megatron"):
+        with pytest.raises(ConfigError, match="3 microbatches on 1 replicas are not of one size"):
+            export(odd, f"{HERE}:mlp", to=to, folder=tmp_path)
+
+
 def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(exported.planned(exported.mlp(), 2).to_json(), encoding="utf-8")

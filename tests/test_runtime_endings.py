@@ -81,6 +81,9 @@ def test_an_error_that_nobody_caught_is_told_and_the_programs_hook_still_runs(
     line = "(test_runtime_endings.py:"
     assert store.text("raised/1").startswith(f"rank 1: ValueError: a bug {line}")
     assert "`raise ValueError(text)`), after step (minibatch 2)" in store.text("raised/1")
+    ending.called("eval_step", -1)
+    sys.excepthook(ValueError, error, error.__traceback__)
+    assert "after eval_step (evaluation 0)" in store.text("raised/1")
     ending.over()
 
 

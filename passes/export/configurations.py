@@ -17,7 +17,9 @@ Each follows what the project's own code reads (looked up in November 2026):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torch import nn
 
 from pdcompile.errors import ConfigError
 from pdcompile.passes.export.model_parts import (
@@ -31,10 +33,11 @@ from pdcompile.passes.export.model_parts import (
 from pdcompile.passes.export.pruned_model import check_pruned
 from pdcompile.passes.export.subject import Exported, Subject
 from pdcompile.passes.form.module_tree import ancestors
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, TiedParameter
 from pdcompile.plan.schema import ranks_of
 from pdcompile.schedule.registry import kind_of
 
+APART = "copies the model for each stage, where they come apart"
 LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict")
 
 
@@ -49,7 +52,7 @@ def torchtitan(subject: Subject) -> Exported:
     plan, to = subject.plan, "torchtitan"
     placed = whole_parts(subject.capture.train, plan)
     replicas = _equal_replicas(plan, to)
-    _refuse_tied(plan, to, "copies the model for each stage, where they come apart")
+    _refuse_tied(plan.tied, to, APART)
     _refuse_more_values(plan, to)
     classes = subject.capture.train.classes
     for path in placed:
@@ -88,6 +91,31 @@ def torchtitan(subject: Subject) -> Exported:
     else:
         check_pruned(subject.model, subject.call, stages)
     return Exported({"parallelism.toml": text}, tuple(notes))
+
+
+def without_lines(to: str) -> Callable[[Plan], Iterator[ConfigError]]:
+    """The errors of plans which alone tell that a target has no such lines."""
+
+    def refused(plan: Plan) -> Iterator[ConfigError]:
+        try:
+            replicas = _equal_replicas(plan, to)
+            if to != "accelerate":
+                _samples(plan, replicas)
+        except ConfigError as error:
+            yield error
+
+    return refused
+
+
+def refuse_tied_ends(plan: Plan, model: nn.Module) -> None:
+    """Raise ConfigError where torchtitan would tear a weight apart, wherever cuts are: it is that
+    of the model's first and last module, which run on the first and the last stage."""
+    own = [set(map(id, one.parameters(recurse=False))) for one in model.modules()]
+    holders = [one for one in own if one]
+    ends = {0, len(plan.stages) - 1}
+    if len(ends) == 2 and holders and holders[0] & holders[-1]:
+        at_ends = [one for one in plan.tied if ends <= set(one.stages)]
+        _refuse_tied(at_ends, "torchtitan", APART)
 
 
 def megatron(subject: Subject) -> Exported:
@@ -296,8 +324,8 @@ def _left_out(plan: Plan, to: str) -> Iterator[str]:
         )
 
 
-def _refuse_tied(plan: Plan, to: str, why: str) -> None:
-    for one in plan.tied:
+def _refuse_tied(tied: Iterable[TiedParameter], to: str, why: str) -> None:
+    for one in tied:
         stages = ", ".join(map(str, one.stages))
         raise ConfigError(
             f"weight {one.fqn!r} is tied over stages {stages}, and {to} {why}",

@@ -84,6 +84,7 @@ def export(
     chosen = optimizer_call(optimizer, lr)
     workload = load_target(target)
     _refuse_without_values(workload.model, to)
+    targets.KINDS[to].check_model(given, workload.model)
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
     beside = None if isinstance(plan, Plan) else capture_beside(Path(plan))

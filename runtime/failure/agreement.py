@@ -11,6 +11,7 @@ from torch import Tensor
 from pdcompile.batch import FlatCall
 from pdcompile.errors import ContractError
 from pdcompile.hardware import devices
+from pdcompile.runtime.failure.instruction_log import number_in_words
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Transport
 from pdcompile.schedule import Kind
@@ -57,11 +58,11 @@ class Agreement:
     def _compare(self, theirs: list[int], mine: list[int]) -> None:
         wrong = None
         if theirs[:3] != mine[:3]:
-            kinds = _CALLS[theirs[0]], _CALLS[mine[0]]
-            wrong = (
-                f"is in call {theirs[1]}, {kinds[0]} (minibatch {theirs[2]}); this rank is in "
-                f"call {mine[1]}, {kinds[1]} (minibatch {mine[2]})"
+            there, here = (
+                f"{number}, {_CALLS[call]} ({number_in_words(minibatch)})"
+                for call, number, minibatch in (theirs[:3], mine[:3])
             )
+            wrong = f"is in call {there}; this rank is in call {here}"
         elif _UNKNOWN not in (theirs[3], mine[3]) and theirs[3] != mine[3]:
             wrong = f"has a minibatch of {theirs[3]} samples, this rank one of {mine[3]}"
         elif theirs[4] != mine[4]:

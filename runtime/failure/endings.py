@@ -18,6 +18,7 @@ from typing import Any
 
 from pdcompile.runtime.failure.fate import identity
 from pdcompile.runtime.failure.first_cause import describe
+from pdcompile.runtime.failure.instruction_log import number_in_words
 from pdcompile.runtime.failure.watchdog import Watchdog
 
 _open: list[Ending] = []
@@ -53,7 +54,7 @@ class Ending:
             self.raised = ""
             self._tell("raised", "")
         self._thread = threading.get_ident()
-        self._last = f"after {call} (minibatch {minibatch})"
+        self._last = f"after {call} ({number_in_words(minibatch)})"
 
     def over(self, *, failed: bool = False) -> None:
         """The pipeline is closed, or its failure is known."""

@@ -44,12 +44,15 @@ _OUTSIDE = {
 }
 
 
+def number_in_words(minibatch: int) -> str:
+    """A minibatch of training, or, counted from -1 downwards, an evaluation."""
+    return f"minibatch {minibatch}" if minibatch >= 0 else f"evaluation {-1 - minibatch}"
+
+
 def in_words(ins: Instruction, base: int = 0) -> str:
     """Stage, action, minibatch, microbatch and peer of an instruction."""
     parts = [f"stage {ins.stage}"] if ins.stage >= 0 else []
-    minibatch = base + ins.minibatch
-    of = f"minibatch {minibatch}" if minibatch >= 0 else f"evaluation {-1 - minibatch}"
-    parts.append(f"{ins.action.name.lower()} of {of}")
+    parts.append(f"{ins.action.name.lower()} of {number_in_words(base + ins.minibatch)}")
     parts += [f"microbatch {ins.microbatch}"] if ins.microbatch >= 0 else []
     return ", ".join(parts)
 
