@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pdcompile.errors import ConfigError, InfeasibleError
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.wishes import between_borders
 from pdcompile.passes.partition import partition
@@ -234,3 +235,24 @@ def test_what_cannot_be_read_names_its_option(written: dict[str, list[str]]) -> 
     if refused is not None:
         assert str(refused.where).startswith("--")
         assert f'{refused.where} "' in str(refused.remedy)
+
+
+@pytest.mark.parametrize("constraint", [CutBefore("features.3"), Apart("features.2", "features.3")])
+def test_what_may_not_be_cut_says_what_and_why(constraint: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(inplace=True))
+            self.features = nn.Sequential(*layers, nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.features(x).sum()
+
+    found = captured(Model()).train
+    ops = tuple(replace(op, cost=OpCost(1.0, 1.0, microbatch_size=4)) for op in found.ops)
+    with pytest.raises(InfeasibleError) as told:
+        problem_of(replace(found, ops=ops), constraint)
+    assert f"{describe(constraint)} asks for a cut between 'features.2' and 'features.3'" in str(
+        told.value
+    )
+    assert "have to share a stage: in-place writes" in str(told.value)

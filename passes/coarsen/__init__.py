@@ -70,7 +70,7 @@ def coarsen(
     neutral = Neutral(graph, groups, b, wishes.marks(groups))
     neutral.run()
     assembly = Assembly.of(graph, groups, b)
-    given = wishes.bind(assembly.item_of, len(stages))
+    given = wishes.bind(assembly.item_of, len(stages), groups)
     output = (assembly.output_item, len(stages) - 1)
     assembly.check_output_pin(dict(pin for wish in given for pin in wish.pins), len(stages) - 1)
     given = (*given, Wish(OUTPUT_WISH, pins=(output,)))

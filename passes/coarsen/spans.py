@@ -8,7 +8,7 @@ because ops of one group that reach each other through an outsider form a cycle 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
@@ -54,6 +54,7 @@ class Groups:
     def __init__(self, size: int) -> None:
         self.parent = list(range(size))
         self.reasons: Counter[str] = Counter()
+        self.joined: list[tuple[int, int, str]] = []  # members of a group, in order, and why
 
     def find(self, i: int) -> int:
         parent = self.parent
@@ -65,6 +66,7 @@ class Groups:
     def join(self, members: Iterable[int], reason: str) -> None:
         """Put members into one group; `reason` counts how many joins it was the cause of."""
         first: int | None = None
+        before = -1
         for member in members:
             root = self.find(member)
             if first is None:
@@ -74,6 +76,22 @@ class Groups:
                 self.parent[high] = low
                 first = low
                 self.reasons[reason] += 1
+                self.joined.append((before, member, reason))
+            before = member
+
+    def why(self, a: int, b: int) -> list[str]:
+        """The reasons that join two members of one group, from the one to the other."""
+        beside: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for one, other, reason in self.joined:
+            beside[one].append((other, reason))
+            beside[other].append((one, reason))
+        ways: dict[int, list[str]] = {a: []}
+        for member in (queue := [a]):
+            for other, reason in beside[member]:
+                if other not in ways:
+                    ways[other] = [*ways[member], reason]
+                    queue.append(other)
+        return list(dict.fromkeys(ways[b]))
 
     def members(self) -> dict[int, list[int]]:
         """Root to members, both ascending."""

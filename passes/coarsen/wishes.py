@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import combinations, groupby, product
 
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.form.module_tree import ancestors
@@ -64,14 +64,19 @@ class Wishes:
                     marks.setdefault(groups.find(i), set()).add(count)
         return {group: frozenset(numbers) for group, numbers in marks.items()}
 
-    def bind(self, item_of: Sequence[int], num_stages: int) -> tuple[Wish, ...]:
+    def bind(self, item_of: Sequence[int], num_stages: int, groups: Groups) -> tuple[Wish, ...]:
         """Each constraint as entries of a `PartitionProblem`, in the order given.
 
         Whether they contradict each other is the planner's to say: it names the fewest that do.
 
         Raises:
             ConfigError: a stage that is not there.
+            InfeasibleError: what is to be apart may not be cut; says what, and why.
         """
+        for constraint, found in self.matched:
+            for a, b in self._apart(constraint, found):
+                if item_of[a] == item_of[b]:
+                    raise self._inseparable(constraint, a, b, groups)
         return tuple(self._wish(one, found, item_of, num_stages) for one, found in self.matched)
 
     def _wish(
@@ -94,29 +99,41 @@ class Wishes:
             return Wish(text, together=(tuple(everything),) if len(everything) > 1 else ())
         if isinstance(constraint, CutAt):
             return Wish(text, together=tuple(tuple(part) for part in items if len(part) > 1))
-        if isinstance(constraint, Apart):
+        if isinstance(constraint, Apart | CutBefore):
             pairs = {
-                (min(a, b), max(a, b))
-                for k, first in enumerate(items)
-                for second in items[k + 1 :]
-                for a in first
-                for b in second
+                tuple(sorted((item_of[a], item_of[b]))) for a, b in self._apart(constraint, found)
             }
-            return Wish(text, apart=tuple(sorted(pairs)))
-        if isinstance(constraint, CutBefore):
-            return Wish(text, apart=tuple(sorted(self._entries(found[0], item_of))))
+            return Wish(text, apart=tuple((a, b) for a, b in sorted(pairs)))
         return Wish(text, max_stages=constraint.count)
 
-    def _entries(self, ops: tuple[int, ...], item_of: Sequence[int]) -> set[tuple[int, int]]:
-        """Pairs (item outside that makes what is read, item inside that reads it)."""
-        position = {op.name: i for i, op in enumerate(self.graph.ops)}
-        inside = set(ops)
-        return {
-            (min(item_of[source], item_of[i]), max(item_of[source], item_of[i]))
-            for i in ops
-            for name in self.graph.ops[i].inputs
-            if (source := position.get(name)) is not None and source not in inside
-        }
+    def _apart(
+        self, constraint: Constraint, found: tuple[tuple[int, ...], ...]
+    ) -> Iterator[tuple[int, int]]:
+        """Ops that may not share a stage: of two patterns, or (outside, inside that reads it)."""
+        if isinstance(constraint, Apart):
+            for first, second in combinations(found, 2):
+                yield from product(first, second)
+        if isinstance(constraint, CutBefore):
+            position = {op.name: i for i, op in enumerate(self.graph.ops)}
+            inside = set(found[0])
+            for i in found[0]:
+                sources = (position.get(name) for name in self.graph.ops[i].inputs)
+                yield from ((a, i) for a in sources if a is not None and a not in inside)
+
+    def _inseparable(
+        self, constraint: Constraint, a: int, b: int, groups: Groups
+    ) -> InfeasibleError:
+        """The error where two ops of a group are to be apart."""
+        one, other = (self.graph.ops[i] for i in (a, b))
+        shown = [repr(op.module_path or op.name) for op in (one, other)]
+        shown = shown if shown[0] != shown[1] else [repr(op.name) for op in (one, other)]
+        why = "; ".join(groups.why(a, b)) if a != b else "it is in both"
+        return InfeasibleError(
+            f"{describe(constraint)} asks for a cut between {' and '.join(shown)} "
+            f"({one.source}, {other.source}), which have to share a stage: {why}",
+            where=describe(constraint),
+            remedy=f"drop it, or ask for a cut elsewhere: not between {' and '.join(shown)}",
+        )
 
 
 def _stage(given: int, num_stages: int, text: str) -> int:

@@ -162,13 +162,9 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
     forbidden = {(group_of[i], s) for i, s in problem.forbidden}
     lowest, highest = _ranges(problem, members, group_of, pairs, forbidden)
     apart = {tuple(sorted((group_of[a], group_of[b]))) for a, b in problem.apart}
-    for a, b in apart:
-        if a == b:
-            names = ", ".join(repr(problem.items[i].name) for i in members[a][:4])
-            raise InfeasibleError(
-                f"{names} must share a stage, and are asked to be apart",
-                remedy="drop one of the constraints",
-            )
+    for pair in problem.apart:
+        if group_of[pair[0]] == group_of[pair[1]]:
+            raise _inseparable(problem, pair)
     items = problem.items
 
     def total(value: Callable[[int], float]) -> tuple[float, ...]:
@@ -197,6 +193,20 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         lowest=lowest,
         highest=highest,
         forbidden=tuple(sorted((v, s) for v, s in forbidden if lowest[v] <= s <= highest[v])),
+    )
+
+
+def _inseparable(problem: PartitionProblem, pair: tuple[int, int]) -> InfeasibleError:
+    """The error where two items are to be apart, and are bound to one stage."""
+    asked = [wish.text for wish in problem.wishes if pair in wish.apart]
+    bound = [one for one in problem.together if {*pair} <= {*one}]
+    why = [wish.text for wish in problem.wishes if not {*wish.together}.isdisjoint(bound)]
+    names = " and ".join(repr(problem.items[i].name) for i in pair)
+    return InfeasibleError(
+        f"{names} are asked to be apart{''.join(f' by {text}' for text in asked[:1])}, and must "
+        f"share a stage{''.join(f' by {text}' for text in why[:1])}"
+        + ("" if bound else ", as what stays together lies on both sides of one of them"),
+        remedy="drop one of the constraints",
     )
 
 
