@@ -124,7 +124,7 @@ def run_passes(
     replan: Callable[[Plan, OpGraph], Plan] | None = None,
 ) -> Compiled:
     """`build`, every pass run by `step`, which times it and writes its form."""
-    options = with_given_plan(options)
+    options = with_given_plan(options, model)
     apply_overrides(model)
     check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)

@@ -36,7 +36,7 @@ from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.here import lacks, lacks_devices
-from pdcompile.plan.other_model import first_difference, made_of
+from pdcompile.plan.other_model import first_difference, made_of, other_weights
 from pdcompile.plan.schema import ranks_of
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
@@ -57,7 +57,7 @@ def check_given(model: nn.Module, options: Options) -> None:
         PdcompileError: a file cannot be read, contradicts another, or does not fit the model.
     """
     if not is_distributed(options):
-        machines(with_given_plan(options), None)
+        machines(with_given_plan(options, model), None)
     if options.weights is not None:
         weights.check(model, weights.open_source(options.weights))
 
@@ -91,11 +91,11 @@ def check_here(options: Options, num_ranks: int | None) -> None:
     check_supported(plan, NO_OPS)
 
 
-def with_given_plan(options: Options) -> Options:
+def with_given_plan(options: Options, model: nn.Module | None = None) -> Options:
     """The options as a given plan completes them.
 
     Raises:
-        PlanError: the plan cannot be read.
+        PlanError: the plan cannot be read, or options contradict it and its weights the model.
         ConfigError: options that contradict the plan, or that it would leave without effect.
     """
     with places_in_its_file(options):
@@ -109,7 +109,17 @@ def with_given_plan(options: Options) -> Options:
                     "given",
                     remedy=f"leave {name} out, or plan again with it",
                 )
-        refuse_others(options, plan)
+        try:
+            refuse_others(options, plan)
+        except ConfigError:
+            if model is None or not (other := other_weights(plan, model)):
+                raise
+            raise PlanError(
+                f"the plan is of another model: {made_of(plan)}, and this is "
+                f"{type(model).__name__}: {other}",
+                where=options.plan_file,
+                remedy=ANOTHER_MODEL,
+            ) from None
     named = options if isinstance(options.plan, Plan) else _file_named(options)
     return replace(completed(named, plan), plan=plan)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError, PdcompileError, refuse_unknown
 
@@ -23,12 +23,14 @@ AN_OPTION = (
 )
 REQUIRED: Any = ...  # in place of a value that has to be given
 IN_BATCHES = "batches is a function that returns a fresh iterable of (inputs, target): `lambda: {}`"
+#: options of `pdcompile.compile` that say what a training is; the command line may say otherwise
+TRAINING = (
+    "optimizer", "batch_dims", "loss_reduction", "autocast", "grad_scaler", "max_grad_norm",
+    "linear_lr_scaling", "outputs", "seed",
+)  # fmt: skip
 # What people look for in a workload, and where it is.
 NOT_FIELDS = {
-    **dict.fromkeys(
-        ("example_target", "target", "targets"),
-        "the example's target is that of the first (inputs, target) of batches",
-    ),
+    **dict.fromkeys(("target", "targets"), "the example's target is example_target"),
     **{name: IN_BATCHES.format(name) for name in ("data", "dataset", "dataloader", "loader")},
     **dict.fromkeys(
         ("scheduler", "lr_scheduler"),
@@ -36,7 +38,7 @@ NOT_FIELDS = {
         "pdcompile.compile returns",
     ),
     "batch_size": "it is that of the minibatch: example_inputs is a whole one",
-    "lr": "it is the optimizer's: --lr on the command line, or optimizer= of pdcompile.compile",
+    "lr": "it is the optimizer's: --lr on the command line, or optimizer=",
 }
 
 
@@ -55,6 +57,10 @@ class Workload:
             (None without loss_fn).
         weights: for a model on the meta device, where its values come from: as in
             `pdcompile.compile`.
+        example_target: what belongs to `example_inputs`; left out: the first of `batches` tells.
+        **options: of a training, as `pdcompile.compile` takes them: optimizer, batch_dims,
+            loss_reduction, autocast, grad_scaler, max_grad_norm, linear_lr_scaling, outputs, seed.
+            What the command line says takes their place.
     """
 
     model: torch.nn.Module
@@ -62,6 +68,8 @@ class Workload:
     loss_fn: Callable[[Any, Any], Any] | None
     batches: Callable[[], Iterable[tuple[Any, Any]]] | None
     weights: Any
+    target: Any
+    options: Mapping[str, Any]
 
     def __init__(
         self,
@@ -70,18 +78,22 @@ class Workload:
         loss_fn: Callable[[Any, Any], Any] | None = None,
         batches: Callable[[], Iterable[tuple[Any, Any]]] | None = None,
         weights: Any = None,
-        **unknown: Never,
+        *,
+        example_target: Any = REQUIRED,
+        **options: Any,
     ) -> None:
         """Raises ConfigError: a field that there is not, with what is meant instead; or model or
         example_inputs are missing."""
-        given = (model, example_inputs, loss_fn, batches, weights)
+        training = {name: options.pop(name) for name in TRAINING if name in options}
+        given = (model, example_inputs, loss_fn, batches, weights, example_target, training)
         known = tuple(field.name for field in fields(self))
-        if unknown:
+        if options:
             from pdcompile.options import Options
 
-            options = {field.name: AN_OPTION.format(field.name) for field in fields(Options)}
-            refuse_unknown("Workload has no field", unknown, known, options | NOT_FIELDS)
-        if missing := [n for n, one in zip(known, given, strict=True) if one is REQUIRED]:
+            meant = {field.name: AN_OPTION.format(field.name) for field in fields(Options)}
+            taken = (*known[:-2], "example_target", *TRAINING)
+            refuse_unknown("Workload has no field", options, taken, meant | NOT_FIELDS)
+        if missing := [n for n, one in zip(known[:2], given, strict=False) if one is REQUIRED]:
             raise ConfigError(
                 f"Workload has no {' and no '.join(missing)}",
                 where=missing[0],
@@ -92,13 +104,13 @@ class Workload:
             object.__setattr__(self, name, value)  # it is frozen
 
     def example_target(self) -> Any:
-        """The target that belongs to the example: that of the first batch.
+        """The target that belongs to the example: as it was given, or that of the first batch.
 
         Returns:
             None without a loss_fn: then the model takes its targets as inputs.
 
         Raises:
-            ConfigError: there is a loss_fn but no batches, or batches yield nothing.
+            ConfigError: there is a loss_fn and neither target nor batches, or these yield nothing.
         """
         return self.example()[1]
 
@@ -111,11 +123,14 @@ class Workload:
         """
         if self.loss_fn is None:
             return self.example_inputs, None
+        if self.target is not REQUIRED:
+            return self.example_inputs, self.target
         if self.batches is None:
             raise ConfigError(
                 "the workload has a loss_fn but no batches, so there is no example target",
                 where="Workload.batches",
-                remedy="give Workload(..., batches=function) that yields (inputs, target)",
+                remedy="give Workload(..., batches=function) that yields (inputs, target), or "
+                "example_target=",
             )
         inputs, target = next(self.stream())
         _compare(self.model, self.example_inputs, inputs)
@@ -124,11 +139,11 @@ class Workload:
     def stream(self) -> Iterator[tuple[Any, Any]]:
         """Minibatches without end: `batches` from the start again whenever it is used up.
 
-        Without batches, the example inputs for ever.
+        Without batches, the example for ever.
         """
         if self.batches is None:
             while True:
-                yield self.example_inputs, None
+                yield self.example_inputs, None if self.target is REQUIRED else self.target
         while True:
             empty = True
             for index, batch in enumerate(_own_errors_named(self.batches)):

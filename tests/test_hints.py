@@ -43,9 +43,8 @@ def test_an_option_that_there_is_not_names_the_nearest() -> None:
     ("name", "remedy"),
     [
         ("batch", "did you mean 'batches'? there are model, "),
-        ("optimizer", "it is an option: optimizer=… of pdcompile.compile"),
-        ("example_target", "the example's target is that of the first "),
-        ("target", "the example's target is that of the first "),
+        ("schedule", "it is an option: schedule=… of pdcompile.compile"),
+        ("target", "the example's target is example_target"),
         ("data", "batches is a function that returns a fresh iterable "),
         ("dataset", "batches is a function that returns a fresh iterable "),
         ("scheduler", "it steps in a loop of your own: "),
@@ -56,7 +55,7 @@ def test_a_field_that_a_workload_has_not_names_what_is_meant(name: str, remedy: 
     with pytest.raises(ConfigError, match=f"Workload has no field '{name}'") as caught:
         pdcompile.Workload(nn.Linear(1, 1), torch.ones(1, 1), **{name: None})
     assert str(caught.value.remedy).startswith(remedy)
-    assert len(inspect.signature(pdcompile.Workload).parameters) == 6  # all of them are shown
+    assert len(inspect.signature(pdcompile.Workload).parameters) == 7  # all are shown, or listed
 
 
 def test_all_wrong_fields_of_a_workload_are_named_before_those_that_are_missing() -> None:

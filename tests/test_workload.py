@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pdcompile import ConfigError, Workload, load_target
+from pdcompile.cli.options import Flags
 from pdcompile.errors import InputError
 
 GOOD = """
@@ -200,3 +201,28 @@ def test_keywords_of_the_example_have_to_be_those_of_forward() -> None:
     workload = Workload(nn.Linear(3, 3), {"inpt": x}, nn.functional.mse_loss, lambda: [(x, x)])
     with pytest.raises(InputError, match="does not fit"):
         workload.example()
+
+
+def test_it_takes_what_a_training_is() -> None:
+    """As `pdcompile.compile` does; without batches the example is every minibatch."""
+    x, y = torch.ones(4, 1), torch.zeros(4, 1)
+    workload = Workload(
+        nn.Linear(1, 1), x, nn.functional.mse_loss, example_target=y, loss_reduction="sum",
+        max_grad_norm=1.0, batch_dims=0, optimizer=torch.optim.SGD,
+    )  # fmt: skip
+    assert workload.example_target() is y
+    assert [one for _, one in itertools.islice(workload.stream(), 2)] == [y, y]
+    assert workload.options == {
+        "loss_reduction": "sum", "max_grad_norm": 1.0, "batch_dims": 0,
+        "optimizer": torch.optim.SGD,
+    }  # fmt: skip
+    options = Flags().to_options(workload)
+    assert (options.loss_reduction, options.max_grad_norm) == ("sum", 1.0)
+    assert options.optimizer is torch.optim.SGD
+    assert {"loss_reduction", "max_grad_norm"} <= options.said
+    said = Flags(loss_reduction="mean", optimizer="none").to_options(workload)
+    assert (said.loss_reduction, said.max_grad_norm, said.optimizer) == ("mean", 1.0, None)
+    with pytest.raises(ConfigError, match="TARGET has an optimizer of its own"):
+        Flags(lr=0.1).to_options(workload)
+    with pytest.raises(ConfigError, match="no field 'stages'"):
+        Workload(nn.Linear(1, 1), x, stages=2)

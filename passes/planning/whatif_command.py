@@ -38,7 +38,7 @@ def command(
     words = [
         *_machines(found, given, written),
         *_planned(found.after),
-        *_trained(found.after.training, given),
+        *_trained(found.after.training, given, known=bool(plan.command)),
     ]
     if not made and any(note.startswith("costs are estimated") for note in plan.notes):
         words.append(("--costs", "estimated"))
@@ -106,12 +106,13 @@ def _now(wish: Wish) -> Constraint | None:
     return found
 
 
-def _trained(training: Training, given: Mapping[str, str]) -> Words:
-    """What is trained, and what it gives."""
+def _trained(training: Training, given: Mapping[str, str], *, known: bool) -> Words:
+    """What is trained, and what it gives; a function that no `known` command names is TARGET's."""
     if training.autocast is not None:
         yield "--autocast", training.autocast.rpartition(":")[2]
     if training.loss_reduction == "callable":
-        yield "--loss-reduction", given.get("--loss-reduction", "FILE:FUNCTION")
+        if "--loss-reduction" in given or not known:
+            yield "--loss-reduction", given.get("--loss-reduction", "FILE:FUNCTION")
     elif training.loss_reduction != "mean":
         yield "--loss-reduction", training.loss_reduction
     if not training.outputs_by_size:

@@ -24,7 +24,7 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
     from pdcompile.passes.trace.subject import device_of
     from pdcompile.units import format_bytes
 
-    model, options = workload.model, with_given_plan(options)
+    model, options = workload.model, with_given_plan(options, workload.model)
     flat = example_call(model, inputs, expected)
     layout = resolve_batch(flat, options.batch_dims)
     device = device_of(model, flat).type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -14,6 +14,7 @@ import typer
 
 from pdcompile.cli.dry_run import intended, show
 from pdcompile.clusters import cluster_of, names
+from pdcompile.errors import ConfigError
 from pdcompile.files import VARIABLE as CACHE
 from pdcompile.options import OUTPUTS, Options
 from pdcompile.options.option_texts import (
@@ -27,6 +28,7 @@ from pdcompile.options.option_texts import (
     replicas_of,
 )
 from pdcompile.plan import Plan
+from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
 from pdcompile.problem.constraints import parsed
 from pdcompile.schedule.files import named
@@ -160,13 +162,13 @@ class Flags:
         ),
     ] = None
     optimizer: Annotated[
-        str,
+        str | None,
         training(
             metavar="CLASS|FILE:FUNCTION|none",
             help="A class of torch.optim, or a function of parameters (.named: with names) that "
-            "makes an optimizer; its state counts in memory.",
+            "makes an optimizer; its state counts in memory. Default: TARGET's, or AdamW.",
         ),
-    ] = "AdamW"
+    ] = None
     lr: Annotated[
         float | None, training(metavar="RATE", help="Learning rate of a class; default: 3e-4.")
     ] = None
@@ -294,15 +296,15 @@ class Flags:
         made = {
             "constraints": parsed(self._constraints()),
             "loss_fn": workload.loss_fn,
-            "optimizer": optimizer_of(self.optimizer, self.lr),
-            "loss_reduction": reduction_of(self.loss_reduction),
+            "optimizer": _optimizer(self, workload),
+            "loss_reduction": reduction_of(self.loss_reduction or _planned(more)),
             "refine": refine_of(self.refine),
             "recompute": recompute_of(self.recompute),
             "replicas": replicas_of(self.replicas),
         }
         if "microbatches" not in more:
             made["microbatches"] = microbatches_of(self.microbatches)
-        return Options.given(given | made | more)
+        return Options.given(_with_training(given | made | more, workload))
 
     def _constraints(self) -> dict[str, list[str]]:
         """As they were written."""
@@ -399,6 +401,33 @@ class PlanFlags(Flags):
                 counts = numbers_of("--microbatches", self.microbatches)
                 found |= {"microbatch_counts": counts, "microbatches": counts[0]}
         return found
+
+
+def _with_training(said: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    """The options, with what the workload says of its training where nothing else is said."""
+    silent = {name: one for name, one in workload.options.items() if said.get(name) is None}
+    return said | silent | {"optimizer": said["optimizer"]}  # none is said, too
+
+
+def _optimizer(flags: Flags, workload: Workload) -> Any:
+    """That of the flags, else the workload's, else AdamW."""
+    if flags.optimizer is not None or "optimizer" not in workload.options:
+        return optimizer_of(flags.optimizer or "AdamW", flags.lr)
+    if flags.lr is not None:
+        raise ConfigError(
+            f"--lr {flags.lr:g} would have no effect: TARGET has an optimizer of its own",
+            where="--lr",
+            remedy="leave --lr out, or give --optimizer too",
+        )
+    return workload.options["optimizer"]
+
+
+def _planned(more: Mapping[str, Any]) -> str | None:
+    """The loss reduction that a plan's command named, where it is a function in the very file that
+    this command runs; another file is not run because a plan names it."""
+    plan, place = more.get("plan"), str(more.get("command_target", "")).rpartition(":")[0]
+    word = recorded_reduction(plan) if isinstance(plan, Plan) else ""
+    return word if word and word.rpartition(":")[0] == place else None
 
 
 def compiled(

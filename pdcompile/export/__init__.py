@@ -97,10 +97,10 @@ def export(
     result = driver.build(
         workload.model,
         call,
-        Options(
-            loss_fn=workload.loss_fn, plan=given, plan_file=where, progress=progress,
-            weights=workload.weights, capture_file=beside,
-        ),
+        Options.given(dict(workload.options) | {
+            "loss_fn": workload.loss_fn, "plan": given, "plan_file": where, "progress": progress,
+            "weights": workload.weights, "capture_file": beside,
+        }),
         replan=replan,
     )  # fmt: skip
     found = targets.export(

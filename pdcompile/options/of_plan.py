@@ -11,6 +11,7 @@ from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.schedule.registry import name_of
 
 PLACES = {"stages": "stages", "replicas": "stages: replicas", "recompute": "stages: recompute"}
@@ -37,7 +38,8 @@ def refuse_others(options: Options, plan: Plan) -> None:
         raise ConfigError(
             "the plan was made with a function as loss_reduction, which a plan does not hold",
             where="plan: training.loss_reduction",
-            remedy="give the same function: loss_reduction=… (--loss-reduction FILE:FUNCTION)",
+            remedy="give the same function: loss_reduction=… of compile or Workload "
+            f"(--loss-reduction {recorded_reduction(plan) or 'FILE:FUNCTION'})",
         )
     differing = [name for name in has if name != "outputs" and asked[name] != has[name]]
     for name in differing[:1]:

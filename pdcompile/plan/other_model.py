@@ -6,16 +6,36 @@ A plan holds no graph, but names, places and bytes of its ops and what crosses b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.plan.schema import Plan
 from pdcompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def made_of(plan: Plan) -> str:
     """The model of a plan: its class, and the target as the command line had it."""
     target = f" of {plan.command[0]}" if plan.command else ""
     return f"{plan.model or 'a model'}{target}"
+
+
+def recorded_reduction(plan: Plan) -> str:
+    """The function that the command which made a plan named as the loss reduction; "": none."""
+    name = "--loss-reduction="
+    return next((word.removeprefix(name) for word in plan.command if word.startswith(name)), "")
+
+
+def other_weights(plan: Plan, model: nn.Module) -> str:
+    """A parameter of the plan that the model does not have, before it is captured; "": none."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for stage in plan.stages:
+        for fqn in stage.parameters:
+            if fqn not in known:
+                return f"the parameter {fqn!r} on stage {stage.index} is only in the plan"
+    return ""
 
 
 def first_difference(plan: Plan, graph: OpGraph) -> str:
