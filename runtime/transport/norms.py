@@ -70,7 +70,7 @@ class Norms:
             self.scale.learn(minibatch, finite=not row[-1])
         for fqn, norm in zip(self._names, row.tolist(), strict=False):
             if norm != ABSENT and fqn not in norms:
-                norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn])
+                norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn].to_real())
         stacked = [norms[fqn] for fqn in self._dtypes if fqn in norms]
         self.total = torch.tensor(0.0)
         if stacked:
