@@ -91,6 +91,32 @@ def _hook(model: Any) -> None:
     model.layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
 
 
+def test_a_parameter_made_trainable_is_refused_with_what_helps() -> None:
+    """Another remedy than for one that was frozen: no group of the optimizer has it."""
+    model = models.mlp()
+    bias = model.get_parameter("layers.0.bias").requires_grad_(False)
+    pipe, _ = pair(model, "1f1b")
+    batch, target = models.batch_for(model, 8)
+    pipe.step(batch, target=target)
+    bias.requires_grad_(True)
+    with pytest.raises(
+        ConfigError, match=r"made trainable(.|\n)*requires_grad_\(False\)"
+    ) as caught:
+        pipe.step(batch, target=target)
+    assert "param_groups" not in str(caught.value)
+    bias.requires_grad_(False)
+    pipe.step(batch, target=target)
+    weight = model.get_parameter("layers.0.weight").requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"frozen(.|\n)*requires_grad_\(True\) again"):
+        pipe.step(batch, target=target)
+    weight.requires_grad_(True)
+    (group,) = pipe.optimizer.param_groups
+    group["params"] = [p for p in group["params"] if p is not weight]
+    before = weight.detach().clone()
+    pipe.step(batch, target=target)
+    assert torch.equal(weight, before)
+
+
 @SCHEDULES
 @pytest.mark.parametrize(
     ("change", "words"),

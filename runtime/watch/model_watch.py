@@ -29,8 +29,12 @@ _ANEW = "compile the changed model anew"
 _TABLES = ("other submodules", "other parameters", "other buffers")  # a state consists of these
 _BUFFER = "register it as a buffer, which may be written in place; or compile the model anew"
 _FREEZE = (
-    "to leave it as it is, take it out of pipe.optimizer.param_groups (after pipe.flush()); or "
-    "compile the changed model anew"
+    "requires_grad_(True) again, and to leave it as it is take it out of its group in "
+    "pipe.optimizer.param_groups (after pipe.flush()); or compile the changed model anew"
+)
+_UNFREEZE = (
+    "requires_grad_(False) again goes on without training it; to train it, compile the changed "
+    "model anew: the stages compute no gradient of it"
 )
 _VALUES = (
     "change values in place (p.copy_ under torch.no_grad, or load_state_dict), or "
@@ -176,8 +180,9 @@ class ModelWatch:
                 if now[what] != was[what]:
                     raise _changed(name, f"was {was[what]} and is {now[what]}, converted")
             if training:
-                what = "was frozen" if was["trained"] else "was made trainable"
-                raise _changed(name, what, remedy=_FREEZE)
+                if was["trained"]:
+                    raise _changed(name, "was frozen", remedy=_FREEZE)
+                raise _changed(name, "was made trainable", remedy=_UNFREEZE)
 
     def _check_modes(self, training: bool) -> None:
         """Compare the modes that the call would run in with those that were captured.
