@@ -24,7 +24,6 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
-from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.given import (
     check_given,
@@ -39,7 +38,7 @@ from pdcompile.given import (
 )
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.training_check import check_loss
-from pdcompile.options import NOT_OPTIONS, Options
+from pdcompile.options import NOT_OPTIONS, Options, default_optimizer
 from pdcompile.options.configuration import Configuration, capture_size, configure
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
@@ -305,8 +304,9 @@ def compile(
         loss_fn: (output, target) -> scalar; None: the model returns its loss (a scalar, an
             output with ``.loss``, or a dict with ``"loss"``).
         optimizer: called with this rank's parameters (``.named`` has their names), returns a
-            torch Optimizer; default AdamW at 3e-4; None: gradients only.  It steps once a stage,
-            in one process too: step hooks run once a stage, and one that couples parameters of
+            torch Optimizer, or a list of several (Muon for matrices, AdamW for the rest), which
+            become one; default AdamW at 3e-4; None: gradients only.  It steps once a stage, in
+            one process too: step hooks run once a stage, and one that couples parameters of
             different stages (a norm of all gradients inside of step) is refused.
         cluster: "auto", a Cluster, "2x4" (hosts x devices), "2x8:h100" (of machines with a name,
             docs/clusters.md), "local:4" (stages in this process), or the path of a cluster.toml.

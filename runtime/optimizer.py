@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.optimizers import all_step_hooks, members
 from pdcompile.eager.snapshot import difference, snapshot
 from pdcompile.errors import ConfigError
-from pdcompile.releases.torch_internals import step_hooks
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.warn import warn
 
-_Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]
+_Place = tuple[int, str]  # of `Updater._values`: which dict, and the key in it
 _SHARED = frozenset(("params", "param_groups", "state"))
 _NOTHING = object()
 
@@ -53,7 +53,7 @@ class Updater:
 
     def warn_of_hooks(self) -> None:
         """Say once that step hooks run for each stage, in a process that has several."""
-        if not self._warned and step_hooks(self.optimizer):
+        if not self._warned and all_step_hooks(self.optimizer):
             self._warned = True
             warn(
                 "the optimizer has step hooks, and stages are updated one by one: in one process "
@@ -64,7 +64,8 @@ class Updater:
     def snapshot(self, minibatch: int) -> None:
         """Remember every param_group value for the update of this minibatch."""
         # Learning-rate schedulers warn unless the optimizer stepped before them; it will.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for one in (self.optimizer, *members(self.optimizer)):
+            one._opt_called = True  # type: ignore[attr-defined]
         self._snapshots.pop(minibatch - self._reach - 1, None)
         self._snapshots[minibatch] = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
@@ -114,10 +115,11 @@ class Updater:
         scale of its learning rates."""
         self._notice()
         found = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        groups = self._values()[: -len(found)] + found
         for (n, key), first in self._before.items():
             value = self._made.get(stage, {}).get((n, key), first)
-            if 0 < n <= len(found) and value is not _NOTHING:
-                found[n - 1][key] = value
+            if len(groups) - len(found) <= n < len(groups) and value is not _NOTHING:
+                groups[n][key] = value
         return found
 
     def _scaled(self, groups: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
@@ -127,7 +129,8 @@ class Updater:
         return [{**group, "lr": group["lr"] * self._scales[stage]} for group in groups]
 
     def _values(self) -> list[dict[str, Any]]:
-        return [vars(self.optimizer), *self.optimizer.param_groups]
+        """Attributes of the optimizers, then the values of the groups."""
+        return [*map(vars, members(self.optimizer)), *self.optimizer.param_groups]
 
     def _notice(self) -> None:
         """What the user has set since the last update holds for every stage."""

@@ -234,6 +234,21 @@ def test_on_a_gpu_optimizers_take_all_parameters_at_once(build: Any, at_once: bo
     assert at_once or found == on_cpu
 
 
+def test_of_several_optimizers_the_one_that_takes_most_counts() -> None:
+    """Matrices alone would show what Muon keeps, and embeddings have AdamW's moments."""
+
+    def several(parameters: Any) -> list[torch.optim.Optimizer]:
+        matrices = [p for _, p in parameters.named if p.ndim > 1]
+        vectors = [p for _, p in parameters.named if p.ndim <= 1]
+        kinds = ((torch.optim.Muon, matrices), (torch.optim.AdamW, vectors))
+        return [kind(own) for kind, own in kinds if own]
+
+    (one, _), (found, note) = optimizer_costs(torch.optim.Muon), optimizer_costs(several)
+    assert (one.factor, found.factor, note) == (1.0, 2.0, None)
+    assert found.step >= one.step
+    assert found.moved >= one.moved
+
+
 def test_an_optimizer_that_cannot_be_asked_is_taken_for_adam() -> None:
     def by_name(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([dict(named.named)["head.weight"]], lr=0.1)

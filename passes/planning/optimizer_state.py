@@ -6,6 +6,9 @@ parameters one by one needs that for one of them, and often still holds some of 
 that takes all at once (`foreach`) needs it for their sum; a fused one needs nothing.
 
 A step takes as long as memory needs for what its kernels read and write.
+
+Of several optimizers, each of parameters of its own, the one that takes most counts: matrices and
+vectors are tried.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.eager.optimizers import NamedParameters
+from pdcompile.eager.optimizers import Optimizers, make_optimizer
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, tensors_in
 
 PROBE_SHAPE = (32, 32)
+_VECTOR = (1024,)
 SCALAR_BYTES = 64  # at most this much is a count or a coefficient, which do not grow
 
 
@@ -53,24 +57,38 @@ def optimizer_costs(
     if build is None:
         return OptimizerCosts(), None
     try:
-        factor, one, moved = _probe(build, 1, on_gpu)
-        _, two, _ = _probe(build, 2, on_gpu)
-        _, three, _ = _probe(build, 3, on_gpu)
+        probe = torch.nn.Parameter(torch.zeros(PROBE_SHAPE))
+        several = isinstance(make_optimizer(build, [("probe0.weight", probe)]), Optimizers)
+        names = {"weight": PROBE_SHAPE, **({"bias": _VECTOR} if several else {})}
+        found = [_costs(build, name, shape, on_gpu) for name, shape in names.items()]
     except Exception as error:  # a user's callable: whatever it raises, only the estimate suffers
         return ADAM, (
             f"optimizer state assumed {ADAM.factor:g} bytes per parameter byte, and temporaries of "
             "its step as those of Adam: the optimizer callable could not be probed "
             f"({type(error).__name__}: {error})"
         )
+    factors, steps, moved = zip(*found, strict=True)
+    of_one, of_previous, of_all = map(max, *steps) if several else steps[0]
+    return OptimizerCosts(max(factors), (of_one, of_previous, of_all), max(moved)), None
+
+
+def _costs(
+    build: Callable[..., Any], name: str, shape: tuple[int, ...], on_gpu: bool
+) -> tuple[float, tuple[float, float, float], float]:
+    """The fields of `OptimizerCosts`, for parameters of this name and shape."""
+    factor, one, moved = _probe(build, name, shape, 1, on_gpu)
+    two, three = (_probe(build, name, shape, count, on_gpu)[1] for count in (2, 3))
     of_all = max(0.0, three - two)
-    temporaries = max(0.0, one - of_all), max(0.0, two - one - of_all), of_all
-    return OptimizerCosts(factor, temporaries, moved), None
+    return factor, (max(0.0, one - of_all), max(0.0, two - one - of_all), of_all), moved
 
 
-def _probe(build: Callable[..., Any], count: int, on_gpu: bool) -> tuple[float, float, float]:
+def _probe(
+    build: Callable[..., Any], name: str, shape: tuple[int, ...], count: int, on_gpu: bool
+) -> tuple[float, float, float]:
     """State of a parameter, temporaries of a step and what it moves, per byte of one parameter."""
-    parameters = [torch.nn.Parameter(torch.zeros(PROBE_SHAPE)) for _ in range(count)]
-    optimizer = build(NamedParameters([(f"probe{n}.weight", p) for n, p in enumerate(parameters)]))
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(count)]
+    optimizer = make_optimizer(build, [(f"probe{n}.{name}", p) for n, p in enumerate(parameters)])
+    assert optimizer is not None
     for group in optimizer.param_groups if on_gpu else ():
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
@@ -88,7 +106,7 @@ def _probe(build: Callable[..., Any], count: int, on_gpu: bool) -> tuple[float, 
 
 def _set_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     for parameter in parameters:
-        parameter.grad = torch.zeros(PROBE_SHAPE)
+        parameter.grad = torch.zeros(parameter.shape)
 
 
 def _tensors(state: dict[str, Any]) -> list[Tensor]:

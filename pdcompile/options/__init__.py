@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdcompile.clusters import cluster_of
-from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT
 
@@ -24,6 +23,13 @@ NOT_OPTIONS = {
     "batches": "the loop is yours: pipe.step(inputs, target=target) takes one minibatch a call",
     "batch_size": "it is that of the minibatch: example_inputs is a whole one",
 }
+
+
+def default_optimizer(parameters: Any) -> Any:
+    """The default of `compile` and `reference`: AdamW at 3e-4."""
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=3e-4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.optimizers import make_optimizer
+from pdcompile.eager.optimizers import all_step_hooks, make_optimizer, members
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError, PdcompileError
-from pdcompile.releases.torch_internals import global_step_hooks, step_hooks
+from pdcompile.releases.torch_internals import global_step_hooks
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.warn import warn
 
@@ -111,9 +111,9 @@ def _copy(parameter: Tensor, values: torch.Generator) -> nn.Parameter:
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's own, with nothing added to its step."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
-    hooks = [*step_hooks(optimizer), *global_step_hooks()]
-    return own and not hooks and "step" not in vars(optimizer)
+    own = all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer))
+    hooks = [*all_step_hooks(optimizer), *global_step_hooks()]
+    return own and not hooks and not any("step" in vars(one) for one in members(optimizer))
 
 
 def _differing(one: Copies, other: Copies) -> str | None:

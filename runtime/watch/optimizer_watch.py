@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pdcompile.eager import digest
 from pdcompile.eager.loss_scale import LossScale
+from pdcompile.eager.optimizers import all_step_hooks, members
 from pdcompile.errors import ConfigError
-from pdcompile.releases.torch_internals import step_hooks
 
 # What every optimizer has, and what schedulers of learning rates add.
 _KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
@@ -54,8 +54,9 @@ class OptimizerWatch:
         one = self._optimizer
         assert one is not None, "nothing is in flight without updates"
         own = {
-            name: _state_of(value) if isinstance(value, Mapping) else _state_of({"": value})
-            for name, value in vars(one).items()
+            (n, name): _state_of(value) if isinstance(value, Mapping) else _state_of({"": value})
+            for n, member in enumerate(members(one))
+            for name, value in vars(member).items()
             if name not in _KNOWN and not hasattr(value, "_wrapped_by_lr_sched")
         }
         return [
@@ -63,7 +64,7 @@ class OptimizerWatch:
                 "the parameters of its groups",
                 [[id(p) for p in g["params"]] for g in one.param_groups],
             ),
-            ("its step hooks", [id(hook) for hook in step_hooks(one)]),
+            ("its step hooks", [id(hook) for hook in all_step_hooks(one)]),
             ("its attributes", own),
             ("its state", {id(p): _state_of(values) for p, values in one.state.items()}),
         ]
