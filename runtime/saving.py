@@ -64,8 +64,7 @@ class Saving(PipelineState):
         Args:
             keep: how many of this training's last checkpoints stay there; None: all.
             verify: read everything back and compare.
-            schedulers: learning-rate schedulers: one, a list, or a dict by name (rank 0's are
-                saved).
+            schedulers: this rank's learning-rate schedulers: one, a list, or a dict by name.
 
         Raises:
             CheckpointError: it cannot be written; the pipeline and earlier checkpoints are as
@@ -110,7 +109,7 @@ class Saving(PipelineState):
             optimizer: False leaves the optimizer as it is.
             schedulers: those that were handed to `save`, in the same form.
             random_state: set the default generators of torch, random and numpy to what they were
-                in rank 0's process.
+                on this rank; on rank 0 where there were more ranks or fewer.
 
         Raises:
             CheckpointError: it is damaged, or of another model; nothing was changed.

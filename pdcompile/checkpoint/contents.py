@@ -22,6 +22,7 @@ from pdcompile.checkpoint.manifest import (
 )
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
+from pdcompile.checkpoint.scheduler_states import SchedulerPart
 from pdcompile.checkpoint.tensor_file import TensorFile, dtype_name
 from pdcompile.errors import CheckpointError, os_errors_as, some
 from pdcompile.files import read_limited
@@ -187,7 +188,8 @@ class Contents:
                     raise CheckpointError(
                         "the optimizer's settings are malformed", where=where, remedy=ANOTHER
                     )
-                found.append(NamedGroup(n, group.names, values))
+                kind = group.kind or self.manifest.optimizer
+                found.append(NamedGroup(n, group.names, values, kind))
         return found
 
     def _tensors_of(self, stage: StoredStage) -> Callable[[str], Tensor] | None:
@@ -270,6 +272,21 @@ class Contents:
         self._read.clear()
         for file in self._files.values():
             file.close()
+
+
+def scheduler_parts(contents: Contents) -> dict[str, list[SchedulerPart]]:
+    """Each scheduler that was handed over, stage by stage, as the rank of that had it."""
+    stages, parts = contents.manifest.stages, {}
+    for name, state in contents.schedulers().items():
+        groups = [tuple(group.names for group in stage.groups) for stage in stages]
+        parts[name] = [SchedulerPart(own, state) for own in groups]
+    for stage in stages:
+        where = f"{contents.place}: stages[{stage.stage}].schedulers"
+        for one in stage.schedulers:
+            if one.name in parts:
+                part = SchedulerPart(one.groups, decode(one.state, where))
+                parts[one.name][stage.stage] = part
+    return parts
 
 
 def open_checkpoint(folder: Path) -> Contents:

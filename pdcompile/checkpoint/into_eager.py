@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,16 @@ from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
 from pdcompile.checkpoint.tensor_file import dtype_name
+from pdcompile.eager.optimizers import Optimizers
 from pdcompile.errors import CheckpointError, InputError
 from pdcompile.position import Position
 from pdcompile.weights.slots import slots
 
 
 def load_checkpoint(
-    folder: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> Position:
     """Load a checkpoint of any plan into a model, and the optimizer's state into an optimizer.
 
@@ -28,7 +31,8 @@ def load_checkpoint(
 
     Args:
         folder: what `pipe.save` was given, or one checkpoint in it.
-        optimizer: of the model's parameters, in any order and any groups of like settings.
+        optimizer: of the model's parameters, or several, in any order.  Where their groups are
+            others than when it was saved, each keeps its own learning rate.
 
     Returns:
         The minibatches that it was trained on.
@@ -51,6 +55,8 @@ def load_checkpoint(
         hidden = None if slot.persistent else contents.buffer(slot.names, slot.tensor)
         values |= {} if hidden is None else {fqn: hidden}
     parts = None
+    if isinstance(optimizer, Sequence):
+        optimizer = Optimizers(optimizer)
     if optimizer is not None:
         parts = optimizer_parts(
             contents, optimizer, {fqn: slot.tensor for fqn, slot in kept.items()}, stored
@@ -72,6 +78,7 @@ def optimizer_parts(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, str],
+    made: Sequence[NamedGroup] = (),
 ) -> tuple[dict[int, str], list[NamedGroup], dict[str, dict[str, Any]]]:
     """What `load_named` takes, of a checkpoint: names, groups and state.
 
@@ -81,10 +88,9 @@ def optimizer_parts(
     Raises:
         CheckpointError: it does not fit the optimizer.
     """
-    saved = contents.manifest.optimizer
-    if saved != type(optimizer).__name__:
+    if not contents.manifest.optimizer:
         raise CheckpointError(
-            f"the checkpoint has the state of {saved or 'no optimizer'}, and this one is "
+            f"the checkpoint has the state of no optimizer, and this one is "
             f"{type(optimizer).__name__}",
             where=str(contents.place),
             remedy="make the optimizer that it was saved with, or load weights and position "
@@ -102,7 +108,7 @@ def optimizer_parts(
     read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
     state = {name: values for name, values in read.items() if values}
     try:
-        check_named(optimizer, names, groups, state)
+        check_named(optimizer, names, groups, state, made)
     except InputError as error:
         where = f"{contents.place}: {error.where}"
         raise CheckpointError(error.message, where=where, remedy=error.remedy) from error

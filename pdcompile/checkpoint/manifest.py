@@ -45,10 +45,22 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A param_group of an optimizer: names of parameters, and the values as JSON."""
+    """A param_group: names of parameters, the values as JSON, and the class of its optimizer ("":
+    that of the manifest)."""
 
     names: tuple[str, ...]
     values: Any
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScheduler:
+    """A learning-rate scheduler: its name, the names of parameters in each group of its optimizer,
+    and its state as JSON."""
+
+    name: str
+    groups: tuple[tuple[str, ...], ...]
+    state: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,7 @@ class StoredStage:
         state: of the optimizer, by parameter, as JSON.
         replicas: buffers that training writes, of each replica; () where there is one, or where
             they are equal: `weights` has their means.
+        schedulers: of the rank that has written it.
     """
 
     stage: int
@@ -81,6 +94,7 @@ class StoredStage:
     groups: tuple[StoredGroup, ...]
     state: Any
     replicas: tuple[StoredFile, ...] = ()
+    schedulers: tuple[StoredScheduler, ...] = ()
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -98,10 +112,11 @@ class Manifest:
         minibatches: trained on, `evaluations`: done.
         schedule: its name, `microbatches`: of a minibatch, `ranks`: of the plan.
         plan: the hash of the plan in ``plan.json``, `plan_crc32`: of that file.
-        optimizer: the name of its class; "" without one.
+        optimizer: the names of its classes; "" without one.
         aliases: further names of tied tensors: (name, first name).
-        schedulers: their states, as JSON; `scheduler_types`: (name, name of the class).
-        random_state: of the generators of rank 0's process, as JSON.
+        schedulers: rank 0's states, as JSON; `scheduler_types`: (name, name of the class).
+        random_state: of the generators of rank 0's process, as JSON; `random_states`: (rank, those
+            of its process), of ranks where they differ.
         seed: of the random numbers that the model draws; None: not known.
         loss_scale: updates before, and fields of `Scale`, of the scales that later minibatches
             take; empty without a GradScaler.
@@ -127,6 +142,7 @@ class Manifest:
     scheduler_types: tuple[tuple[str, str], ...] = ()
     loss_scale: tuple[tuple[int, float, int, float, float, int], ...] = ()
     extra_states: Any = None
+    random_states: tuple[tuple[int, Any], ...] = ()
     checksum: int = 0
 
     def to_text(self) -> str:

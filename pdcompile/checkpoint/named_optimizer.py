@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pdcompile.eager.optimizers import members
 from pdcompile.errors import InputError, some
+from pdcompile.warn import warn
 
 #: of states that have the shape of their parameter, in torch's optimizers
 _OF_PARAMETER = (
@@ -22,6 +24,7 @@ _OF_PARAMETER = (
     "grad_avg", "sum", "acc_delta", "ax", "prev", "step_size",
 )  # fmt: skip
 _OWN = ("params", "param_names")
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers write among them
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,11 +33,13 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class NamedGroup(NamedTuple):
-    """A param_group: its place in its optimizer, the names of parameters, and the values."""
+    """A param_group: its place in its optimizer, the names of parameters, the values, and the class
+    of the optimizer ("": not known)."""
 
     place: int
     names: tuple[str, ...]
     values: dict[str, Any]
+    kind: str = ""
 
 
 def names_of(tensors: Mapping[str, Tensor]) -> dict[int, str]:
@@ -44,13 +49,17 @@ def names_of(tensors: Mapping[str, Tensor]) -> dict[int, str]:
 
 def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[NamedGroup]:
     """The groups of an optimizer; parameters without a name are left out."""
+    every = [
+        (type(one).__name__, group) for one in members(optimizer) for group in one.param_groups
+    ]
     return [
         NamedGroup(
             n,
             tuple(names[id(p)] for p in group["params"] if id(p) in names),
             settings(group),
+            kind,
         )
-        for n, group in enumerate(optimizer.param_groups)
+        for n, (kind, group) in enumerate(every)
     ]
 
 
@@ -144,16 +153,26 @@ def check_named(
     names: Mapping[int, str],
     groups: Sequence[NamedGroup],
     state: Mapping[str, Any],
+    made: Sequence[NamedGroup] = (),
 ) -> list[Mapping[str, Any]]:
     """Whether groups and state by name fit an optimizer; the values of each of its groups.
 
+    Where groups are others than they were, a group keeps its own rates (they are not among its
+    values), and so what groups that were one differ in.
+
+    Args:
+        made: the groups of the whole model's optimizer, or of all ranks', as they were made.
+
     Raises:
-        InputError: a parameter is in no group of the state, two that are in one group now had
-            unlike settings, or a tensor has another shape than its parameter.
+        InputError: a parameter is in no group of the state, or of another class of optimizers; two
+            that are in one group now had unlike settings; or a tensor has another shape than its
+            parameter.
     """
-    of = {name: group for group in groups for name in group.names}
+    of = {name: group for group in _joined(groups) for name in group.names}
+    present = named_groups(optimizer, names)
+    parted = _parted(made or present, of)
     found: list[Mapping[str, Any]] = []
-    for own in named_groups(optimizer, names):
+    for own in present:
         unknown = [name for name in own.names if name not in of]
         if unknown:
             raise InputError(
@@ -163,35 +182,82 @@ def check_named(
             )
         sources = list({id(of[name]): of[name] for name in own.names}.values())
         if not sources:  # a rank without parameters of this group: schedulers still see it
-            sources = [group for group in groups if group.place == own.place][:1]
-        for other in sources[1:]:
-            differing = _differing(sources[0].values, other.values)
-            if differing:
-                one, two = (next(n for n in s.names if n in own.names) for s in (sources[0], other))
+            there = [g for g in _joined(groups) if g.place == own.place and _like(g, own)]
+            sources = there if len(there) == 1 else []
+        kept = {key for one in sources for key in parted.get(id(one), ())}
+        for other in sources:
+            one, two = (next(iter({*s.names} & {*own.names}), "") for s in (sources[0], other))
+            if not _like(own, other):
                 raise InputError(
-                    f"{one} and {two} are in one group of this optimizer, and were saved with "
-                    f"{differing}={sources[0].values.get(differing)!r} and "
-                    f"{other.values.get(differing)!r}",
+                    f"{two}: the checkpoint has the state of {other.kind}, and this one is "
+                    f"{own.kind}",
                     where="param_groups",
-                    remedy="make the optimizer with the groups that it was saved with",
+                    remedy="make the optimizer that it was saved with, or load weights and "
+                    "position alone: pipe.load(folder, optimizer=False)",
                 )
-        found.append(sources[0].values if sources else own.values)
-    if type(optimizer).__module__.startswith("torch.optim."):  # others may mean something else
-        for group in optimizer.param_groups:
+            for key in _differing(sources[0].values, other.values):
+                if key not in RATES:
+                    raise InputError(
+                        f"{one} and {two} are in one group of this optimizer, and were saved with "
+                        f"{key}={sources[0].values.get(key)!r} and {other.values.get(key)!r}",
+                        where="param_groups",
+                        remedy="make the optimizer with the groups that it was saved with",
+                    )
+                kept.add(key)
+        kept |= {*RATES} if kept.intersection(RATES) else set()
+        values = sources[0].values if sources else {}
+        found.append({key: value for key, value in values.items() if key not in kept})
+    if all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer)):
+        for group in optimizer.param_groups:  # others may mean something else
             for parameter in group["params"]:
                 name = names.get(id(parameter), "")
                 _check_shapes(name, parameter, state.get(name, {}))
     return found
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """A setting of which two groups have unlike values, "" where there is none."""
+def _like(one: NamedGroup, other: NamedGroup) -> bool:
+    """Whether groups are of one class of optimizers, as far as that is known."""
+    return one.kind == other.kind or not (one.kind and other.kind)
+
+
+def _joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
+    """Groups, with those of several stages that are in one place and have like values as one."""
+    found: list[NamedGroup] = []
+    for group in groups:
+        for n, one in enumerate(found):
+            if (
+                one.place == group.place
+                and _like(one, group)
+                and not _differing(one.values, group.values)
+            ):
+                found[n] = one._replace(names=(*one.names, *group.names))
+                break
+        else:
+            found.append(group)
+    return found
+
+
+def _parted(made: Sequence[NamedGroup], of: Mapping[str, NamedGroup]) -> dict[int, set[str]]:
+    """What groups differ in whose parameters are of one saved group, by the id of that."""
+    groups: dict[int, list[NamedGroup]] = {}
+    for one in made:
+        for number in {id(of[name]) for name in one.names if name in of}:
+            groups.setdefault(number, []).append(one)
+    return {
+        number: {key for one in held for key in _differing(held[0].values, one.values)}
+        for number, held in groups.items()
+    }
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The settings of which two groups have unlike values."""
+    found = []
     for key in {**one, **other}:
         a, b = one.get(key), other.get(key)
         tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
         if not (torch.equal(a, b) if tensors else type(a) is type(b) and bool(a == b)):  # type: ignore[arg-type]
-            return key
-    return ""
+            found.append(key)
+    return found
 
 
 def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> None:
@@ -210,6 +276,7 @@ def load_named(
     names: Mapping[int, str],
     groups: Sequence[NamedGroup],
     state: Mapping[str, dict[str, Any]],
+    made: Sequence[NamedGroup] = (),
 ) -> None:
     """Give an optimizer groups and state by name, as far as it has their parameters.
 
@@ -219,7 +286,14 @@ def load_named(
     Raises:
         InputError: see `check_named`; nothing was changed.
     """
-    chosen = check_named(optimizer, names, groups, state)
+    chosen = check_named(optimizer, names, groups, state, made)
+    present = named_groups(optimizer, names)
+    others = [g.names for g, v in zip(present, chosen, strict=True) if g.names and "lr" not in v]
+    if others and any("lr" in group.values for group in groups):
+        warn(
+            f"{some([one[0] for one in others])} are in other groups than when the optimizer's "
+            "state was saved: these groups keep their own learning rates"
+        )
     numbered: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(parameter): n for n, parameter in enumerate(numbered)}
     own = {
@@ -227,20 +301,20 @@ def load_named(
         for n, parameter in enumerate(numbered)
         if names.get(id(parameter)) in state
     }
-    present = [
+    values_of = [
         {**settings(group), **copy.deepcopy(dict(values))}
         for group, values in zip(optimizer.param_groups, chosen, strict=True)
     ]
-    for values, group in zip(present, optimizer.param_groups, strict=True):
+    for values, group in zip(values_of, optimizer.param_groups, strict=True):
         values["params"] = [numbers[id(parameter)] for parameter in group["params"]]
-    optimizer.load_state_dict({"state": own, "param_groups": present})
+    optimizer.load_state_dict({"state": own, "param_groups": values_of})
     for n, values in own.items():
-        made = optimizer.state.get(numbered[n])
-        if made is None:
+        loaded = optimizer.state.get(numbered[n])
+        if loaded is None:
             continue
         for key, value in values.items():
-            if isinstance(value, Tensor) and isinstance(made.get(key), Tensor):
-                values[key] = value.to(made[key].device)
+            if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor):
+                values[key] = value.to(loaded[key].device)
         optimizer.state[numbered[n]] = values
 
 

@@ -8,10 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from pdcompile.checkpoint.manifest import StoredFile, StoredGroup, StoredStage
-from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of, settings
+from pdcompile.checkpoint.manifest import StoredFile, StoredGroup, StoredScheduler, StoredStage
+from pdcompile.checkpoint.named_optimizer import (
+    NamedGroup,
+    named_groups,
+    named_state,
+    names_of,
+    settings,
+)
 from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.checkpoint.scheduler_states import scheduler_groups
 from pdcompile.checkpoint.tensor_file import write_tensors
+from pdcompile.errors import CheckpointError
 from pdcompile.position import Accumulated
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
@@ -92,11 +100,13 @@ def write_stages(
     identity: str,
     minibatches: int,
     waiting: Mapping[str, Accumulated],
+    schedulers: Mapping[str, Any],
 ) -> list[StoredStage]:
     """Write the files of all stages of which this process is the first replica.
 
     Args:
         waiting: gradients that wait for the rest of their group.
+        schedulers: of this process, by name.
 
     Raises:
         CheckpointError: a file cannot be written, or a value has no place in one.
@@ -105,6 +115,10 @@ def write_stages(
     owner, optimizer = owners(session), session.optimizer
     names = names_of(all_parameters(session))
     state = {} if optimizer is None else named_state(optimizer, names)
+    told = {
+        name: ([held for _, held in scheduler_groups(one, optimizer, names)], _state_of(name, one))
+        for name, one in schedulers.items()
+    }
     found = []
     for worker in writers(session):
         stage, label = worker.stage, f"stage-{worker.stage:03d}"
@@ -119,6 +133,7 @@ def write_stages(
                 StoredGroup(
                     tuple(name for name in one.names if owner.get(name) == stage),
                     encoder.encode(settings(values[n]), f"groups/{n}"),
+                    one.kind,
                 )
                 for n, one in enumerate(named_groups(optimizer, names))
             )
@@ -140,9 +155,33 @@ def write_stages(
                 waiting=max((waiting[f].minibatches for f in own if f in waiting), default=0),
                 groups=groups,
                 state=kept,
+                schedulers=tuple(
+                    StoredScheduler(
+                        name, tuple(tuple(f for f in n if owner.get(f) == stage) for n in held), its
+                    )
+                    for name, (held, its) in told.items()
+                ),
             )
         )
     return found
+
+
+def _state_of(name: str, scheduler: Any) -> Any:
+    """JSON of a scheduler's state.
+
+    Raises:
+        CheckpointError: it gives none, or one that no file without code can hold.
+    """
+    try:
+        state = scheduler.state_dict()
+    except Exception as error:  # the user's
+        raise CheckpointError(
+            f"scheduler {name} ({type(scheduler).__name__}) gives no state: "
+            f"{type(error).__name__}: {error}",
+            where="schedulers",
+            remedy="hand over schedulers whose state_dict() works, or save it yourself",
+        ) from error
+    return Encoder(inline=True).encode(state, f"schedulers/{name}")
 
 
 def _rest(
@@ -161,6 +200,14 @@ def _rest(
     }
     buffers = {f"buffer/{f}": session.state.tensors[f] for f in hidden(session, worker.stage)}
     return {**older, **gradients, **buffers}  # type: ignore[dict-item]
+
+
+def made_groups(session: Session) -> list[NamedGroup]:
+    """The groups of this process's optimizer as the user's callable has made them."""
+    if session.optimizer is None:
+        return []
+    present = named_groups(session.optimizer, names_of(all_parameters(session)))
+    return [g._replace(values=v) for g, v in zip(present, session.made_groups, strict=False)]
 
 
 def all_parameters(session: Session) -> dict[str, Tensor]:

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.contents import Contents, open_checkpoint, scheduler_parts
 from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.generators import restore, states_of
 from pdcompile.checkpoint.into_eager import optimizer_parts
-from pdcompile.checkpoint.named_optimizer import NamedGroup, load_named, names_of
+from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
+from pdcompile.checkpoint.plain_values import Encoder, decode
+from pdcompile.checkpoint.scheduler_states import merged_state, scheduler_groups
 from pdcompile.errors import CheckpointError, PdcompileError, some
 from pdcompile.position import Accumulated, Position
 from pdcompile.runtime.interpreter import Worker
@@ -30,6 +32,7 @@ from pdcompile.runtime.state.accumulated import resume
 from pdcompile.runtime.state.checkpoint_parts import (
     all_parameters,
     hidden,
+    made_groups,
     older_versions,
     owners,
     written_buffers,
@@ -73,6 +76,8 @@ class Prepared:
     accumulated: dict[str, Accumulated] = field(default_factory=dict)
     groups: list[NamedGroup] | None = None  # of the optimizer; None: it is left as it is
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    made: list[NamedGroup] = field(default_factory=list)  # the groups of all ranks, when made
+    kept: set[int] = field(default_factory=set)  # ids of groups that keep their own rates
     schedulers: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
     apart: bool = False  # replicas have buffers of their own
@@ -84,6 +89,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
     opened = json.loads(exchange.announce(_opened(folder) if 0 in session.ranks else ""))
     if "error" in opened:
         return Loaded(None, Position(), error_of(opened))
+    made = _made(session, exchange)
     prepared: Prepared | None = None
     own: PdcompileError | None = None
     told: dict[str, Any] = {}
@@ -96,7 +102,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
                 where=str(contents.place),
                 remedy="give every rank the path of one folder that all hosts share",
             )
-        prepared = prepare(session, contents, wanted)
+        prepared = prepare(session, contents, wanted, made)
         _load_schedulers(prepared, wanted, before)
     except PdcompileError as error:
         own, told = error, told_of(error)
@@ -132,7 +138,24 @@ def _verdict(session: Session, texts: Sequence[str]) -> str:
     return "{}"
 
 
-def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
+def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
+    """The optimizers' groups of all ranks, as they were made."""
+    own = made_groups(session)
+    if session.world is None:
+        return own
+    encoder = Encoder(inline=True)
+    text = json.dumps([[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own])
+    texts = json.loads(exchange.announce(json.dumps(exchange.gather(text))))
+    return [
+        NamedGroup(place, tuple(names), decode(values, "groups"), kind)
+        for one in texts
+        for place, names, values, kind in json.loads(one)
+    ]
+
+
+def prepare(
+    session: Session, contents: Contents, wanted: Wanted, made: list[NamedGroup]
+) -> Prepared:
     """Read and check all that this process needs.
 
     What is large is read again to be copied: all ranks have to know first that nothing is damaged,
@@ -146,7 +169,7 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
         {key: (infos[f].shape, infos[f].dtype) for f, keys in state.names.items() for key in keys}
     )
     stored = {fqn: contents.first_name(keys) for fqn, keys in state.names.items()}
-    found = Prepared(contents)
+    found = Prepared(contents, made=made)
     found.source = {f: one for f, one in stored.items() if not state.tensors[f].is_meta}
     for name in found.source.values():
         contents.weight(name)
@@ -162,7 +185,7 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
         _prepare_optimizer(session, found, stored)
     found.apart = _prepare_replicas(session, contents)
     _prepare_loss_scale(session, found)
-    _prepare_schedulers(found, wanted)
+    _prepare_schedulers(session, found, wanted, stored)
     contents.extra_states()
     saved, own = contents.manifest.seed, session.plan.training.seed
     if saved not in (None, own):
@@ -171,8 +194,7 @@ def prepare(session: Session, contents: Contents, wanted: Wanted) -> Prepared:
             "numbers (dropout) are others from here on"
         )
     if wanted.random_state:
-        where = f"{contents.place}: random_state"
-        found.generators = states_of(contents.manifest.random_state, where)
+        _prepare_generators(session, found)
     return found
 
 
@@ -231,8 +253,19 @@ def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, s
     if not saved:
         found.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
         return
-    parts = optimizer_parts(contents, optimizer, all_parameters(session), stored)
-    _, found.groups, found.state = parts
+    parts = optimizer_parts(contents, optimizer, all_parameters(session), stored, found.made)
+    names, found.groups, found.state = parts
+    chosen = check_named(optimizer, names, found.groups, found.state, found.made)
+    groups = zip(optimizer.param_groups, chosen, strict=True)
+    found.kept = {id(group) for group, values in groups if "lr" in group and "lr" not in values}
+
+
+def _prepare_generators(session: Session, found: Prepared) -> None:
+    """The states of this rank's generators, or rank 0's where there were more ranks or fewer."""
+    manifest, where = found.contents.manifest, f"{found.contents.place}: random_state"
+    alike = session.world is not None and manifest.ranks == session.plan.num_ranks
+    others = dict(manifest.random_states) if alike else {}
+    found.generators = states_of(others.get(session.ranks[0], manifest.random_state), where)
 
 
 def _prepare_replicas(session: Session, contents: Contents) -> bool:
@@ -258,8 +291,10 @@ def _own_buffers(session: Session, contents: Contents) -> Iterator[tuple[int, st
                 yield worker.stage, fqn, ranks.index(worker.transport.rank), tensor
 
 
-def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
-    saved = found.contents.schedulers()
+def _prepare_schedulers(
+    session: Session, found: Prepared, wanted: Wanted, stored: Mapping[str, str]
+) -> None:
+    saved = scheduler_parts(found.contents)
     missing = [name for name in wanted.schedulers if name not in saved]
     if missing:
         raise CheckpointError(
@@ -271,7 +306,6 @@ def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
     left = [name for name in saved if name not in wanted.schedulers]
     if left and not wanted.resumes:
         found.notes.append(note_on_schedulers(left))
-    found.schedulers = {name: saved[name] for name in wanted.schedulers}
     for name, kind in found.contents.manifest.scheduler_types:
         here = type(wanted.schedulers.get(name)).__name__
         if name in wanted.schedulers and here != kind:
@@ -280,6 +314,14 @@ def _prepare_schedulers(found: Prepared, wanted: Wanted) -> None:
                 where=f"{found.contents.place}: schedulers",
                 remedy="make the scheduler that was saved, or leave it out",
             )
+    parameters = all_parameters(session)
+    names = {id(parameters[fqn]): one for fqn, one in stored.items() if fqn in parameters}
+    same_plan = found.contents.manifest.plan == session.plan.hash()
+    for name, one in wanted.schedulers.items():
+        held = scheduler_groups(one, session.optimizer, names)
+        kept = {n for n, (group, _) in enumerate(held) if id(group) in found.kept}
+        own = [part for s, part in enumerate(saved[name]) if same_plan and s in session.stages]
+        found.schedulers[name] = own or saved[name], [names for _, names in held], kept
 
 
 def note_on_schedulers(left: Sequence[str]) -> str:
@@ -295,11 +337,13 @@ def _load_schedulers(prepared: Prepared, wanted: Wanted, before: dict[str, Any])
 
     `before` gets the states that they had.
     """
-    for name, state in prepared.schedulers.items():
+    for name, (parts, groups, kept) in prepared.schedulers.items():
         one = wanted.schedulers[name]
         try:
             before[name] = copy.deepcopy(one.state_dict())
-            one.load_state_dict(state)
+            one.load_state_dict(merged_state(parts, groups, before[name], kept, name))
+        except CheckpointError:
+            raise
         except Exception as error:  # the user's
             raise CheckpointError(
                 f"scheduler {name} ({type(one).__name__}) does not take its state: "
@@ -337,7 +381,7 @@ def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
     if prepared.groups is not None:
         assert session.optimizer is not None
         names = names_of(all_parameters(session))
-        load_named(session.optimizer, names, prepared.groups, prepared.state)
+        load_named(session.optimizer, names, prepared.groups, prepared.state, prepared.made)
     for _, fqn, index, tensor in _own_buffers(session, contents):
         tensor.copy_(contents.replica(fqn, index))
     session.replicas_apart = prepared.apart  # from here on: an optimizer that loads would flush

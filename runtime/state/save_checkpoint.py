@@ -6,6 +6,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,9 @@ from pdcompile.checkpoint import folder as checkpoints
 from pdcompile.checkpoint.extra_states import encoded_extra_states
 from pdcompile.checkpoint.generators import generator_states
 from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredFile, StoredStage
-from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.checkpoint.tensor_file import TensorFile, unwritten
 from pdcompile.errors import CheckpointError, PdcompileError
-from pdcompile.jsonio import decode, encode
+from pdcompile.jsonio import decode, dumps, encode
 from pdcompile.position import Position
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.accumulated import held
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 class Asked(NamedTuple):
     """How many of the `own` checkpoints of this training stay, whether what was written is read
-    back, and schedulers by name, of which rank 0's are saved."""
+    back, and schedulers by name."""
 
     keep: int | None
     verify: bool
@@ -56,7 +56,8 @@ def save(
     `apart`: what replicas here have of their own.
     """
     first = 0 in session.ranks
-    opened = json.loads(exchange.announce(_opened(folder) if first else ""))
+    generators = generator_states()
+    opened = json.loads(exchange.announce(_opened(folder, generators) if first else ""))
     if "error" in opened:
         return Saved(None, error_of(opened))
     written, identity = folder / opened["name"], opened["identity"]
@@ -70,13 +71,17 @@ def save(
                 remedy="give every rank the path of one folder that all hosts share",
             )
         waiting = held(session, position.minibatches)
-        stages = write_stages(session, written, identity, position.minibatches, waiting)
+        stages = write_stages(
+            session, written, identity, position.minibatches, waiting, asked.schedulers
+        )
         replicas = write_replicas(session, written, identity, apart)
         if asked.verify:
             files = [file for stage in stages for file in stage.files]
             _read_back(written, [*files, *(file for _, _, file in replicas)], identity)
         told["stages"] = [encode(stage) for stage in stages]
         told["replicas"] = encode(replicas)
+        if _checksum(generators) != opened["generators"]:
+            told["generators"] = generators
     except (PdcompileError, OSError) as error:
         failed = error if isinstance(error, PdcompileError) else unwritten(written, error)
         told = told_of(failed)
@@ -104,12 +109,17 @@ def _keep(place: Path, keep: int | None, own: checkpoints.OwnCheckpoints) -> Non
         warn(f"old checkpoints cannot be found or removed: {error}")
 
 
-def _opened(folder: Path) -> str:
+def _opened(folder: Path, generators: Any) -> str:
     try:
         made = checkpoints.begin(folder)
     except OSError as error:
         return json.dumps(told_of(unwritten(folder, error)))
-    return json.dumps({"name": made.name, "identity": secrets.token_hex(16)})
+    told = {"name": made.name, "identity": secrets.token_hex(16)}
+    return json.dumps({**told, "generators": _checksum(generators)})
+
+
+def _checksum(generators: Any) -> int:
+    return zlib.crc32(dumps(generators).encode())
 
 
 def _closed(
@@ -143,6 +153,8 @@ def _closed(
             for one in part["stages"]
         ]
         manifest = _manifest(session, identity, position, stages, schedulers)
+        others = ((rank, p["generators"]) for rank, p in enumerate(parts) if "generators" in p)
+        manifest = replace(manifest, random_states=tuple(others))
         place = checkpoints.finish(written, manifest, session.plan.to_json())
     except (PdcompileError, OSError) as error:
         checkpoints.discard(written)
@@ -169,37 +181,16 @@ def _manifest(
         ranks=plan.num_ranks,
         plan=plan.hash(),
         plan_crc32=zlib.crc32(plan.to_json().encode()),
-        optimizer="" if session.optimizer is None else type(session.optimizer).__name__,
+        optimizer=" and ".join(sorted({one.kind for stage in stages for one in stage.groups})),
         aliases=tuple((one, fqn) for fqn, keys in names.items() for one in keys if one != fqn),
         stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
-        schedulers=_states(schedulers),
+        schedulers={one.name: one.state for stage in stages[:1] for one in stage.schedulers},
         scheduler_types=tuple((name, type(one).__name__) for name, one in schedulers.items()),
         random_state=generator_states(),
         seed=plan.training.seed,
         loss_scale=() if session.loss_scale is None else session.loss_scale.saved(),
         extra_states=encoded_extra_states(session.model),
     )
-
-
-def _states(schedulers: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON of their states, by name.
-
-    Raises:
-        CheckpointError: one gives no state, or one that no file without code can hold.
-    """
-    encoder, found = Encoder(inline=True), {}
-    for name, one in schedulers.items():
-        try:
-            state = one.state_dict()
-        except Exception as error:  # the user's
-            raise CheckpointError(
-                f"scheduler {name} ({type(one).__name__}) gives no state: "
-                f"{type(error).__name__}: {error}",
-                where="schedulers",
-                remedy="hand over schedulers whose state_dict() works, or save it yourself",
-            ) from error
-        found[name] = encoder.encode(state, f"schedulers/{name}")
-    return found
 
 
 def _read_back(folder: Path, files: list[StoredFile], identity: str) -> None:

@@ -25,7 +25,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.checkpoint_parts import all_parameters, owners, writers
+from pdcompile.runtime.state.checkpoint_parts import all_parameters, made_groups, owners, writers
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.model_state import dtype_of
 from pdcompile.runtime.transport.contract import Expected
@@ -64,7 +64,7 @@ def gather_optimizer(session: Session, exchange: Exchange, numbers: Numbers) -> 
         groups, state = _received(session, exchange, groups, state, numbers)
     if 0 not in session.ranks:
         return {}
-    found = [_merged(n, own, groups) for n, own in enumerate(order)]
+    found = [_merged(own, groups) for own in order]
     ordered = {fqn: state[fqn] for fqn in session.state.infos if fqn in state}
     return whole_state(found, copy.deepcopy(ordered))
 
@@ -118,17 +118,17 @@ def _first_number(session: Session) -> int:
     return len(session.state.dtypes) + sum(1 + len(one.parameters) for one in stages)
 
 
-def _merged(place: int, names: list[str], groups: list[NamedGroup]) -> NamedGroup:
+def _merged(own: NamedGroup, groups: list[NamedGroup]) -> NamedGroup:
     """A group of the whole model, with the values of the stage of its first parameter."""
     of = {name: group for group in groups for name in group.names}
-    found = next((of[name] for name in names if name in of), None)
+    found = next((of[name] for name in own.names if name in of), None)
     if found is None:  # it has no parameters
-        found = next((group for group in groups if group.place == place), None)
-    return NamedGroup(place, tuple(names), {} if found is None else dict(found.values))
+        found = next((group for group in groups if group.place == own.place), None)
+    return own._replace(values={} if found is None else dict(found.values))
 
 
-def whole_order(session: Session) -> list[list[str]]:
-    """Names of the parameters of an optimizer of the whole model, group by group.
+def whole_order(session: Session) -> list[NamedGroup]:
+    """The groups of an optimizer of the whole model, as it is made.
 
     It is made of parameters without memory of their own; in one process it is the optimizer.
 
@@ -137,8 +137,7 @@ def whole_order(session: Session) -> list[list[str]]:
     """
     assert session.optimizer is not None
     if session.world is None:
-        names = names_of(all_parameters(session))
-        return [list(group.names) for group in named_groups(session.optimizer, names)]
+        return made_groups(session)
     bare = {fqn: _bare(tensor) for fqn, tensor in all_parameters(session).items()}
     try:
         with preserved_rng():
@@ -152,7 +151,7 @@ def whole_order(session: Session) -> list[list[str]]:
         ) from error
     assert made is not None
     names = names_of(bare)
-    return [list(group.names) for group in named_groups(made, names)]
+    return named_groups(made, names)
 
 
 def _bare(tensor: Tensor) -> nn.Parameter:
@@ -167,8 +166,9 @@ def load_optimizer(session: Session, given: Any) -> None:
         InputError: it is none; nothing was changed.
     """
     assert session.optimizer is not None
-    groups, state = read_whole(given, whole_order(session))
+    made = whole_order(session)
+    groups, state = read_whole(given, [group.names for group in made])
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
     own = copy.deepcopy({name: dict(one) for name, one in state.items() if name in mine})
-    load_named(session.optimizer, names, groups, own)
+    load_named(session.optimizer, names, groups, own, made)

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from pdcompile import jsonio
-from pdcompile.checkpoint.contents import open_checkpoint
+from pdcompile.checkpoint.contents import open_checkpoint, scheduler_parts
 from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.generators import states_of
 from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, StoredStage, read_manifest
@@ -337,7 +337,7 @@ def _everything(contents: Any) -> None:
     """What loading reads, and what `pdcompile checkpoint show --verify` does."""
     contents.verify()
     contents.groups()
-    contents.schedulers()
+    scheduler_parts(contents)
     if contents.manifest.random_state is not None:
         states_of(contents.manifest.random_state, "random_state")
     for name in contents.names:
