@@ -143,6 +143,22 @@ TRANSFORM: Refusal = (
     "forward uses a torch.func transform (vmap, grad, jvp) around {}",
     "write the batched computation out, or wrap it in an autograd.Function",
 )
+FLEX_BACKWARD: Refusal = (
+    "forward calls {} on values that need a gradient, and its backward is a kernel of its own, "
+    "which torch has none of on CPUs",
+    "F.scaled_dot_product_attention(q, k, v, attn_mask=create_mask(mask_mod, B, H, Q, KV)) trains "
+    "with the same mask, with create_mask of torch.nn.attention.flex_attention (a score_mod that "
+    "adds a bias: add it to a float attn_mask); frozen layers may keep flex_attention",
+)
+BLOCK_MASK: Refusal = (
+    "the input {} is a BlockMask of FlexAttention, whose function is no data",
+    "pass the tensors that its mask_mod reads, and call create_block_mask in forward",
+)
+COMPILED = (
+    "call the function as it is, without torch.compile (flex_attention instead of "
+    "torch.compile(flex_attention); attn_implementation='sdpa' of a Hugging Face model, whose "
+    "'flex_attention' compiles itself)"
+)
 
 # Of a comparison on the CPU with stages for GPUs; {} is what was found there.
 ASKS_DEVICE: Refusal = (

@@ -37,6 +37,7 @@ from pdcompile.releases.torch_internals import (
     DropoutNd,
     OpOverload,
     OpOverloadPacket,
+    flex_attention_uncompiled,
     function_mode,
     run_backward,
     without_function_mode,
@@ -232,6 +233,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         # Unlisted draws must not depend on the generator's earlier state either.
         reseed(self._last)
         self._around.enter_context(python_draws.watched(self._drawn))
+        self._around.enter_context(flex_attention_uncompiled())
         self._plain_call = nn.Module.__call__
         nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]

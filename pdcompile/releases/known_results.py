@@ -18,6 +18,7 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.releases.torch_internals import (
     FakeTensor,
     NoTorchDispatch,
+    NoTorchFunction,
     OpOverload,
     dispatch_keys,
     is_composite,
@@ -158,11 +159,14 @@ def _made(known: _Known, args: tuple[Any, ...]) -> FakeTensor:
     first = args[0]
     while type(first) is not FakeTensor:  # of a list of tensors
         first = first[0]
-    with NoTorchDispatch():
+    # Without modes for functions too, which a transform does not close around its own operators:
+    # they would be asked for the device of what is made here.
+    with NoTorchFunction(), NoTorchDispatch():
         if known.views:
             bare = torch.empty(0, dtype=known.dtype, device="meta")
             storage = first.untyped_storage()
             bare.set_(storage, known.offset, known.shape, known.stride)
         else:
             bare = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-    return FakeTensor(first.fake_mode, bare, known.device)
+    with NoTorchFunction():
+        return FakeTensor(first.fake_mode, bare, known.device)

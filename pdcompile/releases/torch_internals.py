@@ -11,11 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 
@@ -125,6 +128,31 @@ CHECKPOINT_REGION: Place = (
     checkpoint,
     _OF_KEYWORDS if hasattr(checkpoint, _OF_KEYWORDS) else _REGION,
 )
+
+
+def flex_attention_places() -> tuple[Place, ...]:
+    """The operator of flex_attention, its check of devices, and whether it runs without compiling
+    itself; none where nobody has imported it."""
+    home = sys.modules.get("torch.nn.attention.flex_attention")
+    names = "flex_attention_hop", "_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    return () if home is None else tuple((home, name) for name in names)
+
+
+@contextmanager
+def flex_attention_uncompiled() -> Iterator[None]:
+    """Runs flex_attention without compiling itself, which it cannot below a mode for functions: the
+    same operator either way."""
+    *_, (home, name) = flex_attention_places() or ((SimpleNamespace(there=True), "there"),)
+    with patch.object(home, name, True):
+        yield
+
+
+def flex_attention_densely(*args: Any) -> Any:
+    """The operator of flex_attention as it runs without torch.compile: (output, two statistics)."""
+    from torch._higher_order_ops.flex_attention import sdpa_dense
+
+    return sdpa_dense(*args)
+
 
 MODULE_MOVE: Place = (nn.Module, "_apply")  # of ``module.to(…)`` and its like
 DropoutNd: type[nn.Module] = nn.modules.dropout._DropoutNd

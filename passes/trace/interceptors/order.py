@@ -2,6 +2,7 @@
 
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
 from pdcompile.passes.trace.interceptors.device_questions import DeviceQuestions
+from pdcompile.passes.trace.interceptors.flex_attention import FlexAttention
 from pdcompile.passes.trace.interceptors.generators import Generators
 from pdcompile.passes.trace.interceptors.loops import ChosenLoops
 from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
@@ -18,6 +19,7 @@ INTERCEPTORS = (
     Generators,
     DrawnInPython,
     Transforms,
+    FlexAttention,
     Checkpoints,
     OpaqueCalls,
     LeafModules,

@@ -50,7 +50,11 @@ from pdcompile.passes.trace.tape.observer import (
     written_by,
 )
 from pdcompile.passes.trace.values.examples import shuffled
-from pdcompile.releases.torch_internals import TorchDispatchMode, is_functorch_wrapped_tensor
+from pdcompile.releases.torch_internals import (
+    TorchDispatchMode,
+    flex_attention_uncompiled,
+    is_functorch_wrapped_tensor,
+)
 
 Observed = dict[CallKey, ObservedCall]
 
@@ -134,6 +138,7 @@ def _run(
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
             stack.enter_context(python_draws.watched(sentinel.follow))
+            stack.enter_context(flex_attention_uncompiled())
             unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
             stack.enter_context(patched((torch.random, "default_generator", unseeded)))
             stack.enter_context(regions_of(subject.autocast, device))

@@ -18,6 +18,7 @@ from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key, Refuted
 from pdcompile.passes.trace.calls.memos import Computations
 from pdcompile.passes.trace.calls.outside import emptied
@@ -28,7 +29,13 @@ from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
-from pdcompile.passes.trace.refusals import ForwardRaised, remedy, remedy_of_loss, tell_of_loss
+from pdcompile.passes.trace.refusals import (
+    COMPILED,
+    ForwardRaised,
+    remedy,
+    remedy_of_loss,
+    tell_of_loss,
+)
 from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
@@ -321,6 +328,8 @@ def run(
         said = f"{what} raised {type(error).__name__}: {error}"
         lost = tape.region == "loss"
         hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
+        if type(error).__module__.startswith("torch._dynamo"):
+            said, hint = f"{what} calls a function that torch.compile has made", COMPILED
         if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
             said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
         if (
@@ -355,6 +364,8 @@ def enter_inputs(
     constants: list[tuple[str, str]] = []
     for path, leaf in flat.leaves.items():
         if not isinstance(leaf, torch.Tensor):
+            if type(leaf).__qualname__ == "BlockMask":  # by its text it is that of another function
+                raise refusals.error(refusals.BLOCK_MASK, path, path)
             leaves[path] = leaf
             if path != "target" or leaf is not None:
                 constants.append((path, repr(leaf)))
