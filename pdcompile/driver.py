@@ -173,6 +173,29 @@ def run_passes(
     )
 
 
+def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compiled) -> Compiled:
+    """What evaluates another form of call than the captured one, on the stages of its plan.
+
+    Raises:
+        PdcompileError: as `build`, of which this is the part that depends on the call.
+    """
+    layout, plan = resolve_batch(flat, options.batch_dims), usual.plan
+    found = capture(
+        model, flat, layout, None if flat.leaves.get("target") is None else options.loss_fn,
+        microbatch_size=_largest(layout, plan) if layout.splits else None,
+        autocast=plan.training.autocast, evaluates=True,
+    )  # fmt: skip
+    captured = replace(usual.capture, eval=found.eval, attributes=found.attributes)
+    return replace(
+        usual,
+        capture=captured,
+        sources=codegen.generate(captured, plan),
+        eval_edges=boundaries.eval_edges(captured, plan, _largest(layout, plan)),
+        layout=layout,
+        verification=None,
+    )
+
+
 def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Steps) -> Plan:
     """The passes from a capture to a plan.  `microbatch`: one of the example's, by its size."""
     step("costs", planner.costs)
@@ -417,7 +440,8 @@ def pipeline(
     check_given(model, options)
     if example_inputs is not None:
         check_example(example_inputs)
-    pipe = Pipeline(model, options, _build_to_run, (example_inputs, example_target))
+    example = example_inputs, example_target
+    pipe = Pipeline(model, options, _build_to_run, example, recompiled)
     if example_inputs is not None and (options.loss_fn is None or example_target is not None):
         pipe.prepare()
     return pipe

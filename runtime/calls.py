@@ -236,7 +236,7 @@ def check_call(
 
 def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
     for path, text in graph.constants:
-        if _of_target(path) and flat.leaves.get("target", flat) is None:
+        if of_target(path) and flat.leaves.get("target", flat) is None:
             continue  # none was given: predict needs none, and `needed` says who does
         if path in flat.leaves and repr(flat.leaves[path]) != text:
             raise InputError(
@@ -245,7 +245,7 @@ def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
                 where=path,
                 remedy="make another pipeline for the other value, or pass it as a tensor",
             )
-        if path not in flat.leaves and repr(_default(flat, path)) != text:
+        if path not in flat.leaves and repr(default_of(flat, path)) != text:
             raise InputError(
                 f"this input was left out, and was {text} when the model was captured; its value "
                 "is part of the plan",
@@ -310,7 +310,7 @@ def _check_written(graph: OpGraph, tensors: Mapping[str, Tensor], *, several: bo
 
 def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
     """The refusal of a call without this input; names one that the call has instead."""
-    if _of_target(path):
+    if of_target(path):
         return InputError(
             "the target is missing", where=path, remedy="pass target=... to step: loss_fn needs it"
         )
@@ -326,7 +326,8 @@ def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
     )
 
 
-def _of_target(path: str) -> bool:
+def of_target(path: str) -> bool:
+    """Whether a leaf is one of loss_fn's target."""
     return path == "target" or path.startswith(("target[", "target."))
 
 
@@ -401,7 +402,7 @@ def _passed_whole(flat: FlatCall) -> str:
     return as_one_argument(given[0]) if len(given) == 1 else ""
 
 
-def _default(flat: FlatCall, path: str) -> Any:
+def default_of(flat: FlatCall, path: str) -> Any:
     """What forward takes for an argument that is not passed."""
     parameter = flat.spec.signature.parameters.get(path)
     return inspect.Parameter.empty if parameter is None else parameter.default

@@ -78,8 +78,9 @@ def share(
     """Bring the outputs of a minibatch from the ranks of the last stage to the receivers."""
     box, broadcasts = Box({}, {}), []
     # Training and evaluation may differ in dtype or layout: channels of their own.
-    turn = feed.minibatch if feed.wiring.training else 0
-    items = [(2 * n + feed.wiring.training, port) for n, port in enumerate(ports)]
+    training = feed.wiring.training
+    turn, first = (feed.minibatch, 0) if training else (0, session.first_output)
+    items = [(2 * n + training, port) for n, port in enumerate(ports, first)]
     for item, port in items:
         for i, size in enumerate(feed.sizes):
             root = session.spec.rank(len(session.spec.ranks) - 1, i, turn)

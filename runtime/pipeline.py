@@ -23,6 +23,7 @@ from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
+from pdcompile.runtime.evaluations import Evaluations, Form
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
 from pdcompile.runtime.saving import Saving
@@ -36,6 +37,7 @@ from pdcompile.runtime.watch import same_model
 from pdcompile.runtime.watch.alike import compiled_alike
 from pdcompile.warn import warn
 
+Recompile = Callable[[nn.Module, FlatCall, Options, Compiled], Compiled]
 Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
 
 
@@ -44,13 +46,20 @@ class Pipeline(Saving):
 
     `build` is the compiler: from the model, one global minibatch (the first call's, or
     `example`: inputs and target), options and the number of processes to a `Compiled`.
+    `recompile` makes another of it, for evaluation of another form of call; None: there is none.
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, build: Build, example: tuple[Any, Any]
+        self,
+        model: nn.Module,
+        options: Options,
+        build: Build,
+        example: tuple[Any, Any],
+        recompile: Recompile | None = None,
     ) -> None:
         super().__init__(model, options)
-        self._build = build
+        self._build, self._recompile = build, recompile
+        self._evaluations: Evaluations | None = None
         self._example = example
         self._handles: list[Any] = []  # of hooks on the model and the optimizer
 
@@ -81,6 +90,10 @@ class Pipeline(Saving):
                 world.leave(error)
             raise
         self._session = session
+        if (recompile := self._recompile) is not None:
+            self._evaluations = Evaluations(
+                session, lambda flat, usual: recompile(self._model, flat, self._options, usual)
+            )
         for note in compiled.plan.notes if 0 in session.ranks else ():
             if note.startswith(DROPPED):
                 warn(note)
@@ -180,7 +193,8 @@ class Pipeline(Saving):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output pytree for one minibatch in eval mode; no loss_fn is called.
 
-        Flushes first.  None on ranks that get no outputs (`outputs=` of compile).
+        A call with other arguments than the captured one's, as without labels of a model that has
+        its loss inside, is captured once.  Flushes first.  None on ranks that get no outputs.
         """
         return self._evaluate("predict", args, kwargs, None).outputs
 
@@ -188,16 +202,24 @@ class Pipeline(Saving):
         refuse_blind_start(self._options, target, started=self._session is not None)
         flat = self._flatten(args, kwargs, target)
         session = self._running
+        number = evaluation_minibatch(self._num_evaluations)
+        form = None if self._evaluations is None else self._evaluations.of(flat, number)
+        with nullcontext() if form is None else form.evaluating(session):
+            return self._evaluated(kind, flat, number, form)
+
+    def _evaluated(self, kind: str, flat: FlatCall, number: int, form: Form | None) -> StepResult:
+        session = self._running
         compiled = session.compiled
         graph = compiled.capture.eval
         own = compiled.interfaces[-1].eval.loss_inputs == ()
         with_loss = graph.loss is not None and (kind == "eval_step" or own)
-        number = evaluation_minibatch(self._num_evaluations)
         feeds = begin_call(session, kind, number, flat, training=False, with_loss=with_loss)
         self._num_evaluations += 1
         with session.call():
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
+        if form is not None:
+            form.take_tensors(session)
         with session.call(number):
             session.evaluate(number, feeds, with_loss=with_loss)
         loss = session.workers[-1].losses[number] if with_loss else None

@@ -19,6 +19,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
+from pdcompile.plan import Edge
 from pdcompile.runtime.device.of_rank import device_of
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
@@ -68,12 +69,14 @@ class Session(Guarded):
         self.replicas_apart = False  # each has buffers or gradients of its own
         self._uncompared = False  # nor are its weights known to be those of the others
         self.agreement: Agreement | None = None
-        self.wirings = _wirings(compiled, self.stages)
+        self.wirings = wirings(compiled, self.stages, compiled.eval_edges)
         path = data_path(plan, alone=True) if world is None else world.path
         self._programs = Programs(plan, compiled.eval_edges, ordered=path.ordered)
+        self.evaluation_programs, self.first_output = self._programs, 0  # number of its channel
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
         made = Workers(compiled, model, self.state, self.ranks, world, self.device, self.loss_scale)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
+        self.streams = made.streams
         self._buffers_part, self._weights_part = made.buffers_part, made.weights_part
         if world is not None:
             transport = self.workers[0].transport
@@ -149,7 +152,7 @@ class Session(Guarded):
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
-        program = self._programs.evaluation(len(feeds[0].sizes), with_loss)
+        program = self.evaluation_programs.evaluation(len(feeds[0].sizes), with_loss)
         self._run(program, minibatch, feeds)
 
     def drain(self, minibatch: int, *, together: bool = True) -> None:
@@ -304,13 +307,15 @@ def _watched(session: Session) -> ModelWatch:
     )
 
 
-def _wirings(compiled: Compiled, stages: Iterable[int]) -> dict[tuple[int, bool], Wiring]:
+def wirings(
+    compiled: Compiled, stages: Iterable[int], eval_edges: tuple[Edge, ...]
+) -> dict[tuple[int, bool], Wiring]:
     """By stage, and whether it trains."""
     plan, found = compiled.plan, {}
     for stage in stages:
         one = compiled.interfaces[stage]
         for training, signature, edges in (
-            (True, one.train, plan.edges), (False, one.eval, compiled.eval_edges),
+            (True, one.train, plan.edges), (False, one.eval, eval_edges),
         ):  # fmt: skip
             found[stage, training] = wire(stage, len(plan.stages), signature, edges, training)
     return found

@@ -46,7 +46,7 @@ class Workers:
         self._compiled, self._model, self._state, self._world = compiled, model, state, world
         self._device, self._scale = device, scale
         self._spec = compiled.stream.spec
-        self._streams = Streams(compiled.plan.training.seed)
+        self.streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
         self._order = DeviceOrder() if world is not None and world.path.ordered else None
         self._boards: dict[int, Board] = defaultdict(dict)
@@ -112,7 +112,7 @@ class Workers:
         precision = Precision(partial(self._region, makes), self._scale)
         whole = bool(self._compiled.interfaces[stage].opaque)
         compute = Compute(
-            stage, plan.tied, weights, self._streams, precision, second,
+            stage, plan.tied, weights, self.streams, precision, second,
             whole=whole, device=self._device,
         )  # fmt: skip
         dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
@@ -158,7 +158,7 @@ class Workers:
                 copies=copies, written=compiled.written_buffers(stage), model=self._model,
             )  # fmt: skip
         for module in weights.modules:
-            self._streams.attach(module, interface)
+            self.streams.attach(module, interface)
         return weights
 
     def _replicas(self, stage: int, rank: int, weights: StageWeights) -> Replicas | None:

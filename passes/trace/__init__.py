@@ -92,6 +92,7 @@ def capture(
     *,
     microbatch_size: int | None = None,
     autocast: str | None = None,
+    evaluates: bool = False,
 ) -> Capture:
     """Captures training and evaluation, valid for every microbatch size.
 
@@ -101,6 +102,7 @@ def capture(
         loss_fn: (output, target) -> scalar; None when the model returns its loss.
         microbatch_size: the size that will run; the batch size of `flat` when None.
         autocast: the region in which model and loss_fn run, such as "cpu:bfloat16".
+        evaluates: evaluation alone, which is then both graphs.
 
     The model, its buffers, its hooks and all random generators are left as they were.
 
@@ -111,7 +113,7 @@ def capture(
         TraceError: the model cannot be captured faithfully; names file and line.
     """
     check_model(model)
-    subject = Subject(model, flat, layout, loss_fn, microbatch_size, autocast)
+    subject = Subject(model, flat, layout, loss_fn, microbatch_size, autocast, evaluates)
     attempts = Attempts(subject)
     start = Assumptions(opaque=hooked(subject), one_size=layout.splits and subject.size == 1)
     try:

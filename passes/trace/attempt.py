@@ -101,12 +101,15 @@ class Attempts:
         subject = self._subject
         with watched_attributes(self._reads), watched_flag(subject.model, self._reads) as asked:
             try:
-                train = self._graph(True, None)
+                train = self._graph(not subject.evaluates, None)
             finally:  # recordings of an earlier attempt are not made again
                 self._asked = self._asked or asked()
             apart = self._asked or bool(self.assumed.opaque)
             apart = apart or any(each.findings.transformed for each in self.recordings)
-            evaluation = self._graph(False, train) if apart else as_evaluation(train)
+            if subject.evaluates:
+                evaluation = train
+            else:
+                evaluation = self._graph(False, train) if apart else as_evaluation(train)
         check_order(
             subject.model,
             self._kinds(train, evaluation),

@@ -30,6 +30,7 @@ class CaptureCall:
     loss_fn: Callable[..., Any] | None
     microbatch_size: int | None = None
     autocast: str | None = None
+    evaluates: bool = False
 
     @property
     def size(self) -> int:

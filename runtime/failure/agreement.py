@@ -18,7 +18,7 @@ from pdcompile.schedule import Kind
 
 _CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
           "state_dict", "full_state_dict", "full_optimizer_state_dict", "save", "load", "recorded",
-          "close")  # fmt: skip
+          "close", "capture")  # fmt: skip
 _UNKNOWN = -1
 
 

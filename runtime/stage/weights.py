@@ -62,9 +62,10 @@ class StageWeights:
                 own = fqn not in copies and not apart
                 self._slots[fqn] = [master] if own else self._new_slots(fqn, master)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
-        self.modules = [_instance(stage_class, interface, model) for _ in range(versions)]
+        self.modules = [instance(stage_class, interface, model) for _ in range(versions)]
+        self.evaluators = self.modules  # others for another form of call
         self._homes = [home for module in self.modules for home in module.modules()]
-        self._places = _places(self.modules[0], interface)
+        self._places = places(self.modules[0], interface)
         for version, module in enumerate(self.modules):
             for name, fqn in self._places:
                 slots = self._slots.get(fqn)
@@ -77,12 +78,12 @@ class StageWeights:
 
     def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
         """Parameters of their own for the modules of every version."""
-        first = nn.Parameter(master.data)
-        return [first, *(nn.Parameter(master.data.clone()) for _ in range(self.versions - 1))]
+        data = master.data
+        return [nn.Parameter(data.clone() if n else data) for n in range(self.versions)]
 
     def module(self, version: int, training: bool) -> nn.Module:
         """The instance that holds W_version, in the given mode."""
-        module = self.modules[version % self.versions]
+        module = (self.modules if training else self.evaluators)[version % self.versions]
         return module if module.training == training else module.train(training)
 
     def parameter(self, version: int, fqn: str) -> nn.Parameter:
@@ -94,11 +95,10 @@ class StageWeights:
 
     def buffers(self, names: Collection[str]) -> dict[str, Tensor]:
         """Those buffers of these names that the stage holds."""
-        module, found = self.modules[0], {}
-        for name, fqn in self._places:
-            if fqn in names and fqn not in self._slots:
-                owner, _, last = name.rpartition(".")
-                found[fqn] = module.get_submodule(owner)._buffers[last]
+        held = [
+            (name, fqn) for name, fqn in self._places if fqn in names and fqn not in self._slots
+        ]
+        found = {fqn: attrgetter(name)(self.modules[0]) for name, fqn in held}
         return {fqn: tensor for fqn, tensor in found.items() if tensor is not None}
 
     def named(self) -> dict[str, Tensor]:
@@ -334,7 +334,7 @@ def _hook(slot: nn.Parameter, master: nn.Parameter, hook: tuple[bool, Any]) -> A
     return slot.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
-def _instance(
+def instance(
     stage_class: type[nn.Module], interface: StageInterface, model: nn.Module | None
 ) -> nn.Module:
     """Build the stage without memory."""
@@ -344,7 +344,7 @@ def _instance(
     return module
 
 
-def _places(module: nn.Module, interface: StageInterface) -> list[tuple[str, str]]:
+def places(module: nn.Module, interface: StageInterface) -> list[tuple[str, str]]:
     """(name in the stage, FQN in the model) of every parameter and buffer, aliases included."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,18 @@ def allow_forward(model: nn.Module) -> None:
     for key, hook in [*model._forward_pre_hooks.items()]:
         if isinstance(hook, RefuseForward):
             del model._forward_pre_hooks[key]
+
+
+@contextmanager
+def forward_allowed(model: nn.Module) -> Iterator[None]:
+    """Without the hook that refuses forward, of a model that is captured again."""
+    hooks = dict(model._forward_pre_hooks)
+    allow_forward(model)
+    try:
+        yield
+    finally:
+        model._forward_pre_hooks.clear()
+        model._forward_pre_hooks.update(hooks)
 
 
 def refuse_split(model: nn.Module, options: Options) -> None:

@@ -1,0 +1,210 @@
+"""Evaluation of calls that are unlike the captured one: each is captured on its own, once.
+
+A model that has its loss inside is trained with labels and asked without them; other arguments are
+there in one of the two alone.  Such a call becomes stages of its own, on the tensors that the
+pipeline has, and is what evaluates while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from pdcompile.batch import FlatCall
+from pdcompile.compiled import Compiled
+from pdcompile.errors import InputError, PdcompileError, some
+from pdcompile.passes.check.programs import Programs
+from pdcompile.plan import Edge
+from pdcompile.runtime.calls import default_of, of_target
+from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.session import Session, wirings
+from pdcompile.runtime.stage.weights import instance, places
+from pdcompile.runtime.stage.wiring import Wiring
+from pdcompile.runtime.transport import launch
+from pdcompile.runtime.transport.launch import data_path
+from pdcompile.runtime.transport.links import pairs
+from pdcompile.runtime.watch.attribute_watch import AttributeWatch
+from pdcompile.runtime.watch.same_model import forward_allowed
+from pdcompile.schedule.spec import with_edges
+from pdcompile.warn import warn
+from pdcompile.weights import set_tensor
+
+MOST = 8  # forms of calls: one whose arguments never come twice would be captured at every call
+UNSENT = Edge("", -1, (), 0, gradient=False)
+
+Recompile = Callable[[FlatCall, Compiled], Compiled]
+Unlike = tuple[
+    tuple[str, str], ...
+]  # path of an argument, and how it is unlike the captured call's
+
+
+@dataclass
+class Form:
+    """The stages of one form of call, and the programs that run them."""
+
+    compiled: Compiled
+    programs: Programs
+    wirings: dict[tuple[int, bool], Wiring]
+    modules: list[nn.Module]  # of each worker
+    first_output: int
+    attributes: AttributeWatch
+
+    @contextmanager
+    def evaluating(self, session: Session) -> Iterator[None]:
+        """Around a call: this is what the session evaluates."""
+        usual = session.compiled, session.evaluation_programs, session.wirings
+        session.compiled, session.evaluation_programs = self.compiled, self.programs
+        first, session.first_output = session.first_output, self.first_output
+        session.wirings = session.wirings | self.wirings
+        for worker, module in zip(session.workers, self.modules, strict=True):
+            worker.weights.evaluators = [module] * worker.weights.versions
+        try:
+            yield
+        finally:
+            session.compiled, session.evaluation_programs, session.wirings = usual
+            session.first_output = first
+            for worker in session.workers:
+                worker.weights.evaluators = worker.weights.modules
+
+    def take_tensors(self, session: Session) -> None:
+        """The stages get the newest tensors, of which none is in flight."""
+        for worker, module in zip(session.workers, self.modules, strict=True):
+            interface = self.compiled.interfaces[worker.stage]
+            constants = self.compiled.capture.eval.tensor_values
+            for name, fqn in places(module, interface):
+                own = fqn in interface.constants
+                found = constants[fqn] if own else session.state.tensors[fqn]
+                set_tensor(module, name, session.device.place(found) if own else found)
+
+
+class Evaluations:
+    """The forms of evaluation calls that one session has met."""
+
+    def __init__(self, session: Session, recompile: Recompile) -> None:
+        self._session, self._recompile = session, recompile
+        self._forms: dict[Unlike, Form] = {}
+        self._num_edges = len(session.compiled.eval_edges)  # of all forms
+        self._num_outputs = len(session.compiled.interfaces[-1].eval.outputs)
+
+    def of(self, flat: FlatCall, minibatch: int) -> Form | None:
+        """The form of a call of `eval_step` or `predict`; None where it is the captured one's.
+
+        Every rank that makes this call comes here.
+
+        Raises:
+            InputError: the call is unlike the captured one, and cannot be captured.
+        """
+        unlike = _unlike(self._session, flat)
+        if not unlike:
+            return None
+        form = self._forms.get(unlike)
+        if form is None:
+            form = self._forms[unlike] = self._made(unlike, flat, minibatch)
+        form.attributes.check(self._session.model.training)
+        return form
+
+    def _made(self, unlike: Unlike, flat: FlatCall, minibatch: int) -> Form:
+        session, world = self._session, self._session.world
+        session.check_running()
+        if session.compiled.sources.edited:
+            raise _refused(unlike, "and stages that were edited run no other call")
+        if len(self._forms) == MOST:
+            raise _refused(unlike, f"and {MOST} other forms of it were captured already")
+        with session.guard():
+            session.agree("capture", minibatch)
+
+        def made() -> Compiled:
+            constants = dict(session.compiled.capture.eval.constants)
+            absent = [path for path, leaf in flat.leaves.items() if leaf is None]
+            lacking = [path for path in absent if path not in constants and not of_target(path)]
+            if lacking and world is not None:
+                raise _refused(unlike, f"and rank 0, which captures it, has no {some(lacking)}")
+            try:
+                found = self._recompile(flat, session.compiled)
+            except PdcompileError as error:
+                raise _refused(unlike, f"and cannot be captured: {error.message}") from error
+            if world is not None:
+                self._check_held(unlike, found, ordered=world.path.ordered)
+            return found
+
+        if world is None:
+            compiled, ordered = made(), data_path(session.plan, alone=True).ordered
+        else:
+            with forward_allowed(session.model), launch.start_up(session.options) as start:
+                compiled = launch.from_rank0(start, made)
+            ordered = world.path.ordered
+        edges = (*(UNSENT,) * self._num_edges, *compiled.eval_edges)  # channels of its own
+        first = self._num_outputs
+        self._num_edges = len(edges)
+        self._num_outputs += len(compiled.interfaces[-1].eval.outputs)
+        warn(f"{_said(unlike)}: this form of call was captured on its own, once")
+        return Form(
+            compiled,
+            Programs(session.plan, edges, ordered=ordered),
+            wirings(compiled, session.stages, edges),
+            [self._module(worker, compiled) for worker in session.workers],
+            first,
+            AttributeWatch(
+                session.model, session.options.loss_fn, compiled.capture.attributes,
+                [path for one in compiled.interfaces for path in one.opaque],
+            ),
+        )  # fmt: skip
+
+    def _check_held(self, unlike: Unlike, found: Compiled, *, ordered: bool) -> None:
+        """Refuse what the stages of other ranks do not have."""
+        usual = self._session.compiled
+        for ours, theirs in zip(found.interfaces, usual.interfaces, strict=True):
+            held = {*theirs.parameters, *theirs.buffers}
+            if missing := [f for f in (*ours.parameters, *ours.buffers) if f not in held]:
+                what = f"and reads {some(missing)}, which stage {ours.index} does not have"
+                raise _refused(unlike, what)
+        spec = self._session.spec
+        known, needed = (with_edges(spec, one.eval_edges) for one in (usual, found))
+        if ordered and not {*pairs(spec, known)}.issuperset(pairs(spec, needed)):
+            raise _refused(unlike, "and sends values between ranks that have no connection")
+
+    def _module(self, worker: Worker, compiled: Compiled) -> nn.Module:
+        interface = compiled.interfaces[worker.stage]
+        module = instance(compiled.stage_classes[worker.stage], interface, self._session.model)
+        self._session.streams.attach(module, interface)
+        return module.eval()
+
+
+def _unlike(session: Session, flat: FlatCall) -> Unlike:
+    """How a call is unlike the captured one: arguments that are there in one of the two alone.
+
+    Under torchrun None may stand for a tensor that this rank does not need.
+    """
+    if flat.whole is not None:
+        return ()
+    compiled, alone = session.compiled, session.world is None
+    constants = dict(compiled.capture.eval.constants)
+    captured = [path for path in (*compiled.layout.dims, *constants) if not of_target(path)]
+    found = {}
+    for path in captured:
+        if path not in flat.leaves:
+            if constants.get(path) != repr(default_of(flat, path)):
+                found[path] = "left out"
+        elif alone and flat.leaves[path] is None and path not in constants:
+            found[path] = "None"
+    for path, leaf in flat.leaves.items():
+        if path not in captured and not of_target(path):
+            found[path] = "added" if isinstance(leaf, Tensor) else f"added as {leaf!r}"
+    return tuple(sorted(found.items()))
+
+
+def _said(unlike: Unlike) -> str:
+    shown = some([f"{path} is {how}" for path, how in unlike])
+    return f"the captured call had other arguments ({shown})"
+
+
+def _refused(unlike: Unlike, why: str) -> InputError:
+    return InputError(
+        f"{_said(unlike)}, {why}",
+        where=unlike[0][0],
+        remedy="evaluate with the arguments of the first call (on rank 0 all of them), or by the "
+        "model itself: pipe.to_model()",
+    )
