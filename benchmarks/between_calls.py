@@ -6,9 +6,9 @@
 A trial draws a model, a cut, a schedule, an optimizer, and a sequence of calls with changes
 between them (see docs/between_calls.md).  The same is done to a twin in plain PyTorch: gradient
 accumulation by hand, and for 2bw gradients of the weights before the last update; models that draw
-random numbers are compared with `pdcompile.reference`.  A trial ends equal to the last bit, or
-refused by an error of pdcompile's own; anything else is printed with its number, and the exit code
-is 1.
+random numbers, or hold a weight on two stages, are compared with `pdcompile.reference`.  A trial
+ends equal to the last bit, or refused by an error of pdcompile's own; anything else is printed with
+its number, and the exit code is 1.
 
 --cost prints what looking for changes adds to a step.
 """
@@ -101,7 +101,8 @@ class Plain:
 
 
 class Referenced:
-    """`pdcompile.reference` behind the same few calls, for models that draw random numbers."""
+    """`pdcompile.reference` behind the same few calls, for models that draw random numbers, or hold
+    a weight on two stages."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         self.pipe = pdcompile.reference(model, **options)
@@ -234,7 +235,7 @@ def _run(
     saved: list[Any] = []
     for t in range(r.randint(2, 7)):
         if other is None:  # modes are settled when the pipeline is prepared
-            other = _loop(twin, options, draws)
+            other = _loop(twin, options, pipe.plan, draws)
         if t and r.random() < 0.5:
             _change(r, pipe, model, twin, other, said)
         n = size if r.random() < 0.8 else r.randint(1, size)
@@ -264,9 +265,9 @@ def _run(
         raise Different(f"state {found}")
 
 
-def _loop(twin: nn.Module, options: dict[str, Any], draws: bool) -> Any:
-    if draws:
-        return Referenced(twin, options)
+def _loop(twin: nn.Module, options: dict[str, Any], plan: pdcompile.Plan, draws: bool) -> Any:
+    if draws or plan.tied:  # each stage sums the gradients of its own uses of a tied weight
+        return Referenced(twin, {**options, "plan": plan})
     lag = int(options["schedule"] == "2bw")
     return Plain(twin, options["loss_fn"], options["optimizer"], options["microbatches"], lag,
                  options["max_grad_norm"])  # fmt: skip

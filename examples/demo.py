@@ -186,7 +186,7 @@ def launch(steps: int, out: Path, kind: str) -> int:
     equal = True
     for schedule in SCHEDULES:
         ran = json.loads((out / f"{schedule}.json").read_text(encoding="utf-8"))
-        losses, weights = reference(schedule, steps, console, kind)
+        losses, weights = reference(schedule, steps, console, kind, out)
         verdict, same = compare(ran, losses, weights)
         equal &= same
         found = [float.fromhex(loss) for loss in ran["losses"]]
@@ -215,8 +215,14 @@ def launch(steps: int, out: Path, kind: str) -> int:
     return 1
 
 
-def reference(schedule: str, steps: int, console: Console, kind: str) -> tuple[list[float], str]:
-    """The same training in one process, in plain PyTorch."""
+def reference(
+    schedule: str, steps: int, console: Console, kind: str, out: Path
+) -> tuple[list[float], str]:
+    """The same training in one process, in plain PyTorch.
+
+    Embedding and head are one weight on two stages, which sum their gradients once an update: the
+    plan says which stage uses it where, and the gradients of the two uses are accumulated apart.
+    """
     workload = gpt.build()
     workload.model.to(kind)
     with pdcompile.reference(
@@ -225,6 +231,7 @@ def reference(schedule: str, steps: int, console: Console, kind: str) -> tuple[l
         optimizer=OPTIMIZER,
         schedule=schedule,
         microbatches=MICROBATCHES,
+        plan=pdcompile.Plan.from_json((out / schedule / "plan.json").read_text(encoding="utf-8")),
     ) as plain:
         title = f"{schedule} in plain PyTorch"
         losses, _ = train(plain, workload, steps, title, console, visible=True, device=kind)

@@ -33,7 +33,7 @@ from pdcompile.schedule.instruction import TO_WEIGHTS
 from pdcompile.schedule.spec import spec_of
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
-Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
+Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
 
 
 class Box(NamedTuple):
@@ -197,7 +197,7 @@ class Worker:
             del self.losses[one]
         if minibatch is not None:
             self.feeds.pop(minibatch, None)
-            self.weights.gradients.pop(minibatch, None)
+            self.weights.abandon(minibatch)
         mine = self._receiving, self._arrived, self._slots, self._outgoing, self._sending
         for part in (*mine, self._compute.flights):
             part.clear()
@@ -235,7 +235,7 @@ class Worker:
         minibatch, kind = self.base + ins.minibatch, ins.action.kind
         if kind is Kind.VALUE:
             kind = self.feeds[minibatch].wiring.kind
-        return kind, ins.edge, minibatch, ins.microbatch
+        return kind, ins.edge, minibatch, ins.peer if kind is Kind.TIED else ins.microbatch
 
     def _expected(self, key: Key) -> Expected:
         kind, edge, minibatch, microbatch = key
@@ -261,6 +261,8 @@ class Worker:
         assert tensor is not None
         if kind is Kind.WEIGHT:
             self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
+        elif kind is Kind.TIED:
+            self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], tensor)
         elif kind in BROADCAST:
             self._box.tensors[ins.edge, ins.microbatch] = tensor
         else:
@@ -274,6 +276,8 @@ class Worker:
             tensor = self._box.tensors[ins.edge, ins.microbatch]
         elif kind is Kind.WEIGHT:
             tensor = self.weights.master(self._tied[ins.edge].fqn)
+        elif kind is Kind.TIED:
+            tensor = self.weights.pass_on(self._tied[ins.edge].fqn, key[2])
         else:
             tensor = self._outgoing[key].pop()
             if not self._outgoing[key]:
@@ -290,8 +294,6 @@ class Worker:
     def _free(self, ins: Instruction) -> None:
         for handle in self._slots.pop((self.base + ins.minibatch, ins.microbatch), ()):
             handle.free()
-
-    # -- microbatches ------------------------------------------------------------------------
 
     def _forward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
@@ -324,18 +326,16 @@ class Worker:
             self.feeds[minibatch],
             microbatch,
             self.weights.numbers.version(minibatch, ins.lag),
-            lambda kind, edge: self._arrived.pop((kind, edge, minibatch, microbatch)),
+            lambda edge: self._arrived.pop((Kind.GRADIENT, edge, minibatch, microbatch)),
             split=ins.action is Action.BACKWARD_INPUT,
         )
-        for kind, edge, gradient in sent:
-            self._outgoing[kind, edge, minibatch, microbatch] = [gradient]
+        for edge, gradient in sent:
+            self._outgoing[Kind.GRADIENT, edge, minibatch, microbatch] = [gradient]
 
     def _backward_weight(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
         version = self.weights.numbers.version(minibatch, ins.lag)
         self._compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
-
-    # -- minibatches -------------------------------------------------------------------------
 
     def _step(self, ins: Instruction) -> None:
         assert self.updater is not None

@@ -141,6 +141,8 @@ class Session(Guarded):
         count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
+        for worker in self.workers if not updates else ():
+            worker.weights.give_sums(minibatch)
         self.in_flight = overlaps
         self.replicas_apart = self._buffers_part or self.waits_for_more(minibatch + 1)
         self._uncompared = self._weights_part

@@ -112,7 +112,7 @@ class Workers:
         precision = Precision(partial(self._region, makes), self._scale)
         whole = bool(self._compiled.interfaces[stage].opaque)
         compute = Compute(
-            stage, plan.tied, weights, self.streams, precision, second,
+            stage, weights, self.streams, precision, second,
             whole=whole, device=self._device,
         )  # fmt: skip
         dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
@@ -140,13 +140,15 @@ class Workers:
 
         stage_class = compiled.stage_classes[stage]
         weights = self.first.get(stage)
-        copies = frozenset(one.fqn for one in compiled.plan.tied if stage in one.stages[1:])
+        ties = {
+            one.fqn: stage == one.stages[0] for one in compiled.plan.tied if stage in one.stages
+        }
         if weights is None:
             weights = self.first[stage] = StageWeights(
                 stage_class,
                 interface,
                 tensor,
-                copies=copies,
+                tied=ties,
                 versions=self._spec.versions(stage),
                 apart=compiled.overlaps,
                 model=self._model,
@@ -155,7 +157,7 @@ class Workers:
         else:
             weights = ReplicaWeights(
                 weights, stage_class, interface, tensor,
-                copies=copies, written=compiled.written_buffers(stage), model=self._model,
+                tied=ties, written=compiled.written_buffers(stage), model=self._model,
             )  # fmt: skip
         for module in weights.modules:
             self.streams.attach(module, interface)

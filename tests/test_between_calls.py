@@ -36,7 +36,7 @@ def pair(schedule: str, *, tied: bool) -> tuple[Rich, Pipeline, Rich, Reference]
     pipe = Pipeline(
         model, Options.given(options), lambda *_: compiled(schedule, tied), batch(0)
     ).prepare()
-    return model, pipe, twin, reference(twin, **options)
+    return model, pipe, twin, reference(twin, plan=pipe.plan, **options)
 
 
 @cache

@@ -88,7 +88,7 @@ def compare_training(
     with pdcompile.compile(model, **given, **common) as pipe:
         ours = train(pipe, batches, schedule_lr=schedule_lr, flush_at=flush_at)
         state = pipe.full_state_dict()
-    expected = pdcompile.reference(twin, **common)
+    expected = pdcompile.reference(twin, plan=pipe.plan, **common)
     theirs = train(expected, batches, schedule_lr=schedule_lr, flush_at=flush_at)
     assert ours == theirs
     assert_equal_states(state, expected.full_state_dict())
@@ -260,6 +260,6 @@ def test_buffers_that_later_microbatches_write_before_the_backward(schedule: str
     with pdcompile.compile(model, costs="estimated", stages=3, **common) as pipe:
         ours = train(pipe, batches, schedule_lr=False, flush_at=None)
         state = pipe.full_state_dict()
-    expected = pdcompile.reference(twin, **common)
+    expected = pdcompile.reference(twin, plan=pipe.plan, **common)
     assert ours == train(expected, batches, schedule_lr=False, flush_at=None)
     assert_equal_states(state, expected.full_state_dict())

@@ -47,7 +47,7 @@ TRAIN = """
     state = pipe.full_state_dict()
     rank = pipe.ranks[0]
     pipe.close()
-    expected = pdcompile.reference(twin, **common)
+    expected = pdcompile.reference(twin, plan=pipe.plan, **common)
     theirs = train(expected)
     print(f"rank {rank}: losses {'equal' if losses == theirs else (losses, theirs)}", flush=True)
     if rank == 0:

@@ -48,16 +48,35 @@ def test_tied_gradients_and_weights() -> None:
     program, _ = make_stream(plan).step(2)
     assert column(program, 2, Action.BACKWARD, Action.SEND_TIED) == [
         "B 0",
-        "SEND_TIED 0 t0 >0",
         "B 1",
-        "SEND_TIED 1 t0 >0",
+        "SEND_TIED t0 >0",
     ]
     owner = [one.text(0) for one in program.columns[0]]
-    assert owner.index("WAIT_RECV_TIED 0 t0 <2") < owner.index("B 0")
+    # It comes while the owner drains.
+    assert owner.index("F 1") < owner.index("POST_RECV_TIED t0 <2") < owner.index("B 1")
+    assert owner.index("B 1") < owner.index("WAIT_RECV_TIED t0 <2") < owner.index("STEP")
     assert owner.index("STEP") < owner.index("SEND_WEIGHT t0 >2")
     holder = [one.text(2) for one in program.columns[2]]
-    assert holder[-5] == "WAIT_RECV_WEIGHT t0 <0"  # only waits for sends come after it
+    assert holder[-4] == "WAIT_RECV_WEIGHT t0 <0"  # only waits for sends come after it
     assert holder.index("STEP") < holder.index("POST_RECV_WEIGHT t0 <0")
+
+
+def test_a_tied_sum_passes_every_holder_once_an_update() -> None:
+    """Of a split backward it leaves after the last gradients of inputs, before those of weights;
+    replica q sends to replica q mod r, and the owner's replicas reduce what they got."""
+    plan = make_plan("zb-h1", 3, 4, tied=(TiedParameter("w", (0, 1, 2), 1),), replicas=(1, 1, 2))
+    program, _ = make_stream(plan).step(4)
+    last = [one.text(2) for one in program.columns[3]]
+    assert last.index("I 3") < last.index("SEND_TIED t0 >1") < last.index("W 3")
+    tied = (Action.WAIT_RECV_TIED, Action.SEND_TIED)
+    received = ["WAIT_RECV_TIED t0 <2", "WAIT_RECV_TIED t0 <3", "SEND_TIED t0 >0"]
+    assert column(program, 1, *tied) == received
+    plan = make_plan("1f1b", 2, 4, tied=(TiedParameter("w", (0, 1), 1),), replicas=(2, 3))
+    program, _ = make_stream(plan).step(4)
+    assert column(program, 0, *tied, Action.POST_REDUCE) == [
+        "WAIT_RECV_TIED t0 <2", "WAIT_RECV_TIED t0 <4", "POST_REDUCE",
+    ]  # fmt: skip
+    assert column(program, 1, *tied, Action.POST_REDUCE) == ["WAIT_RECV_TIED t0 <3", "POST_REDUCE"]
 
 
 def test_tied_weights_under_2bw_are_waited_for_just_before_they_are_named() -> None:
@@ -67,7 +86,13 @@ def test_tied_weights_under_2bw_are_waited_for_just_before_they_are_named() -> N
     holder = [one.text(2) for one in program.columns[2]]
     place = holder.index("WAIT_RECV_WEIGHT -2: t0 <0")
     assert place < holder.index("F 0 W-1")
-    assert holder.index("STEP -1:") < holder.index("POST_RECV_WEIGHT -1: t0 <0")
+    assert holder.index("STEP -2:") < holder.index("POST_RECV_WEIGHT -2: t0 <0")
+    # The sum of the minibatch before is out already, and comes while the owner goes on.
+    assert holder.index("SEND_TIED -1: t0 >0") < holder.index("STEP -2:")
+    owner = [one.text(0) for one in program.columns[0]]
+    assert (
+        owner.index("WAIT_RECV_TIED -2: t0 <2") < owner.index("STEP -2:") < owner.index("F 0 W-1")
+    )
 
 
 def test_norms_are_posted_early_and_waited_for_late() -> None:

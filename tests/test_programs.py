@@ -114,7 +114,7 @@ def exchanged(column: Sequence[Instruction], action: Action) -> list[Instruction
     return changed
 
 
-@pytest.mark.parametrize("action", [Action.SEND_GRADIENT, Action.FORWARD, Action.SEND_TIED])
+@pytest.mark.parametrize("action", [Action.SEND_GRADIENT, Action.FORWARD])
 def test_an_order_that_is_exchanged_is_caught_in_gradients(action: Action) -> None:
     plan = make_plan("1f1b", 3, 4, tied=(TiedParameter("w", (0, 2), 1),))
     program = gradients(plan, 4)

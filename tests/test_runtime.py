@@ -40,7 +40,8 @@ def pair(
     if options["loss_fn"] is None:
         inputs, target = (inputs, target), None
     pipe = by_hand(model, stages, inputs, target, **options)
-    return (pipe.prepare() if prepare else pipe), reference(twin, **options), model
+    plan = pipe.prepare().plan if prepare else None
+    return pipe, reference(twin, plan=plan, **options), model
 
 
 def train(runner: Any, model: nn.Module, sizes: list[int], *, flush_at: int = -1) -> list[float]:

@@ -33,7 +33,8 @@ def pair(
     }
     twin = copy.deepcopy(model)
     inputs, target = models.batch_for(model, 8)
-    return by_hand(model, 3, inputs, target, **options).prepare(), reference(twin, **options)
+    pipe = by_hand(model, 3, inputs, target, **options).prepare()
+    return pipe, reference(twin, plan=pipe.plan, **options)
 
 
 def same_steps(pipe: Pipeline, eager: Reference, model: nn.Module, *, first: int = 0) -> None:

@@ -198,7 +198,7 @@ def test_only_the_owner_has_optimizer_state_of_a_tied_parameter() -> None:
     tied = (TiedParameter("w", (0, 2), 60),)
     plan = make_plan("1f1b", 3, 2, tied=tied, parameter_bytes=100, trainable_bytes=100)
     assert [one.optimizer_bytes for one in simulate(plan).forecast.ledgers] == [200, 200, 80]
-    assert simulate(plan).forecast.sent_bytes == (2 + 60, 2 * 2, 2 + 2 * 60)
+    assert simulate(plan).forecast.sent_bytes == (2 + 60, 2 * 2, 2 + 60)
 
 
 @pytest.mark.parametrize("extra", [0, 1])

@@ -82,8 +82,10 @@ def compare(make: Callable[[], nn.Module], optimizer: Any = SGD, **options: Any)
     for _ in range(2):
         torch.manual_seed(0)
         models.append(make())
-    eager = pdcompile.reference(models[0], **given)
     pipe = pdcompile.compile(models[1], **{**DEFAULTS, **given, **options})
+    i, j, y = next(iter(batches()))
+    pipe.prepare(i, j, target=y)
+    eager = pdcompile.reference(models[0], plan=pipe.plan, **given)
     results = [
         (pipe.step(i, j, target=y).loss, eager.step(i, j, target=y).loss) for i, j, y in batches()
     ]

@@ -128,7 +128,7 @@ RANKS = """
     owned = dict(pipe.named_parameters())
     print(f"\\nrank {pipe.ranks[0]} holds {' '.join(mine)}", flush=True)
     print(f"\\nrank {pipe.ranks[0]} read {' '.join(sorted(read))}", flush=True)
-    reference = pdcompile.reference(llama(tie=tie), **common)
+    reference = pdcompile.reference(llama(tie=tie), plan=pipe.plan, **common)
     theirs = [float(reference.forward_backward(**batch(seed)).loss) for seed in range(2)]
     wanted = dict(reference.named_parameters())
     unequal = [n for n, p in owned.items() if not torch.equal(p.grad, wanted[n].grad)]

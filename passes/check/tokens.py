@@ -50,6 +50,8 @@ class Tokens(Updates):
         self.posted = dict.fromkeys(self.posted, self.steps)
         self.waited = dict.fromkeys(self.waited, self.steps)
         self.received = dict.fromkeys(self.received, self.steps)
+        self.summed = dict.fromkeys(self.summed, self.steps)
+        self.passed = dict.fromkeys(self.passed, self.steps)
         for minibatch in range(self.steps * self.group, minibatches):
             if self.spec.rank(self.stage, 0, minibatch) == self.rank:
                 for done in (self.forwards, self.begun, self.backwards):
@@ -95,6 +97,8 @@ class Tokens(Updates):
         if self.collectives and self.posted[self.collectives[0]] > minibatch // self.group:
             raise Violation("a backward after the gradients were given to the collective")
         if one.action in TO_INPUTS:
+            if any(count > minibatch for count in self.passed.values()):
+                raise Violation("a backward after the sum of its tied gradients was passed on")
             self.arrived(self.gradients_in, label)
             self.all_sent(self.values_out, label)
             self._ascending(self.begun, label)
@@ -193,6 +197,8 @@ class Tokens(Updates):
             raise Violation("an update too many, or too few")
         if self.backwards and self.group == 1 and self.waited.get(Kind.REDUCE, 1) < 1:
             raise Violation("the replicas' gradients were not reduced")
+        if self.backwards and (not self._has_sums(0) or 0 in self.passed.values()):
+            raise Violation("the gradients of tied parameters were not summed")
         if self.outstanding:
             raise Violation("transfers are still in flight")
         if self.posted != self.waited or any(

@@ -51,9 +51,10 @@ class Transfers:
         self.peak_slots = 0
         pools = dict.fromkeys(TRANSFERS, GRADIENT_SLOTS) | {
             Kind.VALUE: FORWARD_ONLY_SLOTS if forward_only else spec.pool(stage),
+            Kind.TIED: spec.gradient_buffers(stage),
             Kind.WEIGHT: 1,
         }
-        self.inlets: dict[tuple[Kind, int], Inlet] = {}
+        self.inlets: dict[tuple[Kind, int, int], Inlet] = {}  # by peer
         self.outlets: dict[tuple[Kind, int, int, int], Outlet] = {}  # by peer and target
 
         def peers(hop: Hop) -> tuple[int, ...]:
@@ -61,7 +62,8 @@ class Transfers:
 
         def arriving(found: Iterable[Hop]) -> list[Inlet]:
             made = [Inlet(hop, peers(hop), pools[hop.kind]) for hop in found]
-            self.inlets |= {(one.hop.kind, one.hop.edge): one for one in made}
+            for one in made:
+                self.inlets |= {(one.hop.kind, one.hop.edge, peer): one for peer in one.peers}
             return made
 
         def leaving(found: Iterable[Hop]) -> list[Outlet]:
@@ -79,20 +81,23 @@ class Transfers:
         self.values_out = leaving(all_hops.after_forward)
         self.gradients_in = arriving(all_hops.before_backward)
         self.gradients_out = leaving(all_hops.after_backward)
+        self.sums_in = arriving(all_hops.sums_in)
+        self.sums_out = leaving(all_hops.sums_out)
         self.weights_out = leaving(all_hops.after_step)
         self.weights_in = arriving(all_hops.weights)
-        self.all_out = [*self.values_out, *self.gradients_out, *self.weights_out]
+        came = self.values_in, self.gradients_in, self.sums_in, self.weights_in
+        self.all_in = [inlet for inlets in came for inlet in inlets]
+        sent = self.values_out, self.gradients_out, self.sums_out, self.weights_out
+        self.all_out = [outlet for outlets in sent for outlet in outlets]
         self.received = {one.hop.edge: 0 for one in self.weights_in}  # version of tied copies
-        self.rules: dict[Action, Callable[[Instruction, Label], None]] = {
-            table[kind]: rule
-            for kind in TRANSFERS
-            for table, rule in (
-                (POST_RECV, self.post_receive),
-                (WAIT_RECV, self.wait_receive),
-                (SEND, self.send),
-                (WAIT_SEND, self.wait_send),
-            )
-        }
+        # Minibatches whose sum has come from a later holder, and has been passed on.
+        self.summed = {(one.hop.edge, one.hop.peer): 0 for one in self.sums_in}
+        self.passed = {one.hop.edge: 0 for one in self.sums_out}
+        self.rules: dict[Action, Callable[[Instruction, Label], None]] = {}
+        for kind in TRANSFERS:
+            self.rules[POST_RECV[kind]], self.rules[SEND[kind]] = self.post_receive, self.send
+            self.rules[WAIT_RECV[kind]] = self.wait_receive
+            self.rules[WAIT_SEND[kind]] = self.wait_send
 
     def updated(self, minibatch: int) -> bool:
         """Has the update run that takes a minibatch?"""
@@ -100,11 +105,11 @@ class Transfers:
 
     def _inlet(self, one: Instruction, label: Label) -> Inlet:
         kind = one.action.kind
-        inlet = self.inlets.get((kind, one.edge))
-        if inlet is None or one.peer not in inlet.peers or one.target >= 0:
+        inlet = self.inlets.get((kind, one.edge, one.peer))
+        if inlet is None or one.target >= 0:
             raise Violation("no such transfer arrives here")
-        if (label[1] < 0) != (kind is Kind.WEIGHT):
-            raise Violation("expected a microbatch for values and gradients, none for weights")
+        if (label[1] < 0) != (kind in (Kind.TIED, Kind.WEIGHT)):
+            raise Violation("expected a microbatch for values and gradients alone")
         return inlet
 
     def post_receive(self, one: Instruction, label: Label) -> None:
@@ -123,6 +128,9 @@ class Transfers:
         elif one.action is Action.POST_RECV_WEIGHT:
             if label[0] + 1 != self.steps:
                 raise Violation("posted before this stage's own update, or too late")
+        elif one.action is Action.POST_RECV_TIED:
+            if label[0] < self.summed[one.edge, one.peer] or self.updated(label[0]):
+                raise Violation("posted for a minibatch whose sum has come")
         elif label not in self.in_flight or label[1] in self.begun.get(label[0], ()):
             raise Violation("posted for a microbatch that is already done")
         live[label] = False
@@ -134,6 +142,11 @@ class Transfers:
             raise Violation("waits for what was not posted")
         if one.action is Action.WAIT_RECV_WEIGHT:
             self.received[one.edge] = label[0] + 1
+            inlet.live.pop(label, None)
+        elif one.action is Action.WAIT_RECV_TIED:
+            if label[0] != self.summed[one.edge, one.peer]:
+                raise Violation("sums of tied gradients come in the order of minibatches")
+            self.summed[one.edge, one.peer] += 1
             inlet.live.pop(label, None)
         else:
             inlet.live[label] = True
@@ -165,9 +178,8 @@ class Transfers:
     def arrived(needed: Iterable[Inlet], label: Label) -> None:
         for one in needed:
             if not one.live.get(label):
-                what = "tied parameter" if one.hop.kind is Kind.TIED else "edge"
                 raise Violation(
-                    f"{what} {one.hop.edge} from stage {one.hop.stage} was not waited for"
+                    f"edge {one.hop.edge} from stage {one.hop.stage} was not waited for"
                 )
 
     @staticmethod
@@ -205,7 +217,7 @@ class Transfers:
     def outstanding(self) -> bool:
         """Is anything sent and not waited for, or any slot taken?"""
         sent = (labels for one in self.all_out for labels in one.outstanding.values())
-        return any(sent) or any(one.live for one in self.inlets.values())
+        return any(sent) or any(one.live for one in self.all_in)
 
     def links(self, base: int) -> tuple[object, ...]:
         """What the future depends on, relative to the next call."""
@@ -214,7 +226,7 @@ class Transfers:
             return tuple((t - base, i) for t, i in labels)
 
         return (
-            tuple((relative(one.live), *one.live.values()) for one in self.inlets.values()),
+            tuple((relative(one.live), *one.live.values()) for one in self.all_in),
             tuple(
                 (
                     relative(sorted(one.made)),
@@ -222,5 +234,9 @@ class Transfers:
                 )
                 for one in self.all_out
             ),
-            tuple(version - base for version in self.received.values()),
+            tuple(
+                n - base
+                for counts in (self.received, self.summed, self.passed)
+                for n in counts.values()
+            ),
         )

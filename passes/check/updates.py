@@ -28,6 +28,7 @@ class Updates(Transfers):
             Action.POST_NORMS: self.post,
             Action.WAIT_REDUCE: self.wait,
             Action.WAIT_NORMS: self.wait,
+            Action.SEND_TIED: self.pass_sum,
             Action.POST_BUFFERS: self.between_calls,
             Action.WAIT_BUFFERS: self.between_calls,
         }
@@ -41,6 +42,10 @@ class Updates(Transfers):
         for kind in self.collectives:
             if self.waited[kind] <= self.steps:
                 raise Violation(f"an update before WAIT_{kind.name} of its minibatch")
+        if not self._has_sums(self.steps):
+            raise Violation("an update before the sums of its tied gradients have come")
+        if any(count <= self.steps for count in self.passed.values()):
+            raise Violation("an update before SEND_TIED of its minibatch")
         for t, i in self.in_flight:
             if self.spec.version(self.stage, t) < oldest:
                 raise Violation(f"overwrites weights that microbatch {i} of minibatch {t} names")
@@ -70,6 +75,29 @@ class Updates(Transfers):
             sorted(self.backwards.get(t, ())) == self.forwards.get(t, []) for t in minibatches
         )
 
+    def pass_sum(self, one: Instruction, label: Label) -> None:
+        """A holder of a tied parameter adds its own gradient to what has come, and passes it on."""
+        minibatch = self.passed.get(one.edge)
+        if minibatch is None or label != (minibatch, -1):
+            raise Violation("passes on a sum that is not the next one, or that it owns")
+        if sorted(self.begun.get(minibatch, ())) != self.forwards.get(minibatch, []):
+            raise Violation("passes on a sum before the minibatch's last backward")
+        if not self._has_sums(minibatch, one.edge):
+            raise Violation("passes on a sum before that of a later stage has come")
+        self.made((o for o in self.sums_out if o.hop.edge == one.edge), label)
+        self.send(one, label)
+        self.passed[one.edge] += 1
+
+    def _has_sums(self, minibatch: int, edge: int | None = None) -> bool:
+        """Have the sums of later holders come, of one tied parameter or of all?"""
+        counts = (n for (tied, _), n in self.summed.items() if edge in (None, tied))
+        return all(count > minibatch for count in counts)
+
+    def _owned_sums(self, minibatch: int) -> bool:
+        """Have those come that this stage adds to gradients of its own?"""
+        owned = (edge for edge, _ in self.summed if edge not in self.passed)
+        return all(self._has_sums(minibatch, edge) for edge in owned)
+
     def _collective(self, one: Instruction) -> Kind:
         if one.action.kind not in self.collectives:
             raise Violation("this rank takes part in no such collective")
@@ -85,6 +113,8 @@ class Updates(Transfers):
         before = self.collectives[: self.collectives.index(kind)]
         if any(self.waited[other] <= self.posted[kind] for other in before):
             raise Violation("posted before the replicas' gradients were reduced")
+        if not self._owned_sums(group[-1]):
+            raise Violation("posted before the sums of tied gradients have come")
         self.posted[kind] += 1
 
     def wait(self, one: Instruction, label: Label) -> None:

@@ -228,7 +228,7 @@ def _key(calls: Sequence[CostedOp], steps: Sequence[Step], ports: Ports) -> str:
         lines.append(" ".join(str(values[name].producer is None) for name in read))
         note(op.mutates)
         note(step.ends)
-    given = (ports.received, ports.entered, ports.chained, ports.results, ports.summed)
-    for names in (*given, ports.passed, sorted(ports.roots, key=lambda name: numbers[name])):
+    given = (ports.received, ports.entered, ports.chained, ports.results, ports.copies)
+    for names in (*given, sorted(ports.roots, key=lambda name: numbers[name])):
         note(names)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from pdcompile.ir.graph import OpGraph, Ref, walk
 from pdcompile.passes.stages.boundaries import tied
@@ -53,8 +52,7 @@ class Ports:
     `received`: values of earlier stages; `entered`: received values whose gradients go back;
     `chained`: entered values that bring the sum of later readers' gradients; `results`: values
     that leave the stage or the model; `roots`: results that get a gradient from outside.
-    Tied parameters: `summed` get the gradient of later stages that hold them, `passed` send
-    theirs to an earlier stage.
+    `copies`: tied parameters that an earlier stage owns, whose gradients it gets.
     """
 
     received: list[str] = field(default_factory=list)
@@ -62,8 +60,7 @@ class Ports:
     chained: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
-    summed: list[str] = field(default_factory=list)
-    passed: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
 
 
 def ports_of(
@@ -92,7 +89,6 @@ def ports_of(
         if readers and value.needs_gradient:
             ports[home].roots.append(op.name)
     for one in tied(graph, {op.name: stage for op, stage in zip(graph.ops, stage_of, strict=True)}):
-        for earlier, later in pairwise(one.stages):
-            ports[earlier].summed.append(one.fqn)
-            ports[later].passed.append(one.fqn)
+        for later in one.stages[1:]:
+            ports[later].copies.append(one.fqn)
     return ports

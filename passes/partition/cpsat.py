@@ -97,7 +97,7 @@ class Loads:
             for e, flow in enumerate(model.flows):
                 if size := flow.received_bytes * slots // unit:
                     total = total + size * self.received(e, s)
-                if size := math.floor(flow.backward_bytes) * back // unit:
+                if size := math.floor(flow.returned_bytes) * back // unit:
                     total = total + size * (self.leaves(e, s) + self.passes(e, s))
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
@@ -114,7 +114,7 @@ class Loads:
         model = self.model
         most = max(max(model.problem.memory.counts(s)) for s in range(model.num_stages))
         kept = sum(model.saved_bytes)
-        kept += sum(flow.received_bytes + math.ceil(flow.backward_bytes) for flow in model.flows)
+        kept += sum(flow.received_bytes + math.ceil(flow.returned_bytes) for flow in model.flows)
         largest = max(model.workspace_bytes, default=0)
         fixed = max(map(model.all_fixed_bytes, range(model.num_stages)))
         return fixed + most * kept + largest
@@ -193,13 +193,11 @@ class Loads:
 
     def _carries(self, hop: StagePair, kind: Direction, flow: Flow) -> bool:
         """Whether the flow uses the hop whenever it joins the two stages."""
-        if kind == "forward":
-            return not flow.tied
-        if kind == "final":
-            return flow.tied
+        if flow.tied != (kind == "final"):
+            return False
         # A gradient's chain may visit a stage in between; next door it cannot.
         direct = abs(hop[0] - hop[1]) == 1 or len(set(flow.sources) | set(flow.sinks)) == 2
-        return flow.backward_messages > 0 and direct
+        return hop[0] < hop[1] or (flow.backward_messages > 0 and direct)
 
     def _hop(self, hop: StagePair, kind: Direction) -> Linear:
         """Seconds of everything that one hop carries, at least."""
@@ -210,7 +208,7 @@ class Loads:
             if self._carries(hop, kind, flow):
                 forward = (flow.forward_bytes, flow.forward_messages)
                 back = (flow.backward_bytes, flow.backward_messages)
-                size, messages = back if kind == "backward" else forward
+                size, messages = back if hop[0] > hop[1] else forward
                 once = self.model.problem.num_microbatches if kind == "final" else 1
                 if units := self.units(message_seconds(link, size, messages) * once):
                     total = total + units * self.pair(e, near, far)

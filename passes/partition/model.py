@@ -29,8 +29,9 @@ from pdcompile.problem import PartitionProblem
 class Flow:
     """Bytes of one microbatch between groups, and how many messages they are.
 
-    `received_bytes` is what a receiver keeps.  `tied`: a shared parameter; its transfers load
-    the links but compute does not wait for them.
+    `received_bytes` is what a receiver keeps.  `tied`: a shared parameter, whose sums and new
+    weights go once a minibatch, an m-th part of them with each of m microbatches: they load the
+    links, but compute does not wait for them.
     """
 
     sources: tuple[int, ...]
@@ -41,6 +42,11 @@ class Flow:
     backward_messages: float
     received_bytes: int = 0
     tied: bool = False
+
+    @property
+    def returned_bytes(self) -> float:
+        """What a receiver of gradients keeps for the next backward."""
+        return 0.0 if self.tied else self.backward_bytes
 
     def forward_seconds(self, link: Link) -> float:
         return message_seconds(link, self.forward_bytes, self.forward_messages)
@@ -230,7 +236,7 @@ def _flows(problem: PartitionProblem, group_of: Sequence[int]) -> tuple[Flow, ..
         ends = _unique(group_of[i] for i in parameter.items)
         if parameter.trainable and len(ends) > 1:
             row = merged[ends, ends, True]
-            for i, amount in enumerate((parameter.bytes / m, float(parameter.bytes), 1 / m, 1.0)):
+            for i, amount in enumerate((parameter.bytes / m, parameter.bytes / m, 1 / m, 1 / m)):
                 row[i] += amount
     return tuple(
         Flow(sources, sinks, row[0], row[1], row[2], row[3], int(row[4]), tied)

@@ -215,7 +215,7 @@ class _Features:
                     owned += _difference(begun.T @ weight) * trained
             saved = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
             forward = np.array([float(flow.received_bytes) for flow in model.flows])
-            backward = np.array([flow.backward_bytes for flow in model.flows])
+            backward = np.array([flow.returned_bytes for flow in model.flows])
             _, out, received, _, middle = self.seconds(forward, backward)
             workspace = _largest(model, inside)
             back = out + middle

@@ -201,7 +201,7 @@ def _once(
         if name in stage.edges and stage.edges[name].gradient
     }
     del own
-    return forth, seconds(partial(stage.backward, gradients, {}), 1)
+    return forth, seconds(partial(stage.backward, gradients), 1)
 
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
-from pdcompile.schedule import Action, Instruction, Phase, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS, REPLICATED, TO_INPUTS
 from pdcompile.schedule.spec import OPERATIONS, PipelineSpec
 
@@ -77,6 +77,7 @@ class _Walk:
         self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.operations: dict[Name, _Operation] = {}
         self.sends: dict[Label, list[_Operation]] = {}
+        self.sums: dict[Label, list[_Operation]] = {}  # of tied gradients, sent
         self.clocks = [0] * len(program.columns)
         self.position = [0] * len(program.columns)
         self.events: list[list[tuple[Place, Instruction]]] = [[] for _ in program.columns]
@@ -124,7 +125,8 @@ class _Walk:
     def _needed(self, rank: int, one: Instruction, *, waits: bool) -> list[_Operation]:
         """Operations that come before an instruction (none of an earlier call: they are over).
 
-        Values are sent before their backward, and weights before the next update.
+        Values are sent before their backward, weights before the next update, and the sum of a
+        minibatch's tied gradients before its update.
         """
         if waits and one.action.phase in (Phase.WAIT_SEND, Phase.WAIT_RECV, Phase.WAIT):
             found = self.operations.get(self._name(rank, one))
@@ -133,7 +135,8 @@ class _Walk:
             return self.sends.get((one.stage, one.minibatch, one.microbatch), [])
         if one.action is Action.STEP:
             sends = self.sends.items()
-            return [op for label, ops in sends if label[::2] == (one.stage, -1) for op in ops]
+            weights = [op for label, ops in sends if label[::2] == (one.stage, -1) for op in ops]
+            return weights + self.sums.get((one.stage, one.minibatch, one.microbatch), [])
         return []
 
     def _begin(self, rank: int, one: Instruction) -> None:
@@ -145,7 +148,8 @@ class _Walk:
         found.ends[rank] = one
         found.time = max(found.time, self.clocks[rank])
         if one.action.phase is Phase.SEND:
-            self.sends.setdefault((one.stage, one.minibatch, one.microbatch), []).append(found)
+            sends = self.sums if one.action.kind is Kind.TIED else self.sends
+            sends.setdefault((one.stage, one.minibatch, one.microbatch), []).append(found)
         if found.done:
             self._event(found.time, found.ends, computes=False)
 

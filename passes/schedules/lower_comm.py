@@ -11,6 +11,8 @@ early as the slot pool allows, sends are waited for as late as their window allo
     FREE        after the microbatch's backward, both parts of it where it is split
                 (forward-only programs: after its forward)
 
+The gradient of a tied parameter is summed over its stages once an update (`TiedSums`).
+
 Deadlock-free under rendezvous sends, because nothing but WAIT blocks and each WAIT needs only
 what an earlier microbatch (or a later stage) does; `passes.check` proves it for each program.
 """
@@ -42,6 +44,7 @@ class StageState(NamedTuple):
     pending: tuple[tuple[int, int], ...] = ()  # went forward, not yet backward
     unstepped: tuple[int, ...] = ()
     unreduced: tuple[int, ...] = ()  # minibatches whose collective is not posted
+    unsummed: tuple[tuple[int, int, bool], ...] = ()  # (minibatch, tied, receives are posted)
     unsent: tuple[Instruction, ...] = ()  # sends not yet waited for
     unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights not waited for
 
@@ -87,6 +90,7 @@ class Column:
             for n, (stage, action, minibatch, _) in enumerate(listed)
             if action is Action.FORWARD or action in TO_WEIGHTS
         }
+        to_inputs = {one[::2]: n for n, one in enumerate(listed) if one.action in TO_INPUTS}
         left_over = self._left_over(listed)
         for stage, lane in self.lanes.items():
             lane.expect([one for one in listed if one.stage == stage])
@@ -101,8 +105,10 @@ class Column:
                         other.post_collective(minibatch)
                 lane.step(minibatch)
             else:
-                is_last = is_last and (stage, minibatch) not in left_over
-                lane.backward(action, minibatch, microbatch, is_last)
+                over = (stage, minibatch) not in left_over
+                lane.backward(action, minibatch, microbatch, is_last and over)
+                if over and to_inputs.get((stage, minibatch)) == n:
+                    lane.sums.complete(minibatch)
 
     def _left_over(self, listed: list[Task]) -> set[tuple[int, int]]:
         """(stage, minibatch) that still have a backward to come after this call."""
@@ -123,8 +129,14 @@ class Column:
         where = (sent.stage, sent.minibatch, sent.microbatch, sent.edge, sent.peer, 0, sent.target)
         self.out.append(Instruction(WAIT_SEND[sent.action.kind], *where))
 
+    def pass_sums(self, upto: int) -> None:
+        """Take and pass on the sums of tied gradients, later stages first."""
+        for lane in reversed(self.lanes.values()):
+            lane.sums.pass_all(upto)
+
     def finish(self) -> None:
         """End a program after which nothing is in flight."""
+        self.pass_sums(upto=0)
         for lane in self.lanes.values():
             lane.receive_weights(before=1)
             if self.upto == "gradients" and lane.replicated:
@@ -151,6 +163,7 @@ class StagePart:
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
         self.unreceived = deque(state.unreceived)
+        self.sums = TiedSums(self, state.unsummed)
         for send in state.unsent:
             column.channel(send).append(send)
         self.to_post: deque[int] = deque()
@@ -190,6 +203,8 @@ class StagePart:
         upto, closes = self.column.upto, self.column.closing(self.stage, 0) == 0
         self.unstepped += [0] * (closes and upto == "update")
         self.unreduced += [0] * (closes and upto != "forward")
+        if upto != "forward":
+            self.sums.begin()
         self.to_post = deque(microbatches)
         if self.unreduced and self.spec.group(self.stage) > 1 and not self.to_post:
             # Its part was backward before the group was complete, if it is not in flight.
@@ -235,6 +250,8 @@ class StagePart:
         if trains:
             self.waiting.append((minibatch, microbatch))
             self.post_gradients()
+            if is_last and not self.spec.kind.stream:
+                self.sums.post(minibatch)  # they come while this stage drains
         else:
             self.put(Action.FREE, minibatch, microbatch)
             self.post_value()
@@ -245,6 +262,7 @@ class StagePart:
 
     def backward(self, action: Action, minibatch: int, microbatch: int, is_last: bool) -> None:
         """All of it, or one part of a split one: to the inputs, or to the weights."""
+        passing = self.sums.passing()
         sends, ends = action in TO_INPUTS, action in TO_WEIGHTS
         for hop in self.hops.before_backward if sends else ():
             self.wait(hop, minibatch, microbatch)
@@ -259,7 +277,10 @@ class StagePart:
             self.post_gradients()
         if ends:
             self.post_value()
-        if ends and is_last:
+        for one in passing:
+            self.sums.take(*one)
+        late = self.sums.owned and self.spec.kind.stream  # it would wait here for the sums
+        if ends and is_last and not late:
             self.post_collective(self.column.closing(self.stage, minibatch))
 
     # -- update ----------------------------------------------------------------------------
@@ -267,6 +288,7 @@ class StagePart:
     def step(self, minibatch: int) -> None:
         """Collectives, update, and the new weights of tied parameters."""
         self.receive_weights(before=minibatch)
+        self.column.pass_sums(upto=minibatch)
         # Norms are those of all stages of the rank, of gradients that replicas have summed.
         for lane in self.column.lanes.values() if self.spec.clipping else (self,):
             lane.wait_reduced(minibatch)
@@ -305,6 +327,8 @@ class StagePart:
         """
         while self.unreduced and self.unreduced[0] <= last:
             minibatch = self.unreduced.popleft()
+            if self.sums.owned:
+                self.column.pass_sums(upto=minibatch)
             if self.replicated:
                 self.put(Action.POST_REDUCE, minibatch)
             elif (
@@ -326,6 +350,7 @@ class StagePart:
             tuple((t - shift, i) for t, i in self.waiting),
             tuple(t - shift for t in self.unstepped),
             tuple(t - shift for t in self.unreduced),
+            self.sums.state(shift),
             tuple(
                 one._replace(minibatch=one.minibatch - shift)
                 for channel in self.column.sends.values()
@@ -334,6 +359,89 @@ class StagePart:
             ),
             tuple((edge, t - shift) for edge, t in self.unreceived),
         )
+
+
+class TiedSums:
+    """One stage's part in the sums of tied gradients, from the last holder to the owner.
+
+    Once an update each holder adds its own gradient to the sum of later ones and passes it on.
+    """
+
+    def __init__(self, part: StagePart, unsummed: Iterable[tuple[int, int, bool]]):
+        self.part, hops = part, part.hops
+        self.open = {(t, edge): posted for t, edge, posted in unsummed}
+        self.received = {hop.edge for hop in hops.sums_in}
+        self.edges = sorted(self.received.union(hop.edge for hop in hops.sums_out))
+        self.owned = any(self._owner(edge) == part.stage for edge in self.received)
+
+    def begin(self) -> None:
+        """A minibatch begins."""
+        self.open |= {(0, edge): False for edge in self.edges}
+
+    def complete(self, minibatch: int) -> None:
+        """A minibatch's last gradients of inputs are made, and with them those of tied copies.
+
+        The last holder sends its own now.  One between takes the sum of later ones and passes it
+        on after its next backward, the owner takes it before the update.
+        """
+        self.post(minibatch)
+        for t, edge in list(self.open):
+            if t <= minibatch and edge not in self.received:
+                self.take(t, edge)
+
+    def post(self, minibatch: int) -> None:
+        """Post the receives of minibatches up to this one."""
+        for (t, edge), posted in self.open.items():
+            if t <= minibatch and not posted:
+                self._post(t, edge)
+
+    def _post(self, minibatch: int, edge: int) -> None:
+        self.open[minibatch, edge] = True
+        for hop in self.part.hops.sums_in:
+            if hop.edge == edge:
+                self.part.post(hop, minibatch, -1)
+
+    def pass_all(self, upto: int) -> None:
+        """Take and pass on what is not yet, of minibatches up to this one."""
+        for t, edge in list(self.open):
+            if t <= upto and not self._has_backward(t):
+                self.take(t, edge)
+
+    def passing(self) -> list[tuple[int, int]]:
+        """Sums that this stage only adds to, and has all that it adds.  A replica without
+        microbatches sends its part no earlier than with its update."""
+        spec = self.part.spec
+        return [
+            (t, edge)
+            for (t, edge), posted in self.open.items()
+            if posted
+            and self._owner(edge) != self.part.stage
+            and all(len(spec.ranks[stage]) == 1 for stage in spec.tied[edge].stages)
+            and not self._has_backward(t)
+        ]
+
+    def take(self, minibatch: int, edge: int) -> None:
+        """Wait for the sum of later holders, and pass it on unless it ends here."""
+        if not self.open[minibatch, edge]:
+            self._post(minibatch, edge)
+        del self.open[minibatch, edge]
+        for hop in self.part.hops.sums_in:
+            if hop.edge == edge:
+                self.part.wait(hop, minibatch, -1)
+        for hop in self.part.hops.sums_out:
+            if hop.edge == edge:
+                self.part.send(hop, minibatch, -1)
+
+    def state(self, shift: int) -> tuple[tuple[int, int, bool], ...]:
+        """What is left, seen from the next call (`shift` 1 after a step)."""
+        return tuple((t - shift, edge, posted) for (t, edge), posted in self.open.items())
+
+    def _owner(self, edge: int) -> int:
+        return self.part.spec.tied[edge].stages[0]
+
+    def _has_backward(self, minibatch: int) -> bool:
+        """Is a backward of the minibatch still to come?"""
+        return any(t == minibatch for t, _ in self.part.waiting)
 
 
 def project(

@@ -23,8 +23,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
 
     Weights: trainable ones times live versions, others once.  Optimizer: the factor times what
     this stage updates itself (not the copies of a tied parameter that another stage owns).
-    Gradients: buffers of the same parameters, from a minibatch's first backward, which makes
-    them one by one, to its update.
+    Gradients: buffers of all trainable parameters, from a minibatch's first backward, which makes
+    them one by one, to its update; those of copies until they are passed on.
     Activations: saved bytes times the microbatches between forward and backward, without those of
     results that autograd has no use for, once these are out; a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
@@ -135,6 +135,7 @@ class _StageLedger:
     in_flight: int = 0
     split: int = 0  # of them, between the two parts of their backward
     buffers: set[int] = field(default_factory=set)  # updates to come that have gradients
+    copied: Counter[int] = field(default_factory=Counter)  # bytes of those of copies, by update
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
     received: int = 0  # bytes of gradients and new weights that have memory
     slots: dict[_Microbatch, list[int]] = field(default_factory=dict)  # edges that came in
@@ -156,7 +157,8 @@ class _StageLedger:
         stage, training = self.plan.stages[self.index], self.plan.training
         copies = sum(one.bytes for one in self.plan.tied if self.index in one.stages[1:])
         self.stage = stage
-        self.owned = max(0, stage.trainable_bytes - copies)
+        self.copies = min(copies, stage.trainable_bytes)
+        self.owned = stage.trainable_bytes - self.copies
         older = self.spec.versions(self.index) - 1
         self.weights = stage.parameter_bytes + older * stage.trainable_bytes
         self.state = math.floor(training.optimizer_factor * self.owned)
@@ -189,6 +191,7 @@ class _StageLedger:
         elif action is Action.STEP:
             self._note(temporaries=self.stage.step_bytes)
             self.buffers.discard(self.spec.closing(self.index, at[0]))
+            self.copied.pop(self.spec.closing(self.index, at[0]), None)
         elif action is Action.FREE:
             self._free(at)
         elif action is Action.POST_REDUCE:  # a bucket at a time, where gradients were
@@ -217,8 +220,10 @@ class _StageLedger:
         to_come = 0  # bytes of gradients that are not there when the first backward needs the most
         if whole and update not in self.buffers and self.stage.first_workspace_bytes:
             all_of_it = max(again, self.stage.first_workspace_bytes - freed)
-            to_come = max(0, self.owned - all_of_it)
-            workspace = max(0, all_of_it - self.owned)
+            to_come = max(0, self.stage.trainable_bytes - all_of_it)
+            workspace = max(0, all_of_it - self.stage.trainable_bytes)
+        if update not in self.buffers:
+            self.copied[update] = self.copies
         self.buffers.add(update)
         if second and self.stage.split_bytes:
             workspace = self.stage.split_workspace_bytes
@@ -236,10 +241,15 @@ class _StageLedger:
         self.in_flight -= action in TO_WEIGHTS
 
     def _hand_over(self, one: Instruction, at: _Microbatch) -> None:
-        """Another stage of the rank has a value until it frees it, gradients until a backward."""
+        """Another stage of the rank has a value until it frees it, gradients until a backward, and
+        sums of tied ones until it takes them."""
+        if one.action.kind is Kind.TIED and one.action.phase is Phase.WAIT_RECV:
+            self._message(one.action, one.edge, at)
         if one.action.phase is not Phase.SEND or one.action.kind is Kind.WEIGHT:
             return
         receiver = self.held[one.target]
+        if one.action.kind is Kind.TIED:
+            self.copied[self.spec.closing(self.index, at[0])] -= self.plan.tied[one.edge].bytes
         if one.action.kind is not Kind.VALUE:
             receiver._message(POST_RECV[one.action.kind], one.edge, at)
         elif self.stage.recompute:
@@ -289,16 +299,20 @@ class _StageLedger:
             self.over[at] = most, held
 
     def _message(self, action: Action, edge: int, at: _Microbatch) -> None:
-        """Gradients are used by a backward, new weights when they have come."""
+        """Gradients are used by a backward, the rest when it has come."""
         phase, kind = action.phase, action.kind
         size = (self.plan.edges if kind is Kind.GRADIENT else self.plan.tied)[edge].bytes
         if phase is Phase.POST_RECV:
             self.received += size
-            self.arriving[at] += 0 if kind is Kind.WEIGHT else size
-        elif kind is Kind.WEIGHT:  # sent from where they live
-            self.received -= size if phase is Phase.WAIT_RECV else 0
+            self.arriving[at] += size if kind is Kind.GRADIENT else 0
+        elif phase is Phase.WAIT_RECV:  # new weights, and sums of tied gradients, are used then
+            self.received -= 0 if kind is Kind.GRADIENT else size
+        elif kind is Kind.WEIGHT:
+            pass  # sent from where they live
         elif phase is Phase.SEND:
             self.sending += size
+            if kind is Kind.TIED:
+                self.copied[self.spec.closing(self.index, at[0])] -= size
         elif phase is Phase.WAIT_SEND:
             self.sending -= size
 
@@ -329,7 +343,7 @@ class _StageLedger:
     ) -> tuple[int, ...]:
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
         sets = int(running) if self.stage.recompute else self.in_flight - self.split
-        gradients = len(self.buffers) * self.owned - to_come
+        gradients = len(self.buffers) * self.owned + self.copied.total() - to_come
         between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
         kept = sets * self.stage.saved_bytes + between - len(self.out) * self.stage.loose_bytes
         received = self.pool + self.received

@@ -19,7 +19,7 @@ from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
 from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.passes.stages.signatures import Mode, signature
-from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.plan import Edge, Plan, TiedParameter, TiedUses
 from pdcompile.releases.torch_internals import CONSTRUCTORS
 
 
@@ -255,15 +255,19 @@ def as_planned(capture: Capture, plan: Plan) -> Capture:
 
 def tied(graph: OpGraph, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ...]:
     """Trainable parameters that ops on several stages read, in the order of the model."""
-    readers: dict[str, set[int]] = {}
+    uses: dict[str, dict[tuple[str, int], list[int]]] = {}
     for op in graph.ops:
-        for fqn in (*op.parameters, *op.attributes):
-            readers.setdefault(fqn, set()).add(stage_of[op.name])
-    return tuple(
-        TiedParameter(fqn, tuple(sorted(readers[fqn])), info.bytes)
-        for fqn, info in graph.tensors.items()
-        if info.kind == "parameter" and info.requires_grad and len(readers.get(fqn, ())) > 1
-    )
+        for fqn in dict.fromkeys((*op.parameters, *op.attributes)):
+            calls = uses.setdefault(fqn, {})
+            calls.setdefault((op.module_path, op.module_call), []).append(stage_of[op.name])
+    found = []
+    for fqn, info in graph.tensors.items():
+        calls = uses.get(fqn, {}) if info.kind == "parameter" and info.requires_grad else {}
+        stages = tuple(sorted({stage for each in calls.values() for stage in each}))
+        if len(stages) > 1:
+            listed = tuple(TiedUses(*call, tuple(each)) for call, each in calls.items())
+            found.append(TiedParameter(fqn, stages, info.bytes, listed))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Signature, Sources, StageInterface, named_results
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.plan import Edge, TiedParameter
+from pdcompile.reference.tied_uses import add_sum
 
 
 @dataclass
@@ -73,13 +74,11 @@ class LocalStage:
             ]
             self.loss = self.module.loss(*arguments)  # type: ignore[operator]
 
-    def backward(self, sums: dict[str, Tensor], tied: Mapping[Tensor, Tensor]) -> None:
-        """Continues from the gradients of later readers, by value, and leaves its own there.
-
-        `tied`: gradients of parameters that later stages hold as well.
-        """
-        found = [(one.value, sums[value]) for value, one in self.entered.items() if value in sums]
-        roots: list[tuple[Tensor, Tensor | None]] = [*found, *tied.items()]
+    def backward(self, sums: dict[str, Tensor]) -> None:
+        """Continues from the gradients of later readers, by value, and leaves its own there."""
+        roots: list[tuple[Tensor, Tensor | None]] = [
+            (one.value, sums[value]) for value, one in self.entered.items() if value in sums
+        ]
         for value, tensor in self.left.items():
             edge = self.edges.get(value)
             own = edge is not None and edge.source == self.interface.index
@@ -98,9 +97,9 @@ class LocalStage:
 
 @dataclass(slots=True)
 class _Tied:
-    """A parameter that several stages hold: the first one has the model's own, the others copies.
+    """A parameter that several stages hold, each a copy.
 
-    Copies have no hooks: those of the user's run once, on the whole gradient, as in eager.
+    Copies have no hooks: those of the user's run once, on the sum of what the stages accumulate.
     """
 
     owned: nn.Parameter
@@ -109,17 +108,24 @@ class _Tied:
     @classmethod
     def of(cls, tied: TiedParameter, parameters: Mapping[str, nn.Parameter]) -> _Tied:
         owned = parameters[tied.fqn]
-        copies = {
-            stage: nn.Parameter(owned.detach(), requires_grad=owned.requires_grad)
-            for stage in tied.stages[1:]
-        }
-        return cls(owned, {tied.stages[0]: owned, **copies})
+        return cls(
+            owned,
+            {
+                stage: nn.Parameter(owned.detach(), requires_grad=owned.requires_grad)
+                for stage in tied.stages
+            },
+        )
 
     def refresh(self) -> None:
-        """Points the copies at the owner's data, which may have been replaced."""
+        """Points the copies at the model's data, which may have been replaced."""
         for copy in self.by_stage.values():
-            if copy is not self.owned:
-                copy.data = self.owned.data
+            copy.data = self.owned.data
+
+    def add_sum(self) -> None:
+        """Adds the sum of the copies' gradients to the model's."""
+        add_sum(self.owned, [copy.grad for copy in self.by_stage.values()])
+        for copy in self.by_stage.values():
+            copy.grad = None
 
 
 class Chain:
@@ -178,14 +184,11 @@ class Chain:
     def backward(self) -> None:
         """Gradients of every parameter; sums along an edge start at its last reader."""
         sums: dict[str, Tensor] = {}
-        passed: dict[int, Tensor] = {}  # gradients of tied parameters, by place in the list
         for k, stage in reversed(list(enumerate(self._stages))):
             self.running = k
-            here = {i: one.by_stage[k] for i, one in enumerate(self._tied) if k in one.by_stage}
-            stage.backward(sums, {copy: passed[i] for i, copy in here.items() if i in passed})
-            for i, copy in here.items():
-                if copy is not self._tied[i].owned and copy.grad is not None:
-                    passed[i], copy.grad = copy.grad, None
+            stage.backward(sums)
+        for one in self._tied:
+            one.add_sum()
 
 
 def tensors_by_name(model: nn.Module, sources: Sources) -> dict[str, Tensor]:

@@ -114,6 +114,7 @@ class Comparison:
         size = follow_batch(call, self.layout).size
         step = Step(
             self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number,
+            tied=self.plan.tied,
         )  # fmt: skip
         try:
             expected, got = self._both(chain, step, gradients=graph.training)

@@ -10,24 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, walk
+from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 
 
 def summation_order(graph: OpGraph) -> tuple[tuple[str, str, str], ...]:
-    """(first op, second op, value or parameter) for ops whose stages must not decrease.
+    """(first op, second op, value) for ops whose stages must not decrease.
 
-    For every gradient with three summands or more these are each reader and the next one.
+    For every gradient with three summands or more these are each reader and the next one.  A
+    parameter has none: each stage accumulates the gradients of its own uses (`TiedParameter`).
     """
-    readers: dict[str, dict[str, int]] = {}  # value or FQN -> op -> how many summands
-    trained = {
-        fqn
-        for fqn, info in graph.tensors.items()
-        if info.kind == "parameter" and info.requires_grad
-    }
+    readers: dict[str, dict[str, int]] = {}  # value -> op -> how many summands
     for op in graph.ops:
         if not op.grad_enabled or not _differentiated(op, graph):
             continue
-        for what in _summands(op, graph, trained):
+        for what in _summands(op, graph):
             counts = readers.setdefault(what, {})
             counts[op.name] = counts.get(op.name, 0) + 1
     return tuple(
@@ -45,16 +41,11 @@ def disordered(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[tuple[st
             yield first, second, what
 
 
-def _summands(op: Op, graph: OpGraph, trained: set[str]) -> Iterator[str]:
+def _summands(op: Op, graph: OpGraph) -> Iterator[str]:
     for ref in walk((op.args, op.kwargs), Ref):
         value = graph.values.get(ref.name)
         if value is not None and value.is_tensor and value.needs_gradient:
             yield ref.name
-    for attr in walk((op.args, op.kwargs), Attr):
-        if attr.fqn in trained:
-            yield attr.fqn
-    if op.kind in ("module", "opaque"):
-        yield from (fqn for fqn in op.parameters if fqn in trained)
 
 
 def _differentiated(op: Op, graph: OpGraph) -> bool:

@@ -9,4 +9,5 @@ from pdcompile.plan.schema import MemoryLedger as MemoryLedger
 from pdcompile.plan.schema import Plan as Plan
 from pdcompile.plan.schema import StagePlan as StagePlan
 from pdcompile.plan.schema import TiedParameter as TiedParameter
+from pdcompile.plan.schema import TiedUses as TiedUses
 from pdcompile.plan.schema import Training as Training

@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from pdcompile.cluster import Cluster
 from pdcompile.eager.summation import disordered
@@ -207,18 +207,26 @@ def _returns(graph: OpGraph, name: str, stage_of: Mapping[str, int]) -> bool:
 
 
 def _tied(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
-    holders: dict[str, set[int]] = defaultdict(set)
+    holders: dict[str, dict[tuple[str, int], list[int]]] = defaultdict(dict)
     for op in graph.ops:
-        for fqn in (*op.parameters, *op.attributes):
+        for fqn in dict.fromkeys((*op.parameters, *op.attributes)):
             info = graph.tensors[fqn]
             if info.kind == "parameter" and info.requires_grad:
-                holders[fqn].add(stage_of[op.name])
-    expected = {fqn: tuple(sorted(s)) for fqn, s in holders.items() if len(s) > 1}
+                uses = holders[fqn].setdefault((op.module_path, op.module_call), [])
+                uses.append(stage_of[op.name])
+    expected = {
+        fqn: stages
+        for fqn, uses in holders.items()
+        if len(stages := tuple(sorted(set(chain.from_iterable(uses.values()))))) > 1
+    }
     for i, tied in enumerate(plan.tied):
         stages = expected.pop(tied.fqn, ())
         if tied.stages != stages:
             message = f"{tied.fqn!r} is used on stages {list(stages)}, not {list(tied.stages)}"
             yield f"tied[{i}].stages", message, AGAIN
+        used = {(use.module, use.call): list(use.stages) for use in tied.uses}
+        if stages and used and used != holders[tied.fqn]:
+            yield f"tied[{i}].uses", f"{tied.fqn!r} is used by other ops, or elsewhere", AGAIN
         if tied.bytes != graph.tensors[tied.fqn].bytes:
             yield f"tied[{i}].bytes", f"{tied.fqn!r} has other bytes", AGAIN
     for fqn, stages in expected.items():
@@ -362,7 +370,8 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         messages += [Message("backward", b, a, edge.bytes) for a, b in pairwise(chain)]
     for one in plan.tied:
         owner, *others = one.stages
-        messages += [Message("backward", b, a, one.bytes) for a, b in pairwise(one.stages)]
+        down = reversed([*pairwise(one.stages)])
+        messages += [Message("final", b, a, one.bytes) for a, b in down]
         messages += [Message("final", owner, other, one.bytes) for other in others]
     return PipelineTimes(
         [stage.forward_seconds for stage in plan.stages],

@@ -162,8 +162,8 @@ class Evaluation:
 
         A value goes directly from its stage to each stage that consumes it; its gradient goes
         from the last of these to the one before, …, to the first, to the source.  A shared
-        trainable parameter's gradient is chained in the same way once a microbatch; its new
-        weights go from the first holder to the others once a minibatch.
+        trainable parameter's gradient is chained in the same way once a minibatch; its new
+        weights then go from the first holder to the others.
         """
         found, stage_of = [], self.stage_of
         for value in self.problem.traffic:
@@ -180,9 +180,8 @@ class Evaluation:
         for one in self.problem.shared:
             if one.trainable:
                 owner, *others = chain = sorted({stage_of[i] for i in one.items})
-                found += [
-                    Message("backward", far, near, one.bytes) for near, far in pairwise(chain)
-                ]
+                down = reversed([*pairwise(chain)])
+                found += [Message("final", far, near, one.bytes) for near, far in down]
                 found += [Message("final", owner, other, one.bytes) for other in others]
         return found
 

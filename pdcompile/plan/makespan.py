@@ -47,7 +47,8 @@ Event: TypeAlias = Union[ComputeEvent, tuple["Wire", int], None]  # noqa: UP007 
 class Timing:
     """What one microbatch takes: seconds per stage, and per hop for all its values together.
 
-    `final_hops` happen once, after the sender's last backward (new weights of tied parameters).
+    `final_hops` happen once, after the sender's last backward: to an earlier stage the sum of a
+    tied gradient, on its way to the owner, to a later one the owner's new weights.
     `again` is what `backward` has in it of forwards that run again; empty: nothing.
     """
 
@@ -126,9 +127,20 @@ def with_updates(
     """`makespan` and then updates, of so many seconds each stage; final hops follow them."""
     full_duplex = timing.full_duplex
     walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=full_duplex)
-    ends = [now + seconds for now, seconds in zip(walk.done, updates, strict=True)]
-    finals = (max(ends[a], ends[b]) + seconds for (a, b), seconds in timing.final_hops.items())
+    ends = [now + seconds for now, seconds in zip(summed(timing, walk.done), updates, strict=True)]
+    finals = (
+        max(ends[a], ends[b]) + seconds for (a, b), seconds in timing.final_hops.items() if a < b
+    )
     return max(*ends, *finals)
+
+
+def summed(timing: Timing, done: Sequence[float]) -> list[float]:
+    """When each stage has its gradients and the sums of later holders of its tied parameters."""
+    found = list(done)
+    for (a, b), seconds in sorted(timing.final_hops.items(), reverse=True):
+        if a > b:
+            found[b] = max(found[b], found[a] + seconds)
+    return found
 
 
 def critical_path(
@@ -141,8 +153,8 @@ def critical_path(
     is fixed.  Half-duplex links, where it is not, are treated as full duplex.
     """
     walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=True)
-    _, event, final = walk.finished(timing)
-    return walk.path(event, final)
+    _, event, finals = walk.finished(timing)
+    return walk.path(event, finals)
 
 
 def _walk(
@@ -394,17 +406,22 @@ class EventWalk:
         if now > self.done[s] or self.because[s] is None:
             self.done[s], self.because[s] = now, because
 
-    def finished(self, timing: Timing) -> tuple[float, Event, StagePair | None]:
-        """When the last stage or final hop is done, the event that decides it, and the hop."""
-        end, event, final = -1.0, None, None
-        for now, because in zip(self.done, self.because, strict=True):
-            if now > end:
-                end, event = now, because
+    def finished(self, timing: Timing) -> tuple[float, Event, tuple[StagePair, ...]]:
+        """When the last stage or final hop is done, the event that decides it, and the hops."""
+        no_hops: tuple[StagePair, ...] = ()
+        ends = [
+            (now, because, no_hops) for now, because in zip(self.done, self.because, strict=True)
+        ]
+        sums = sorted((hop for hop in timing.final_hops if hop[0] > hop[1]), reverse=True)
+        for a, b in sums:
+            now, event, hops = ends[a]
+            came = now + timing.final_hops[a, b], event, (*hops, (a, b))
+            ends[b] = max(ends[b], came, key=lambda one: one[0])
         for (a, b), seconds in timing.final_hops.items():
-            late = a if self.done[a] >= self.done[b] else b
-            if self.done[late] + seconds > end:
-                end, event, final = self.done[late] + seconds, self.because[late], (a, b)
-        return end, event, final
+            if a < b:
+                now, event, hops = max(ends[a], ends[b], key=lambda one: one[0])
+                ends.append((now + seconds, event, (*hops, (a, b))))
+        return max(ends, key=lambda one: one[0])
 
     def updated(
         self,
@@ -414,29 +431,36 @@ class EventWalk:
     ) -> float:
         """When the last stage has stepped and the last copy of a tied parameter has arrived.
 
-        `finals`: stages, ranks and seconds of each message with new weights.
+        `finals`: stages, ranks and seconds of each message with a sum of tied gradients, in the
+        order in which they are passed on, or with new weights.
         """
-        step = [now + seconds for now, seconds in zip(self.summed, reductions, strict=True)]
+        free: dict[StagePair, float] = defaultdict(float)
+        summed = list(self.summed)
+        for (a, b), link, seconds in finals:
+            if a > b:
+                free[link] = max(free[link], summed[a]) + seconds
+                summed[b] = max(summed[b], free[link])
+        step = [now + seconds for now, seconds in zip(summed, reductions, strict=True)]
         for own in self.held.values():  # one after the other
             last = 0.0
             for s in own:
                 last = step[s] = max(last, step[s], self.done[s])
         if norms is not None:
             step = [max(step) + norms] * len(step)
-        free: dict[StagePair, float] = defaultdict(float)
         for (a, b), link, seconds in finals:
-            free[link] = max(free[link], step[a], step[b]) + seconds
+            if a < b:
+                free[link] = max(free[link], step[a], step[b]) + seconds
         return max((*step, *free.values()))
 
     def shares(self, a: int, b: int) -> bool:
         """Does a rank of one of these stages hold others too?"""
         return any(len(self.held[rank]) > 1 for s in (a, b) for rank in self.ranks[s])
 
-    def path(self, event: Event, final: StagePair | None) -> Path:
+    def path(self, event: Event, finals: Iterable[StagePair]) -> Path:
         """How often forward and backward of each stage, and each hop, lead to the event."""
         forward, backward = [0] * len(self.ranks), [0.0] * len(self.ranks)
         hops: Counter[tuple[StagePair, Direction]] = Counter()
-        if final is not None:
+        for final in finals:
             hops[final, "final"] = 1
         while event is not None:
             if len(event) == 3:

@@ -124,16 +124,28 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedUses:
+    """The stages of the ops that read a tied parameter in one call of a module, in order."""
+
+    module: str  # FQN; "" is the model
+    call: int  # of the calls of this module in a forward
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TiedParameter:
     """A trainable parameter held by several stages; `stages[0]` is the owner.
 
-    Per microbatch its gradient is chained from the last stage to the owner (bitwise eager's
-    order); the owner alone steps the optimizer and sends the new weights to the others.
+    Each of these stages accumulates its own gradient over a minibatch; once an update, from the
+    last stage to the owner, each adds its own and passes the sum on.  The owner alone steps the
+    optimizer and sends the new weights to the others.  `uses`: which stage runs each op that reads
+    it, for `pdcompile.reference`, which accumulates the gradients of each stage apart.
     """
 
     fqn: str
     stages: tuple[int, ...]
     bytes: int
+    uses: tuple[TiedUses, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

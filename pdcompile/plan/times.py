@@ -23,8 +23,8 @@ from pdcompile.schedule.registry import DEFAULT, kind_of
 
 
 class Message(NamedTuple):
-    """What one stage sends another for each microbatch; final ones (new weights of tied
-    parameters) once a minibatch, after the last backward."""
+    """What one stage sends another for each microbatch; final ones once a minibatch, after the
+    last backward: sums of tied gradients to earlier stages, and new weights to later ones."""
 
     kind: Direction
     source: int
@@ -108,9 +108,9 @@ class PipelineTimes:
                     received[self.ranks[b][0]] += seconds / every
             return sent, received
         for kind, a, b, size in self.messages:
-            # New weights go to each replica once a minibatch, a microbatch goes to one of them.
+            # Final messages concern each replica once a minibatch, microbatches one of them each.
             pairs, final = self._pairs(a, b), kind == "final"
-            pairs = pairs[: len(self.ranks[b])] if final else pairs
+            pairs = pairs[: len(self.ranks[max(a, b)])] if final else pairs
             every = num_microbatches if final else len(pairs)
             for x, y in pairs:
                 seconds = message_seconds(self.link(x, y), size) / every
@@ -184,7 +184,7 @@ class PipelineTimes:
                 ((a, b), pair, message_seconds(self.link(*pair), size))
                 for kind, a, b, size in self._sent
                 if kind == "final"
-                for pair in self._pairs(a, b)[: len(self.ranks[b])]
+                for pair in self._pairs(a, b)[: len(self.ranks[max(a, b)])]
             ],
         )
 

@@ -42,9 +42,11 @@ from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserve
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
+from pdcompile.plan import Plan
 from pdcompile.reference.checks import check_model, check_options, chosen_model, turns_of
 from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
+from pdcompile.reference.tied_uses import TiedUses
 from pdcompile.reference.versions import Versions, learning_rates, weight_ages
 
 
@@ -66,6 +68,8 @@ class Reference(ReferenceState):
         ages = weight_ages(self._model, options)
         self._versions = Versions(self._model, ages)
         self._groups = Groups(self._model, ages, learning_rates(options))
+        plan = options.plan
+        self._uses = TiedUses(self._model, plan.tied if isinstance(plan, Plan) else ())
         lag = max((age.lag for age in ages.values()), default=0)
         self._scale = loss_scale(options.grad_scaler, lag)
         if self._versions.stale:
@@ -153,7 +157,8 @@ class Reference(ReferenceState):
         outputs: list[Any] = []
         later: dict[int, tuple[DrawScope, Tensor]] = {}
         loss_leaf = None
-        with in_mode(self._model, True), torch.enable_grad(), preserved_rng(self._device):
+        training = in_mode(self._model, True), torch.enable_grad(), preserved_rng(self._device)
+        with training[0], training[1], training[2], self._uses.of_minibatch():
             parts = split(flat.leaves, layout, self._num_microbatches)
             for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
                 with self._draws(self._num_minibatches, index) as scope:
@@ -228,12 +233,13 @@ class Reference(ReferenceState):
     ) -> tuple[Any, Tensor | None]:
         args, kwargs, target = flat.unflatten(part)
         with self._autocast():
-            output = self._model(*args, **kwargs)
+            with self._uses.forward():
+                output = self._model(*args, **kwargs)
             if self._options.loss_fn is None:
                 return output, own_loss(output)
             if not with_loss:
                 return output, None
-            with scope.loss():
+            with scope.loss(), self._uses.loss():
                 return output, check_loss(self._options.loss_fn(output, target), "loss_fn")
 
     def _differentiable(self, loss: Tensor | None, output: Any) -> Tensor:

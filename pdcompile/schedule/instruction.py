@@ -52,9 +52,9 @@ class Action(StrEnum):
     slots after its backward; in a forward-only program after its forward).  BACKWARD_INPUT frees
     the gradient slots itself: what it still needs of them is kept with the activations.
     Tied parameters (edge field: index into plan.tied): SEND_TIED / POST_RECV_TIED /
-    WAIT_RECV_TIED carry the per-microbatch gradient chain (m-th microbatch) towards the
-    owner; SEND_WEIGHT / POST_RECV_WEIGHT / WAIT_RECV_WEIGHT carry the updated parameter of a
-    minibatch from the owner to one other stage.
+    WAIT_RECV_TIED carry the sum of a minibatch's gradients from holder to holder towards the
+    owner, each adding its own; SEND_WEIGHT / POST_RECV_WEIGHT / WAIT_RECV_WEIGHT carry the updated
+    parameter of a minibatch from the owner to one other stage.
     Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
     per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
     minibatch over the replicas of the stage; what the last backward before it completes may be

@@ -47,6 +47,8 @@ class Hops(NamedTuple):
     after_forward: tuple[Hop, ...] = ()  # sent
     before_backward: tuple[Hop, ...] = ()
     after_backward: tuple[Hop, ...] = ()
+    sums_in: tuple[Hop, ...] = ()  # of tied gradients, once an update, from later holders
+    sums_out: tuple[Hop, ...] = ()
     after_step: tuple[Hop, ...] = ()  # the owner's new weights
     weights: tuple[Hop, ...] = ()  # received from owners
 
@@ -176,14 +178,10 @@ class PipelineSpec:
     def late(self, stage: int) -> bool:
         """Does STEP wait for other ranks?  Then a stream places it as late as legal.
 
-        New weights of a tied parameter come in the call of a minibatch's update where that is the
-        same on all stages: with an update each, or where one of them has replicas, all are late.
+        The update of a tied parameter waits for the sums of its other holders, which in turn wait
+        for the new weights.
         """
-        tied = any(
-            self.kind.updates_each or any(len(self.ranks[s]) > 1 for s in one.stages)
-            for one in self.tied
-            if stage in one.stages
-        )
+        tied = any(stage in one.stages for one in self.tied)
         return self.clipping or tied or len(self.ranks[stage]) > 1
 
     def in_flight(self, stage: int) -> int:
@@ -217,9 +215,12 @@ class PipelineSpec:
         """An end at `stage`, the other end at `other`.
 
         New weights are sent from where they live, and updates write the oldest version there is.
+        The sum of a tied gradient is on its way until the late update of its owner.
         """
         window = self.window(*sorted((stage, other)))
-        if kind is Kind.WEIGHT:
+        if kind is Kind.TIED:
+            window = max(1, self.lag(stage) + (max(map(len, self.ranks)) > 1))
+        elif kind is Kind.WEIGHT:
             window = max(1, self.versions(stage) - 1)
         local = self.ranks[stage] == self.ranks[other]
         return Hop(kind, edge, other, window, local, self.shares_rank(other))
@@ -276,36 +277,50 @@ def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
     """Everything that a replica of the stage sends and receives.
 
     A value goes from its source to every target.  Its gradient goes last target → … → first
-    target → source, each adding its own (eager's order of summation); the gradient of a tied
-    parameter goes last holder → … → owner; the owner's new weights go to every other holder,
-    whose replicas get them from those of the owner in turn.
+    target → source, each adding its own (eager's order of summation).  The sum of a tied
+    parameter's gradients goes last holder → … → owner once an update: replica q sends to replica
+    q mod r of the next holder.  The owner's new weights go to every other holder, whose replicas
+    get them from those of the owner in turn.
     """
-    value_in, value_out, down, up, weight_out, weight_in = [], [], [], [], [], []
+    value_in, value_out, down, up = [], [], [], []
     for index, edge in enumerate(spec.edges):
-        if stage == edge.source:
-            value_out += [spec.hop(Kind.VALUE, index, stage, other) for other in edge.targets]
-        elif stage in edge.targets:
-            value_in.append(spec.hop(Kind.VALUE, index, stage, edge.source))
-    chains = [
-        (Kind.GRADIENT, index, (edge.source, *edge.targets))
-        for index, edge in enumerate(spec.edges)
-        if edge.gradient
-    ]
-    chains += [(Kind.TIED, index, tied.stages) for index, tied in enumerate(spec.tied)]
-    for kind, index, chain in chains:
+        chain = (edge.source, *edge.targets)
         if stage not in chain:
             continue
         place = chain.index(stage)
-        down += [spec.hop(kind, index, stage, later) for later in chain[place + 1 : place + 2]]
-        up += [spec.hop(kind, index, stage, chain[place - 1])] if place else []
+        if place:
+            value_in.append(spec.hop(Kind.VALUE, index, stage, edge.source))
+        else:
+            value_out += [spec.hop(Kind.VALUE, index, stage, other) for other in edge.targets]
+        if edge.gradient:
+            later, earlier = chain[place + 1 : place + 2], chain[place - 1 : place] if place else ()
+            down += [spec.hop(Kind.GRADIENT, index, stage, one) for one in later]
+            up += [spec.hop(Kind.GRADIENT, index, stage, one) for one in earlier]
+    sums_in, sums_out, weight_out, weight_in = (list[Hop]() for _ in range(4))
     for index, tied in enumerate(spec.tied):
-        if stage == tied.stages[0]:
+        if stage not in tied.stages:
+            continue
+        owner, place = tied.stages[0], tied.stages.index(stage)
+        for one in tied.stages[place + 1 : place + 2]:
+            sums_in += _served(spec, Kind.TIED, index, stage, replica, one)
+        if place:
+            for kind, other, found in (
+                (Kind.TIED, tied.stages[place - 1], sums_out),
+                (Kind.WEIGHT, owner, weight_in),
+            ):
+                peer = spec.rank(other, replica)
+                found.append(spec.hop(kind, index, stage, other)._replace(peer=peer))
+        else:
             for one in tied.stages[1:]:
-                hop = spec.hop(Kind.WEIGHT, index, stage, one)
-                served = spec.ranks[one][replica :: len(spec.ranks[stage])]
-                weight_out += [hop._replace(peer=peer) for peer in served]
-        elif stage in tied.stages:
-            owner = tied.stages[0]
-            peer = spec.rank(owner, replica)
-            weight_in.append(spec.hop(Kind.WEIGHT, index, stage, owner)._replace(peer=peer))
-    return Hops(*map(tuple, (value_in, value_out, down, up, weight_out, weight_in)))
+                weight_out += _served(spec, Kind.WEIGHT, index, stage, replica, one)
+    found_hops = value_in, value_out, down, up, sums_in, sums_out, weight_out, weight_in
+    return Hops(*map(tuple, found_hops))
+
+
+def _served(
+    spec: PipelineSpec, kind: Kind, edge: int, stage: int, replica: int, other: int
+) -> list[Hop]:
+    """The hops between a replica and those of another stage that fall to it, in turn."""
+    hop = spec.hop(kind, edge, stage, other)
+    served = spec.ranks[other][replica :: len(spec.ranks[stage])]
+    return [hop._replace(peer=peer) for peer in served]

@@ -2,8 +2,8 @@
 
 Each value from another stage that needs a gradient comes in by an `Entrance`.  Backward is one
 call into autograd, with its roots in eager's order of summation: first what later stages have
-already summed for what came in here (chained edges, tied parameters), then the gradients of what
-went out, then the loss.  A stage that recomputes runs forward again for it (`SecondRun`).  Where
+already summed for what came in here (chained edges), then the gradients of what went out, then the
+loss.  A stage that recomputes runs forward again for it (`SecondRun`).  Where
 the schedule splits it, it stops where no earlier stage waits, and goes on later (`Rest`).
 """
 
@@ -25,7 +25,6 @@ from pdcompile.eager.loss_scale import LossScale
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.ir.stage_interface import named_results
-from pdcompile.plan import TiedParameter
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.stage.absent import absent, is_absent
 from pdcompile.runtime.stage.random_streams import Streams
@@ -33,7 +32,6 @@ from pdcompile.runtime.stage.second_run import Kept, SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.stage.wiring import Wiring, expected
 from pdcompile.runtime.transport.contract import check_tensor
-from pdcompile.schedule import Kind
 
 Leaves = dict[str, Any]  # of the caller's, by path
 
@@ -84,7 +82,6 @@ class Compute:
     def __init__(
         self,
         stage: int,
-        tied: tuple[TiedParameter, ...],
         weights: StageWeights,
         streams: Streams,
         precision: Precision,
@@ -101,9 +98,6 @@ class Compute:
         self._region, self._scale = precision
         self._second = second
         self._whole = whole
-        held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
-        self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
-        self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
         self.flights: dict[tuple[int, int], _Flight] = {}  # what waits for its backward
 
     def forward(
@@ -189,42 +183,33 @@ class Compute:
         feed: Feed,
         microbatch: int,
         version: int,
-        receive: Callable[[Kind, int], Tensor],
+        receive: Callable[[int], Tensor],
         *,
         split: bool = False,
-    ) -> list[tuple[Kind, int, Tensor]]:
-        """Accumulate the stage's gradients; `receive(kind, edge)` gives what later stages sent.
+    ) -> list[tuple[int, Tensor]]:
+        """Accumulate the stage's gradients; `receive(edge)` gives what later stages sent.
 
-        Returns what goes to earlier stages as (GRADIENT, edge, sum) and (TIED, index, sum); a tied
-        copy keeps nothing of it.
-        `split`: only what that needs, with `backward_weight` to follow.
+        Returns what goes to earlier stages as (edge, sum).  `split`: only what that needs, and the
+        gradients of tied copies, with `backward_weight` to follow.
         """
         flight = self.flights.pop((feed.minibatch, microbatch))
         if flight.kept is not None:
             flight = self._again(feed, microbatch, version, flight.kept)
         self._weights.begin_backward(feed.minibatch, version)
-        roots = self._roots(feed, flight, version, receive)
+        roots = self._roots(feed, flight, receive)
         rest = Rest()
         if split and not self._whole and flight.draws is None:
-            passed_on = [self._weights.parameter(version, fqn) for _, fqn in self._passed_on]
+            passed_on = [self._weights.parameter(version, fqn) for fqn in self._weights.copies]
             rest = first_part(roots, [*passed_on, *(one.leaf for one in flight.entered.values())])
         elif roots and flight.draws is not None:
             flight.draws.backward_of([one for one, _ in roots], [one for _, one in roots])
         elif roots:
             accumulate(roots)
-        found: list[tuple[Kind, int, Tensor | None, Tensor]] = [
-            (Kind.GRADIENT, edge, entrance.take(), entrance.value)
-            for edge, entrance in flight.entered.items()
-        ]
-        for index, fqn in self._passed_on:
-            parameter = self._weights.parameter(version, fqn)
-            gradient, parameter.grad = parameter.grad, None
-            found.append((Kind.TIED, index, gradient, parameter))
-        sent = [
-            (kind, index, absent(of) if gradient is None else gradient)
-            for kind, index, gradient, of in found
-        ]
-        memories = {memory_of(gradient) for _, _, gradient in sent}
+        sent = []
+        for edge, entrance in flight.entered.items():
+            gradient = entrance.take()
+            sent.append((edge, absent(entrance.value) if gradient is None else gradient))
+        memories = {memory_of(gradient) for _, gradient in sent}
         kept = map(memory_of, rest.gradients)
         self._weights.separate_gradients(version, memories.union(kept))
         if split:
@@ -243,20 +228,16 @@ class Compute:
         self,
         feed: Feed,
         flight: _Flight,
-        version: int,
-        receive: Callable[[Kind, int], Tensor],
+        receive: Callable[[int], Tensor],
     ) -> list[Root]:
         """Where backward begins, in eager's order of summation: where a gradient has come in."""
         came: list[tuple[Tensor | GradientEdge | None, Tensor]] = [
-            (entrance.value, receive(Kind.GRADIENT, edge))
+            (entrance.value, receive(edge))
             for edge, entrance in flight.entered.items()
             if edge in feed.wiring.chained
         ]
-        for index, fqn in self._summed_later:
-            parameter = self._weights.parameter(version, fqn)
-            came.append((parameter, receive(Kind.TIED, index)))
         for edge, origin in flight.left.items():
-            came.append((origin, receive(Kind.GRADIENT, edge)))
+            came.append((origin, receive(edge)))
         roots: list[Root] = [
             (origin, gradient)
             for origin, gradient in came

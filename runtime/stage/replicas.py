@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.digest import digest, digest_of_ends
+from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.position import Accumulated
-from pdcompile.runtime.stage.weights import Gradients, StageWeights, gradient_hooks
+from pdcompile.runtime.stage.gradients import Gradients
+from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
 from pdcompile.schedule import Action, Instruction
@@ -68,6 +70,8 @@ class Replicas:
         self._sums = sums
         self._weights = weights
         self._written = written
+        self._untied = [fqn for fqn in weights.owned if fqn not in weights.tied]
+        weights.sums_hooked = False
         self.shown: Gradients = {}
         self._digests: dict[tuple[Action, int], Digests] = {}  # by what waits, and minibatch
         self._gradients = Reduction(
@@ -85,7 +89,7 @@ class Replicas:
     def summing(self, backward: Instruction, minibatch: int) -> Iterator[None]:
         """While a backward runs: sum what it completes as it goes on."""
         version = self._weights.numbers.version(minibatch, backward.lag)
-        owned = self._weights.owned if backward in self._ending else ()
+        owned = self._untied if backward in self._ending else ()
         handles = [
             self._weights.parameter(version, fqn).register_post_accumulate_grad_hook(
                 partial(self._completed, minibatch, version, fqn)
@@ -125,6 +129,8 @@ class Replicas:
             gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
             for gradient in gradients.values() if self._weights.numbers.group > 1 else ():
                 gradient.div_(self._weights.numbers.taken(minibatch))
+            tied = self._weights.tied.intersection(gradients)
+            self._weights.run_hooks(minibatch, gradients, tied)
             if not self.updates:
                 self._weights.give_back(minibatch)
         elif action is Action.POST_BUFFERS:
@@ -258,7 +264,7 @@ class ReplicaWeights(StageWeights):
         interface: StageInterface,
         tensors: Callable[[str], Tensor],
         *,
-        copies: frozenset[str],
+        tied: Mapping[str, bool],
         written: Collection[str],
         model: nn.Module | None = None,
     ) -> None:
@@ -268,7 +274,7 @@ class ReplicaWeights(StageWeights):
             stage_class,
             interface,
             lambda fqn: self._own.get(fqn, tensors(fqn)),
-            copies=copies,
+            tied=tied,
             versions=first.versions,
             apart=True,
             model=model,
@@ -285,6 +291,7 @@ class ReplicaWeights(StageWeights):
 
     def open_gradients(self, *, keep: bool, summed: bool = False) -> None:
         self._accumulating = None
+        self.drop_sums()
         for fqn in self.owned:
             self.parameter(0, fqn).grad = None
 

@@ -17,23 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.gradients import memory_of
+from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.runtime.stage.gradients import StageGradients
 from pdcompile.runtime.stage.numbering import Numbering
 from pdcompile.weights import set_tensor
 
-Gradients = dict[str, Tensor]
 
-
-class StageWeights:
+class StageWeights(StageGradients):
     """All versions of a stage's module.  FQNs are canonical names of the model's tensors.
 
     `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
-    `copies` are tied parameters that another stage owns: they take part in backward here, but
-    their updates arrive by message.  `apart`: minibatches overlap, so that versions, or the only
-    one, have Parameters of their own.  `model` has the opaque modules.  `group`: minibatches whose
-    gradients one update takes: versions and gradients have the numbers of updates.
+    `tied`: parameters that other stages hold too, and whether this one owns them.  Backward adds to
+    Parameters of their own, without hooks: once an update the stages sum what they have, and hooks
+    run on the owner's sum.  Updates of the others arrive by message.  `apart`: minibatches overlap,
+    so that versions, or the only one, have Parameters of their own.  `model` has the opaque
+    modules.  `group`: minibatches whose gradients one update takes: versions and gradients have the
+    numbers of updates.
     """
 
     def __init__(
@@ -42,39 +43,33 @@ class StageWeights:
         interface: StageInterface,
         tensors: Callable[[str], Tensor],
         *,
-        copies: frozenset[str],
+        tied: Mapping[str, bool],
         versions: int,
         apart: bool,
         model: nn.Module | None = None,
         group: int = 1,
     ) -> None:
-        self.versions, self.apart, self.numbers = versions, apart, Numbering(group)
-        self.newest = 0
-        self.gradients: dict[int, Gradients] = {}  # put aside, not yet applied, by update
+        masters, slots = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
+        self.versions, self.apart = versions, apart
         self._hooks = Hooks()
-        self._masters: dict[str, nn.Parameter] = {}
-        self._slots: dict[str, list[nn.Parameter]] = {}
         for fqn in interface.parameters:
             master = tensors(fqn)
             assert isinstance(master, nn.Parameter)
             if master.requires_grad:
-                self._masters[fqn] = master
-                own = fqn not in copies and not apart
-                self._slots[fqn] = [master] if own else self._new_slots(fqn, master)
-        self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
+                masters[fqn] = master
+                own = fqn not in tied and not apart
+                slots[fqn] = [master] if own else self._new_slots(fqn, master)
+        super().__init__(masters, slots, tied, Numbering(group))
         self.modules = [instance(stage_class, interface, model) for _ in range(versions)]
         self.evaluators = self.modules  # others for another form of call
         self._homes = [home for module in self.modules for home in module.modules()]
         self._places = places(self.modules[0], interface)
         for version, module in enumerate(self.modules):
             for name, fqn in self._places:
-                slots = self._slots.get(fqn)
-                set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
-        self._accumulating: tuple[int, int] | None = None  # update, instance
-        self._without: Collection[str] = self.owned  # a gradient, when last looked at
+                of_version = slots.get(fqn)
+                set_tensor(module, name, of_version[version] if of_version else tensors(fqn))
         self.updating = False  # an update of the present program has begun
         self.starts_anew = False  # all versions are the newest until there is another
-        self._earlier: Gradients = {}  # of the user's earlier calls, while replicas sum this one's
 
     def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
         """Parameters of their own for the modules of every version."""
@@ -85,13 +80,6 @@ class StageWeights:
         """The instance that holds W_version, in the given mode."""
         module = (self.modules if training else self.evaluators)[version % self.versions]
         return module if module.training == training else module.train(training)
-
-    def parameter(self, version: int, fqn: str) -> nn.Parameter:
-        return self._slots[fqn][version % self.versions]
-
-    def master(self, fqn: str) -> nn.Parameter:
-        """The Parameter that the optimizer and the user see: the newest version."""
-        return self._masters[fqn]
 
     def buffers(self, names: Collection[str]) -> dict[str, Tensor]:
         """Those buffers of these names that the stage holds."""
@@ -110,69 +98,6 @@ class StageWeights:
         """Addresses of the memory of the weights of every version, or of the buffers."""
         tables = (home._parameters if parameters else home._buffers for home in self._homes)
         return {memory_of(one) for table in tables for one in table.values() if one is not None}
-
-    # -- gradients ---------------------------------------------------------------------------
-
-    def begin_backward(self, minibatch: int, version: int) -> None:
-        """Gradients that follow belong to `minibatch`; those of an earlier update are put aside."""
-        number = self.numbers.update(minibatch)
-        if self._accumulating is None or self._accumulating[0] != number:
-            self._put_aside()
-            self._without = self.owned
-        self._accumulating = (number, version % self.versions)
-
-    def separate_gradients(self, version: int, memories: Collection[int]) -> None:
-        """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
-        the next microbatch would add to it there: give such parameters memory of their own.
-
-        A .grad that was there before was added to where it is, and shares none.
-        """
-        held = [(fqn, self.parameter(version, fqn)) for fqn in self._without]
-        self._without = [fqn for fqn, one in held if not _separated(one, memories)]
-
-    def harvest(self, minibatch: int) -> Gradients:
-        """The gradients of the update that takes a minibatch, of owned parameters that have one."""
-        number = self.numbers.update(minibatch)
-        if self._accumulating is not None and self._accumulating[0] == number:
-            self._put_aside()
-        return self.gradients.setdefault(number, {})
-
-    def _put_aside(self) -> None:
-        if self._accumulating is not None:
-            number, instance = self._accumulating
-            taken = {fqn: self._take(instance, fqn) for fqn in self.owned}
-            self.gradients[number] = {f: one for f, one in taken.items() if one is not None}
-            self._accumulating = None
-
-    def _take(self, version: int, fqn: str) -> Tensor | None:
-        parameter = self.parameter(version, fqn)
-        gradient, parameter.grad = parameter.grad, None
-        return gradient
-
-    def present_gradients(self) -> Gradients:
-        """What is in .grad of the owned parameters now (where nothing is `apart`)."""
-        found = {fqn: self._masters[fqn].grad for fqn in self.owned}
-        return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
-
-    def open_gradients(self, *, keep: bool, summed: bool = False) -> None:
-        """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
-
-        Where nothing is `apart`: else .grad is not what backward adds to.  `summed`: what the call
-        makes is summed over replicas first; then `give_back` adds it.
-        """
-        self._accumulating = None
-        self._earlier = self.present_gradients() if keep and summed else {}
-        for fqn in () if keep and not summed else self.owned:
-            self._masters[fqn].grad = None
-
-    def give_back(self, minibatch: int) -> None:
-        """Add the gradients of a minibatch to those that the user had before."""
-        for fqn, gradient in self.gradients.pop(self.numbers.update(minibatch), {}).items():
-            earlier = self._earlier.pop(fqn, None)
-            self._masters[fqn].grad = gradient if earlier is None else earlier.add_(gradient)
-        for fqn, gradient in self._earlier.items():
-            self._masters[fqn].grad = gradient
-        self._earlier = {}
 
     # -- versions ----------------------------------------------------------------------------
 
@@ -210,7 +135,7 @@ class StageWeights:
 
     def adopt(self) -> None:
         """Take over storage that an optimizer or the user gave to a Parameter (p.data = …)."""
-        for fqn in self.owned if self.apart else ():
+        for fqn in self.owned if self.apart else self.tied.intersection(self.owned):
             newest, master = self.parameter(self.newest, fqn), self._masters[fqn]
             if newest.data_ptr() != master.data_ptr():
                 newest.data = master.data
@@ -224,11 +149,12 @@ class StageWeights:
     def adopt_hooks(self) -> None:
         """Have every version run the hooks that the user's Parameters have on their gradients.
 
-        Unless `apart` they are on the Parameter that backward works on.  A tied copy runs none:
-        what it sends is a part of the gradient, and its owner runs them on the whole.
+        Unless `apart` they are on the Parameter that backward works on.  Those of tied parameters
+        run on sums (`run_hooks`).
         """
         if self.apart:
-            self._hooks.follow({f: self._masters[f] for f in self.owned}, self._slots)
+            untied = {f: self._masters[f] for f in self.owned if f not in self.tied}
+            self._hooks.follow(untied, self._slots)
 
     def follow(self, fqn: str, owner: StageWeights) -> None:
         """A tied copy takes the newest values of its owner in this process."""
@@ -278,19 +204,11 @@ class StageWeights:
         return fqn in self._slots
 
 
-def _separated(parameter: nn.Parameter, memories: Collection[int]) -> bool:
-    """Whether it has a gradient, which then has memory of its own."""
-    gradient = parameter.grad
-    if gradient is not None and memory_of(gradient) in memories:
-        parameter.grad = gradient.clone()
-    return gradient is not None
-
-
 class Hooks:
     """Hooks on the gradients of Parameters that follow those on others."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[tuple[str, tuple[bool, Any]], list[Any]]] = []  # and their handles
+        self._held: list[tuple[tuple[str, GradientHook], list[Any]]] = []  # and their handles
 
     def follow(
         self, masters: Mapping[str, nn.Parameter], slots: Mapping[str, list[nn.Parameter]]
@@ -303,35 +221,9 @@ class Hooks:
             for handle in handles:
                 handle.remove()
         self._held = [
-            ((fqn, hook), [_hook(slot, masters[fqn], hook) for slot in slots[fqn]])
+            ((fqn, hook), [hook.follow(slot, masters[fqn]) for slot in slots[fqn]])
             for fqn, hook in wanted
         ]
-
-
-def gradient_hooks(parameter: Tensor) -> list[tuple[bool, Any]]:
-    """(whether it runs on what was accumulated, hook) of a parameter's gradient."""
-    each: Mapping[int, Any] = parameter._backward_hooks or {}
-    summed: Mapping[int, Any] = parameter._post_accumulate_grad_hooks or {}
-    return [*((False, hook) for hook in each.values()), *((True, hook) for hook in summed.values())]
-
-
-def _hook(slot: nn.Parameter, master: nn.Parameter, hook: tuple[bool, Any]) -> Any:
-    """Have a version's Parameter run a hook of the user's; returns the handle."""
-    after, function = hook
-    if not after:
-        return slot.register_hook(function)  # type: ignore[no-untyped-call]
-
-    def accumulated(_: Tensor) -> None:
-        """The hook gets the Parameter that the user knows, with this version's tensors."""
-        newest, gradient = master.data, master.grad
-        master.data, master.grad = slot.data, slot.grad
-        try:
-            function(master)
-            slot.grad = master.grad
-        finally:
-            master.data, master.grad = newest, gradient
-
-    return slot.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
 def instance(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager import digest
+from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.eager.modes import modes_after_switch, modes_in
 from pdcompile.errors import ConfigError
-from pdcompile.runtime.stage.weights import gradient_hooks
 from pdcompile.runtime.watch.attribute_watch import AttributeWatch, is_below
 from pdcompile.runtime.watch.optimizer_watch import in_flight_error
 

@@ -44,8 +44,8 @@ def pair(model, schedule, stages=world, ranks=(), **given):
                    schedule=schedule, microbatches=4, **given)
     twin = copy.deepcopy(model)
     inputs, target = models.batch_for(model, 8)
-    pipe = by_hand(model, stages, inputs, target, ranks=ranks, **options)
-    return pipe.prepare(), reference(twin, **options)
+    pipe = by_hand(model, stages, inputs, target, ranks=ranks, **options).prepare()
+    return pipe, reference(twin, plan=pipe.plan, **options)
 
 def say(*words):
     sys.stdout.write(" ".join((f"[{rank}]", *map(str, words))) + "\n")  # one write a line
@@ -87,7 +87,8 @@ def train_alike(
     where nothing else is said.  Outputs are where the last stage is, or everywhere."""
     model = build()
     loss_fn = loss_for(model)
-    expected = pdcompile.reference(deepcopy(model), loss_fn=loss_fn, **{**OPTIONS, **options})
+    given = {**OPTIONS, **options, "plan": pipe.plan}
+    expected = pdcompile.reference(deepcopy(model), loss_fn=loss_fn, **given)
     alike = partial(torch.testing.assert_close, rtol=0.0, atol=atol)
     last = everywhere or pipe.plan.stages[-1].ranks[0] in pipe.ranks
     for t, size in enumerate(sizes):

@@ -143,6 +143,8 @@ class _Rank:
     contributions: dict[Any, Any] = field(default_factory=dict)
     posts: dict[Any, deque[Any]] = field(default_factory=dict)
     forwards: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    begun: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # of tied copies too
+    sums: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # by update and tied
 
 
 class Meaning:
@@ -213,6 +215,7 @@ class Meaning:
                 raise Broken("no forward")
             value = hash(("B", one.stage, label, weights, forward, arrived))
             me.values["gradient", label] = value
+            me.begun[update] = (*me.begun.get(update, ()), value)
             if one.action is Action.BACKWARD_INPUT:
                 me.values["half", label] = value
             else:
@@ -225,8 +228,10 @@ class Meaning:
                     me.gradients.pop(update, ()),
                     me.contributions.pop(("REDUCE", minibatch), None),
                     me.contributions.pop(("NORMS", minibatch), None),
+                    str(sorted((key, me.sums.pop(key)) for key in [*me.sums] if key[0] == update)),
                 )
             )
+            me.begun.pop(update, None)
             me.steps += 1
             me.weights[me.steps % self.versions[one.stage]] = new
             self.updates.append((rank, minibatch, new))
@@ -271,16 +276,13 @@ class Meaning:
                 needed.append(("", index))
             elif not forward and edge.gradient and stage in later[:-1]:
                 needed.append(("_GRADIENT", index))
-        for index, tied in enumerate(self.plan.tied):
-            if not forward and stage in tied.stages[:-1]:
-                needed.append(("_TIED", index))
         found = [me.values.get(("slot", family, index, label)) for family, index in needed]
         if None in found:
             raise Broken("an input is missing")
         return tuple(found)
 
     def _post(self, me: _Rank, rank: int, one: Instruction, family: str, label: Any) -> None:
-        slot = ("slot", family, one.edge, label)
+        slot = ("slot", family, one.edge, (*label, one.peer) if family == "_TIED" else label)
         if slot in me.values:
             raise Broken("the slot is taken")
         me.values[slot] = None
@@ -301,6 +303,9 @@ class Meaning:
         if family == "_WEIGHT":
             me.values.pop(slot, None)
             me.values["tied", one.edge, label[0] % self.versions[one.stage]] = value
+        elif family == "_TIED":
+            me.values.pop(slot, None)
+            me.sums.setdefault((label[0], one.edge), []).append((one.peer, value))
         elif slot in me.values:  # else freed before it arrived
             me.values[slot] = value
         return True
@@ -318,6 +323,10 @@ class Meaning:
             return True
         if family == "_WEIGHT":
             value = me.weights[me.steps % self.versions[one.stage]]
+        elif family == "_TIED":
+            value = hash(
+                (label, me.begun.get(label[0]), str(me.sums.pop((label[0], one.edge), "")))
+            )
         else:
             value = me.values.get(("gradient" if family else "own", label))
         if value is None:

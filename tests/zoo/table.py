@@ -41,7 +41,9 @@ def page(reports: Sequence[Report], peers: Peers, *, quick: bool) -> str:
         f"{' --peers FILE' if fronts else ''} --write`.",
         "",
         "A model **passes** when every cut into 2, 3 and 4 stages (the planner's, random ones in "
-        "the model's order, and random ones in a shuffled order) gives what eager gives, to the "
+        "the model's order, and random ones in a shuffled order) gives what "
+        "`pdcompile.reference` gives (eager; of a weight on several stages each stage's gradients "
+        "are accumulated apart), to the "
         "last bit: losses, outputs, the gradient of every parameter, buffers and updated "
         "parameters, over two training minibatches of two microbatches with dropout and one "
         "evaluation"

@@ -145,8 +145,6 @@ def staged(
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
         fakes.fill()
-        for fqn in ports.passed:
-            fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
         yield Stage(index, steps, ports, fakes, _Meter(given, inside_of(kernels)), footprints)
@@ -249,8 +247,8 @@ class Stage:
             return replace(parts, forward_workspace_bytes=forward)
         roots = [(self._end(one), gradient) for one, gradient in self._roots(entered, results)]
         loose = self.meter.let_go(results)
-        for fqn, tensor in self.fakes.tensors.items():
-            if tensor.requires_grad and fqn not in self.ports.passed:
+        for tensor in self.fakes.tensors.values():
+            if tensor.requires_grad:
                 hook: Any = tensor.register_post_accumulate_grad_hook
                 hook(self.meter.accumulated)
         if roots:
@@ -272,16 +270,14 @@ class Stage:
         self, entered: dict[str, Entrance], results: dict[str, Any], resident: int
     ) -> Resident:
         """Backward in two parts: what is alive between them, and how far they exceed what was."""
-        passed = [self.fakes.tensor(fqn) for fqn in self.ports.passed]
+        copies = [self.fakes.tensor(fqn) for fqn in self.ports.copies]
         roots = self._roots(entered, results)
         came = {one.untyped_storage()._cdata for _, one in roots if one is not None}
         with self.meter:
-            rest = first_part(roots, [*passed, *(one.leaf for one in entered.values())])
+            rest = first_part(roots, [*copies, *(one.leaf for one in entered.values())])
         ahead = self.meter.peak_bytes - resident
         for one in entered.values():
             one.take()  # and send it
-        for tensor in passed:
-            tensor.grad = None
         entered.clear()
         roots.clear()
         with_results = self.meter.now_bytes
@@ -351,8 +347,6 @@ class Stage:
     def _roots(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> list[Root]:
         roots: list[Root] = []
         sums = {name: entered[name].value for name in self.ports.chained}
-        for fqn in self.ports.summed:
-            sums[fqn] = self.fakes.tensor(fqn)
         for name, value in (*sums.items(), *results.items()):
             if name == self.index.graph.loss and value.requires_grad:
                 roots.append((value, None))

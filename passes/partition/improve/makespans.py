@@ -19,7 +19,7 @@ from pdcompile.schedule.registry import kind_of
 Stages = NDArray[np.intp]  # [assignments, groups]
 Seconds = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-FINAL = 2  # ways of a hop: forward, backward, and once in the end
+FINAL, SUMS = 2, 3  # ways of a hop: forward, backward, and once in the end, there and back
 HOP = np.finfo(np.float64).tiny  # of seconds: also one that takes no time is a hop
 NEAR = 3  # stages: see `_alike`
 MANY = 3  # times as many hops as needed are forgotten, when there are others
@@ -75,7 +75,7 @@ class Makespans:
         self._latencies = np.array([[one.latency_seconds for one in row] for row in links])
         self._warmup = tuple(warmup_of(problem.memory.in_flight, count, problem.num_microbatches))
         self._transfers = Transfers(model)
-        self._amounts = np.array([self._sent(flow) for flow in model.flows]).reshape(-1, 3, 2)
+        self._amounts = np.array([self._sent(flow) for flow in model.flows]).reshape(-1, 4, 2)
         self._known: Flags = np.zeros((FINAL, count, count), dtype=np.bool_)  # hops of the graph
 
     def _sent(self, flow: Flow) -> list[tuple[float, float]]:
@@ -83,8 +83,12 @@ class Makespans:
         m, none = self.model.problem.num_microbatches, (0.0, 0.0)
         backward = flow.backward_bytes, flow.backward_messages
         if flow.tied:
-            return [none, backward, (m * flow.forward_bytes, m * flow.forward_messages)]
-        return [(flow.forward_bytes, flow.forward_messages), backward, none]
+            weights, sums = (
+                (m * one[0], m * one[1])
+                for one in ((flow.forward_bytes, flow.forward_messages), backward)
+            )
+            return [none, none, weights, sums]
+        return [(flow.forward_bytes, flow.forward_messages), backward, none, none]
 
     def at_least(self, stages: Stages) -> Seconds:
         """Seconds of each assignment, [assignments], or at least so many: counted are hops to the
@@ -127,6 +131,9 @@ class Makespans:
         moved = hops[:, :FINAL][:, counted].T
         moved = np.where(moved > 0, moved, -np.inf)
         done = graph.done(np.concatenate([self._computed(stages), moved]))
+        for a, b in reversed(np.argwhere(hops[:, SUMS].any(0)).tolist()):
+            seconds = hops[:, SUMS, a, b]
+            done[b] = np.where(seconds > 0, np.maximum(done[b], done[a] + seconds), done[b])
         found: Seconds = done.max(0)
         for a, b in np.argwhere(hops[:, FINAL].any(0)).tolist():
             seconds = hops[:, FINAL, a, b]
@@ -151,14 +158,15 @@ class Makespans:
         """Seconds of each hop, [assignments, way, source, target].
 
         A value goes to each stage that reads it; gradients go from the last one to the one before,
-        and so on.
+        and so on; so do sums of tied ones, before new weights.
         """
         n, flow, first, near, far = self._transfers.of(stages)
-        shape = len(stages), 3, self.count, self.count
+        shape = len(stages), 4, self.count, self.count
         found = np.zeros(math.prod(shape))
-        for way, (a, b) in enumerate(((first, far), (far, near), (first, far))):
+        there, back = (first, far), (far, near)
+        for way, (a, b) in enumerate((there, back, there, back)):
             num_bytes, messages = self._amounts[flow, way].T
             seconds = num_bytes / self._rates[a, b] + messages * self._latencies[a, b] + HOP
-            hop = ((n * 3 + way) * self.count + a) * self.count + b
+            hop = ((n * 4 + way) * self.count + a) * self.count + b
             found += np.bincount(hop, np.where(messages > 0, seconds, 0.0), found.size)
         return found.reshape(shape)

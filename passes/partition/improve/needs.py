@@ -33,7 +33,7 @@ class Needs:
         )  # fmt: skip
         self._transfers = Transfers(model)
         self._there = np.array([float(flow.received_bytes) for flow in model.flows])
-        self._back = np.array([flow.backward_bytes for flow in model.flows])
+        self._back = np.array([flow.returned_bytes for flow in model.flows])
 
     def excess(self, stages: Stages) -> Seconds:
         """What the stages of each assignment need beyond their limits, as shares of these."""

@@ -163,17 +163,14 @@ class IntervalBytes:
 
     @cached_property
     def _gradients(self) -> Array:
-        """Of what surely is read on later stages, or of parameters shared with them."""
+        """Of what surely is read on later stages."""
         beside, size = self.beside, self.beside.length
         found = np.zeros((size + 1, size + 1))
         for flow in beside.model.flows:
             last = int(beside.low[list(flow.sinks)].max())
-            if flow.tied:
-                found[:, :last] += flow.backward_bytes * self._has(flow.sources)[:, :last]
-                continue
             source = flow.sources[0]
             begins = int(beside.low[source]) or int(self.every)  # so many boundaries before it
-            found[:begins, self._ends[source] : last] += flow.backward_bytes
+            found[:begins, self._ends[source] : last] += flow.returned_bytes
         return found
 
     @cached_property

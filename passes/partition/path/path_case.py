@@ -204,8 +204,7 @@ class Case:
     whole: float  # on all, but for what may be on stages before the path
     total: float  # and all there is
     final: Array  # after the last backward of the path's first stage, by its end
-    shared: list[Array]  # until the last gradient of a tied parameter, without the way down
-    returned: list[Array]  # and until the first stage has worked with it, without hops
+    shared: list[Array]  # until the sum of a tied parameter's gradients, without the way down
     microbatches: int
     parallel: Parallel | None
     left_out: bool  # some stage surely is without the path
@@ -235,7 +234,6 @@ class Case:
             back = back - (depth - 1) * lacking / self.speeds[s]
             found.append((back, 1, 1, m - depth + (depth - 1) * share))
             found.append((self.shared[s], 0, 0, 1))
-            found.append((self.returned[s], 1, 1, 1))
             for trips, others in trips_in_turn(m, depth):
                 around = before + trips * self.rest[:, None] + others * own
                 found.append((around, 1, trips, others))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdcompile.passes.partition.model import Flow, Model
+from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.path.beside import Array, Beside
 from pdcompile.passes.partition.path.branches import Parallel, parallels
 from pdcompile.passes.partition.path.crossings import (
@@ -23,7 +23,7 @@ from pdcompile.passes.partition.path.interval_bytes import IntervalBytes
 from pdcompile.passes.partition.path.path_case import Case, Mask
 from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem import StageLimits
-from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
+from pdcompile.schedule.registry import kind_of
 
 SHARES = tuple(i / 40 for i in range(41))  # of a backward in forward and backward: one is chosen
 WORTH = 0.2  # of the average stage's work: for so much work it has to say most
@@ -146,7 +146,6 @@ def _case(
             _shared(beside, between, f + w, missing, every=every)
             for between, (f, w) in zip(links, own, strict=True)
         ],
-        returned=[_returned(beside, between, whole, every=every) for between in links],
         microbatches=m,
         parallel=parallel,
         left_out=not every and in_order(model) and first == (0, 0),
@@ -200,37 +199,22 @@ def _hops(beside: Beside) -> Callable[[int, int], Hop]:
 def _shared(
     beside: Beside, links: Sequence[StageLimits], own: Array, missing: float, *, every: bool
 ) -> Array:
-    """[j, k]: seconds until the last gradient of a parameter that a group of the stage shares
-    with the first one of the path has arrived there over these links, after the least way down."""
+    """[j, k]: seconds until the sum of the gradients of a parameter that a group of the stage
+    shares with the first one of the path has arrived there over these links, after the least way
+    down."""
     model, found = beside.model, np.zeros_like(own)
     m, fastest = model.problem.num_microbatches, max(one.speed for one in model.problem.stages)
     down = np.maximum(beside.before(np.array(model.forward)) / fastest - missing, 0.0)
-    for _, once, held in _tied(beside, links, every=every):
+    for once, held in _tied(beside, links, every=every):
         found = np.maximum(found, np.where(held, down[:, None] + own + m * once, 0.0))
-    return found
-
-
-def _returned(beside: Beside, links: Sequence[StageLimits], whole: float, *, every: bool) -> Array:
-    """[j, k]: seconds of all work and, over these links, the gradients of a parameter that a group
-    of the stage shares with the first one of the path.
-
-    Whoever receives them has slots for some, and the next one leaves when it has done a backward;
-    all its holders but the last are on the path, up and down which that backward has been.
-    """
-    found = np.zeros((beside.length + 1, beside.length + 1))
-    others = beside.model.problem.num_microbatches - GRADIENT_SLOTS
-    for flow, once, held in _tied(beside, links, every=every):
-        near = sorted({*flow.sources, *flow.sinks})[:-1]
-        if others > 0 and all(beside.low[v] == beside.high[v] for v in near):
-            found = np.maximum(found, np.where(held, whole + others * once, 0.0))
     return found
 
 
 def _tied(
     beside: Beside, links: Sequence[StageLimits], *, every: bool
-) -> Iterator[tuple[Flow, float, Mask]]:
-    """Shared parameters whose first holder is the first of the path: seconds of one microbatch's
-    gradient over the slowest link that surely is between the first holder and the last one (from
+) -> Iterator[tuple[float, Mask]]:
+    """Shared parameters whose first holder is the first of the path: seconds of an m-th part of
+    the sum over the slowest link that surely is between the first holder and the last one (from
     holder to holder, one of which sends over it), and where that one is."""
     model = beside.model
     for flow in model.flows:
@@ -241,7 +225,7 @@ def _tied(
             has = np.zeros(model.num_groups)
             has[last] = 1.0
             once = max(flow.backward_seconds(link) for link in links)
-            yield flow, once, beside.inside(has, every=every) > 0
+            yield once, beside.inside(has, every=every) > 0
 
 
 def _begins(beside: Beside, v: int) -> bool:

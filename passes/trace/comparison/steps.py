@@ -25,6 +25,8 @@ from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.passes.untouched import same_buffers, write_buffers
+from pdcompile.plan import TiedParameter
+from pdcompile.reference.tied_uses import TiedUses
 
 Outputs: TypeAlias = dict[str, Any]
 Loss: TypeAlias = Tensor | None
@@ -40,7 +42,8 @@ class Step:
 
     `size` counts samples; `seed` and `minibatch` name the random streams.  With
     `outputs_backward` backward starts at the outputs where there is no loss.  Outputs that the
-    graph leaves out of training are not compared.
+    graph leaves out of training are not compared.  The gradients of each stage's uses of a `tied`
+    parameter are summed apart.
     """
 
     model: nn.Module
@@ -52,6 +55,7 @@ class Step:
     seed: int = 0
     minibatch: int = 0
     outputs_backward: bool = False
+    tied: tuple[TiedParameter, ...] = ()
 
     def values(
         self, run: Callable[[], tuple[Outputs, Loss]], *, gradients: bool | None = None
@@ -83,14 +87,20 @@ class Step:
 
         Raises VerifyError, with the user's line, when the model itself fails.
         """
+        uses = TiedUses(self.model, self.tied if self.graph.training else ())
+        with uses.of_minibatch():
+            return self._eager(uses)
+
+    def _eager(self, uses: TiedUses) -> tuple[Outputs, Loss]:
         args, kwargs, target = self.call.unflatten(self.call.copied_leaves())
         with DrawScope(self.model, self.seed, self.minibatch, 0) as scope:
-            with autocast_region(self.autocast), _model_runs():
+            with autocast_region(self.autocast), _model_runs(), uses.forward():
                 output = self.model(*args, **kwargs)
             outputs = self._named(output_leaves(output))
             loss = outputs.get(self.graph.loss or "")
             if (loss_fn := self.loss_fn) is not None:
-                with scope.loss(), autocast_region(self.autocast), _model_runs():
+                region = autocast_region(self.autocast)
+                with scope.loss(), region, _model_runs(), uses.loss():
                     loss = loss_fn(output, target)
         try:
             self._backward(scope, outputs, loss)

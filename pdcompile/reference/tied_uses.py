@@ -1,0 +1,152 @@
+"""Uses of tied parameters told apart by the stages that a plan gives them to.
+
+Each stage accumulates the gradients of its own uses over a minibatch; then, from the last holder
+to the first, each adds its own to the sum (`TiedParameter`).  In a model that runs as a whole, a
+use is an op that reads the parameter: a mode of torch puts a leaf of the op's stage in its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pdcompile.eager.gradients import gradient_hooks
+from pdcompile.eager.randomness import LOSS_PATH
+from pdcompile.errors import ConfigError
+from pdcompile.plan import TiedParameter
+
+Call = tuple[str, int]  # of a module: its FQN, and how often it had been called before
+
+
+class TiedUses(TorchFunctionMode):
+    """Has each stage's ops read a leaf of their own in place of a tied parameter."""
+
+    def __init__(self, model: nn.Module, tied: Sequence[TiedParameter]) -> None:
+        """Raises ConfigError for a plan without the uses of its tied parameters."""
+        super().__init__()
+        self._model, self._tied = model, tied
+        self._leaves: dict[int, dict[int, nn.Parameter]] = {}  # by id of the parameter, and stage
+        self._stages: dict[int, dict[Call, tuple[int, ...]]] = {}
+        self._modules = {use.module for one in tied for use in one.uses} - {LOSS_PATH}
+        for one in tied:
+            if not one.uses:
+                raise ConfigError(
+                    f"the plan does not say which stage uses the tied parameter {one.fqn!r} where",
+                    where="plan",
+                    remedy="make the plan again: it is of an earlier version",
+                )
+
+    @contextmanager
+    def of_minibatch(self) -> Iterator[None]:
+        """Around forwards and backwards, after which the sums are in ``.grad``."""
+        parameters = dict(self._model.named_parameters())
+        held = [(parameters[one.fqn], one) for one in self._tied]
+        for parameter, one in held:
+            self._stages[id(parameter)] = {(use.module, use.call): use.stages for use in one.uses}
+            self._leaves[id(parameter)] = {
+                stage: nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                for stage in one.stages
+            }
+        try:
+            yield
+            for parameter, one in held:
+                add_sum(parameter, [self._leaves[id(parameter)][s].grad for s in one.stages])
+        finally:
+            self._leaves.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward of one microbatch; outside of a minibatch it changes nothing."""
+        self._running: list[Call] = []
+        self._calls: Counter[str] = Counter()
+        self._used: Counter[tuple[int, Call]] = Counter()
+        with ExitStack() as stack:
+            for name in self._modules if self._leaves else ():
+                module = self._model.get_submodule(name)
+                begins = module.register_forward_pre_hook(partial(self._begin, name), prepend=True)
+                ends = module.register_forward_hook(self._end, always_call=True)
+                stack.callback(begins.remove)
+                stack.callback(ends.remove)
+            if self._leaves:
+                stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def loss(self) -> Iterator[None]:
+        """Around ``loss_fn``, which is no part of the model."""
+        with self if self._leaves else ExitStack():
+            self._running = [(LOSS_PATH, 0)]
+            yield
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self._running.append((name, self._calls[name]))
+        self._calls[name] += 1
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        seen: set[int] = set()
+        args, kwargs = self._replaced(args, seen), self._replaced(kwargs or {}, seen)
+        result = func(*args, **kwargs)
+        if seen and _has_tensor(result):  # else it asked for a shape, say
+            self._used.update((one, self._call(one)) for one in seen)
+        return result
+
+    def _replaced(self, value: Any, seen: set[int]) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._leaves:
+                return value
+            seen.add(id(value))
+            return self._leaf(id(value))
+        if isinstance(value, dict):
+            return {key: self._replaced(one, seen) for key, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._replaced(one, seen) for one in value)
+        return value
+
+    def _call(self, parameter: int) -> Call:
+        """The innermost running call of a module whose uses the plan names."""
+        stages = self._stages[parameter]
+        return next((one for one in reversed(self._running) if one in stages), next(iter(stages)))
+
+    def _leaf(self, parameter: int) -> nn.Parameter:
+        call = self._call(parameter)
+        stages = self._stages[parameter][call]
+        place = min(self._used[parameter, call], len(stages) - 1)
+        return self._leaves[parameter][stages[place]]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)
+
+
+def add_sum(parameter: nn.Parameter, gradients: list[Tensor | None]) -> None:
+    """Adds the sum of each stage's gradients, from the last to the first, to ``.grad``; the hooks
+    of the user's run on the sum."""
+    total: Tensor | None = None
+    for one in reversed(gradients):
+        total = one if total is None else total if one is None else one.add_(total)
+    if total is None:
+        return
+    hooks = gradient_hooks(parameter)
+    with torch.no_grad():
+        for hook in hooks:
+            if not hook.after:
+                changed = hook.function(total)
+                total = total if changed is None else changed
+        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+        for hook in hooks:
+            if hook.after:
+                hook.function(parameter)

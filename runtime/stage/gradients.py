@@ -1,0 +1,200 @@
+"""The gradients of one stage, from accumulation to the update that takes them.
+
+Gradients of tied parameters, which other stages hold too, are accumulated by each of these on
+Parameters of their own.  Once an update, from the last stage to the owner, each adds its own to
+the sum of later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from pdcompile.eager.gradients import gradient_hooks, memory_of
+from pdcompile.hardware import devices
+from pdcompile.runtime.stage.absent import absent, is_absent
+from pdcompile.runtime.stage.numbering import Numbering
+
+Gradients = dict[str, Tensor]
+
+
+class StageGradients:
+    """The gradients of a stage's trainable parameters, by FQN.
+
+    `masters`: what the user and the optimizer see; `slots`: what backward adds to, of each version
+    of the weights; `tied`: parameters that other stages hold too, and whether this one owns them.
+    """
+
+    def __init__(
+        self,
+        masters: dict[str, nn.Parameter],
+        slots: dict[str, list[nn.Parameter]],
+        tied: Mapping[str, bool],
+        numbers: Numbering,
+    ) -> None:
+        self.numbers, self.newest = numbers, 0
+        self._masters, self._slots = masters, slots
+        self.owned = tuple(fqn for fqn in masters if tied.get(fqn, True))
+        self.copies = tuple(fqn for fqn in masters if not tied.get(fqn, True))
+        self.tied = frozenset(tied).intersection(masters)
+        self.gradients: dict[int, Gradients] = {}  # put aside, not yet applied, by update
+        self.sums_hooked = True  # else whoever sums over replicas runs hooks on the whole
+        self._sums: dict[tuple[int, str], list[Tensor]] = {}  # of later stages, by update
+        self._parts: dict[tuple[int, str], Tensor] = {}  # of copies, put aside, not yet passed on
+        self._accumulating: tuple[int, int] | None = None  # update, version
+        self._ran_on: dict[int, int] = {}  # version, by update
+        self._without: Collection[str] = tuple(masters)  # a gradient, when last looked at
+        self._earlier: Gradients = {}  # of the user's earlier calls, while this one's are summed
+        self._keeps = False  # .grad is the user's, to be added to
+
+    def parameter(self, version: int, fqn: str) -> nn.Parameter:
+        """The Parameter that backward adds to, where it runs on W_version."""
+        slots = self._slots[fqn]
+        return slots[version % len(slots)]
+
+    def master(self, fqn: str) -> nn.Parameter:
+        """The Parameter that the optimizer and the user see: the newest version."""
+        return self._masters[fqn]
+
+    def begin_backward(self, minibatch: int, version: int) -> None:
+        """Gradients that follow belong to `minibatch`; those of an earlier update are put aside."""
+        number = self.numbers.update(minibatch)
+        if self._accumulating is None or self._accumulating[0] != number:
+            self._put_aside()
+            self._without = tuple(self._masters)
+        self._accumulating = number, version
+        self._ran_on[number] = version
+
+    def separate_gradients(self, version: int, memories: Collection[int]) -> None:
+        """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
+        the next microbatch would add to it there: give such parameters memory of their own.
+
+        A .grad that was there before was added to where it is, and shares none.
+        """
+        held = [(fqn, self.parameter(version, fqn)) for fqn in self._without]
+        self._without = [fqn for fqn, one in held if not _separated(one, memories)]
+
+    def harvest(self, minibatch: int) -> Gradients:
+        """The gradients of the update that takes a minibatch, of owned parameters that have one,
+        with what other stages have summed."""
+        number = self.numbers.update(minibatch)
+        if self._accumulating is not None and self._accumulating[0] == number:
+            self._put_aside()
+        found = self.gradients.setdefault(number, {})
+        came = [fqn for fqn in self.owned if (number, fqn) in self._sums]
+        for fqn in came:
+            found |= self._sum(number, fqn, found.pop(fqn, None))
+        if self.sums_hooked:
+            self.run_hooks(minibatch, found, came)
+        return found
+
+    # -- gradients of tied parameters ---------------------------------------------------------
+
+    def receive_sum(self, fqn: str, minibatch: int, part: Tensor) -> None:
+        """The sum of later stages, which may say that they have none (`absent`)."""
+        found = self._sums.setdefault((self.numbers.update(minibatch), fqn), [])
+        found += [] if devices.on_host(part) and is_absent(part) else [part]
+
+    def pass_on(self, fqn: str, minibatch: int) -> Tensor:
+        """What a copy has accumulated and received of a minibatch; nothing of it is kept."""
+        number = self.numbers.update(minibatch)
+        if self._accumulating is not None and self._accumulating[0] == number:
+            own = self._take(self._accumulating[1], fqn)
+        else:
+            own = self._parts.pop((number, fqn), None)
+        total = self._sum(number, fqn, own)
+        return total[fqn] if total else absent(self._masters[fqn])
+
+    def _sum(self, number: int, fqn: str, own: Tensor | None) -> Gradients:
+        for part in self._sums.pop((number, fqn), ()):
+            own = part if own is None else own.add_(part)
+        return {} if own is None else {fqn: own}
+
+    def run_hooks(self, minibatch: int, gradients: Gradients, names: Iterable[str]) -> None:
+        """Run the user's hooks on sums of tied parameters: once, as on the whole gradient."""
+        version = self._ran_on.pop(self.numbers.update(minibatch), self.newest)
+        for fqn in names:
+            master = self._masters[fqn]
+            total = nn.Parameter(self.parameter(version, fqn).data)
+            total.grad = gradients.pop(fqn, None)
+            for hook in gradient_hooks(master):
+                # After the user's own accumulation they run on what that makes of .grad.
+                if total.grad is not None and not (hook.after and self._keeps):
+                    hook.run(total, master)
+            gradients |= {} if total.grad is None else {fqn: total.grad}
+
+    def give_sums(self, minibatch: int) -> None:
+        """The user gets the sums of tied parameters, in .grad (where replicas give none)."""
+        if (owned := self.tied.intersection(self.owned)) and self.sums_hooked:
+            self.harvest(minibatch)
+            self.give_back(minibatch)
+            for fqn in owned:
+                master = self._masters[fqn]
+                for hook in gradient_hooks(master) if master.grad is not None else ():
+                    if hook.after:
+                        hook.function(master)
+
+    def abandon(self, minibatch: int) -> None:
+        """Forget the gradients of a minibatch that ends early."""
+        self.gradients.pop(minibatch, None)
+        self.drop_sums()
+
+    def drop_sums(self) -> None:
+        """Forget what stages were to sum."""
+        self._sums.clear()
+        self._parts.clear()
+        for fqn in self.tied:
+            for slot in self._slots[fqn]:
+                slot.grad = None
+
+    # -- what becomes of them -------------------------------------------------------------------
+
+    def _put_aside(self) -> None:
+        if self._accumulating is not None:
+            number, version = self._accumulating
+            taken = {fqn: self._take(version, fqn) for fqn in self.owned}
+            self.gradients[number] = {f: one for f, one in taken.items() if one is not None}
+            parts = {(number, fqn): self._take(version, fqn) for fqn in self.copies}
+            self._parts |= {key: one for key, one in parts.items() if one is not None}
+            self._accumulating = None
+
+    def _take(self, version: int, fqn: str) -> Tensor | None:
+        parameter = self.parameter(version, fqn)
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def present_gradients(self) -> Gradients:
+        """What is in .grad of the owned parameters now (where nothing is `apart`)."""
+        found = {fqn: self._masters[fqn].grad for fqn in self.owned}
+        return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
+
+    def open_gradients(self, *, keep: bool, summed: bool = False) -> None:
+        """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
+
+        Where nothing is `apart`: else .grad is not what backward adds to.  `summed`: what the call
+        makes is summed over replicas first; then `give_back` adds it.
+        """
+        self._accumulating, self._keeps = None, keep
+        self.drop_sums()
+        present = self.present_gradients() if keep else {}
+        self._earlier = {f: one for f, one in present.items() if summed or f in self.tied}
+        for fqn in () if keep and not summed else self.owned:
+            self._masters[fqn].grad = None
+
+    def give_back(self, minibatch: int) -> None:
+        """Add the gradients of a minibatch to those that the user had before."""
+        for fqn, gradient in self.gradients.pop(self.numbers.update(minibatch), {}).items():
+            earlier = self._earlier.pop(fqn, None)
+            self._masters[fqn].grad = gradient if earlier is None else earlier.add_(gradient)
+        for fqn, gradient in self._earlier.items():
+            self._masters[fqn].grad = gradient
+        self._earlier = {}
+
+
+def _separated(parameter: nn.Parameter, memories: Collection[int]) -> bool:
+    """Whether it has a gradient, which then has memory of its own."""
+    gradient = parameter.grad
+    if gradient is not None and memory_of(gradient) in memories:
+        parameter.grad = gradient.clone()
+    return gradient is not None
