@@ -6,8 +6,8 @@ gone or eased, which `partition` solves within a time limit.  The current assign
 in every one of them and is measured there too, so a search that ends early never makes a looser
 limit look worse than the plan.
 
-`partition` knows one rank a stage.  Where stages have a `Deployment` of their own (replicas,
-recomputation, several on a rank), that is kept, and single items move as long as it helps.
+`partition` knows one rank a stage: limits of stages with a `Deployment` of their own (replicas,
+recomputation, several on a rank) are not eased, and a search of the whole space has to tell.
 """
 
 from __future__ import annotations
@@ -17,24 +17,39 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.model import Model, build, single_moves
 from pdcompile.passes.partition.search import partition
 from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Training
+from pdcompile.plan import Certificate, Training
 from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.plan.makespan import Path, StagePair, critical_path
-from pdcompile.plan.rivals import neighbours
 from pdcompile.plan.times import round_trips
-from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem import (
+    OUTPUT_WISH,
+    MemoryRule,
+    Partition,
+    PartitionProblem,
+    StageLimits,
+    Wish,
+)
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 Breaks = Callable[[Evaluation], list[str]]
 """What an assignment breaks, in words."""
+
+
+class Solve(Protocol):
+    """`partition`, or something that keeps more than the limits of its formula."""
+
+    def __call__(
+        self, problem: PartitionProblem, *, time_limit: float, seed: int
+    ) -> tuple[Partition, Certificate]: ...
+
 
 #: steps of work for all neighbouring cuts together, about three seconds
 WORK = 1_500_000
@@ -229,7 +244,8 @@ def boundaries(
 
 def broken(plan: Evaluation) -> list[str]:
     """`violations`, with memory in units for a reader and how much it is over."""
-    found = list(eased(plan, memory=lambda _: None).violations())
+    free = replace(plan.deployment, limits=(None,) * len(plan.deployment.limits))
+    found = list(Evaluation(plan.problem, plan.stage_of, free).violations())
     for s, limit in enumerate(plan.deployment.limits):
         if limit is not None and (needed := plan.needed(s)) > limit:
             found.append(
@@ -242,14 +258,9 @@ def broken(plan: Evaluation) -> list[str]:
 def eased(
     plan: Evaluation,
     memory: Callable[[int | None], int | None] = lambda limit: limit,
-    link: Callable[[Any], Any] = lambda link: link,
+    link: Callable[[StageLimits], StageLimits] = lambda link: link,
 ) -> Evaluation:
     """The assignment with other limits of memory, and other links."""
-    on = plan.deployment
-    if plan.placed:
-        limits = tuple(map(memory, on.limits))
-        changed = replace(on, limits=limits, link=cache(lambda a, b: link(on.link(a, b))))
-        return Evaluation(plan.problem, plan.stage_of, changed)
     stages = (link(one) for one in plan.problem.stages)
     stages = (replace(one, memory_bytes=memory(one.memory_bytes)) for one in stages)
     return Evaluation(replace(plan.problem, stages=tuple(stages)), plan.stage_of)
@@ -341,7 +352,7 @@ FASTER = 2.0
 class Relaxation:
     """The assignment with one limit less; `plan` is None where it cannot be taken back."""
 
-    kind: Literal["memory", "bandwidth", "warm-up", "recomputation", "constraint"]
+    kind: Literal["memory", "bandwidth", "warm-up", "constraint"]
     text: str
     plan: Evaluation | None
     reason: str = ""  # why there is none
@@ -373,7 +384,7 @@ def relaxations(plan: Evaluation, deeper: MemoryRule | None = None) -> Iterator[
         yield Relaxation("memory", "no memory limit", eased(plan, memory=lambda _: None))
         text = f"{100 * (MORE_MEMORY - 1):.0f} % more memory on every device"
         yield Relaxation("memory", text, eased(plan, memory=_roomier))
-    if any(_costs(stage) for stage in problem.stages) and len(_ranks(plan)) > 1:
+    if any(_costs(stage) for stage in problem.stages) and len(problem.stages) > 1:
         yield Relaxation("bandwidth", "links without cost", eased(plan, link=_free))
         text = f"links {FASTER:g} times as fast"
         yield Relaxation("bandwidth", text, eased(plan, link=_faster))
@@ -411,7 +422,12 @@ def without(problem: PartitionProblem, wish: Wish) -> PartitionProblem | None:
 
 
 def relax(
-    wanted: Sequence[Relaxation], breaks: Breaks = broken, *, time_limit: float, seed: int = 0
+    wanted: Sequence[Relaxation],
+    breaks: Breaks = broken,
+    solve: Solve = partition,
+    *,
+    time_limit: float,
+    seed: int = 0,
 ) -> tuple[Relaxed, ...]:
     """Solve each in turn; those for which no time is left are "not tried".
 
@@ -425,50 +441,31 @@ def relax(
         if one.plan is None or left <= 0:
             reason = one.reason or "no time was left"
             found.append(Relaxed(one.kind, one.text, "not tried", reason=reason))
-        elif one.plan.placed:
-            found.append(_moved(one, one.plan, left / (len(wanted) - i), breaks))
-        else:
-            found.append(_solved(one, one.plan, left / (len(wanted) - i), seed))
+            continue
+        here = None if breaks(one.plan) else one.plan.partition()
+        try:
+            answer = solve(one.plan.problem, time_limit=left / (len(wanted) - i), seed=seed)
+        except InfeasibleError:  # a deeper warm-up may not fit, or nothing was found in time
+            answer = None
+        found.append(_best(one, here, answer))
     return tuple(found)
 
 
-def _moved(one: Relaxation, plan: Evaluation, seconds: float, breaks: Breaks) -> Relaxed:
-    """The plan, and then what it comes to by single items over a boundary; nothing is proved."""
-    end, wrong = time.monotonic() + seconds, breaks(plan)
-    if wrong:
-        return Relaxed(one.kind, one.text, "not tried", reason=wrong[0])
-    now, moved = seconds_of(plan), True
-    while moved:
-        moved = False
-        for _, stage_of in neighbours(plan.problem, plan.stage_of):
-            if time.monotonic() > end:
-                break
-            after = plan.of(stage_of)
-            if seconds_of(after) < now * (1 - 1e-9) and not breaks(after):
-                plan, now, moved = after, seconds_of(after), True
-                break
-    return Relaxed(one.kind, one.text, "feasible", now, 0.0, tuple(plan.stage_of))
-
-
-def _solved(one: Relaxation, plan: Evaluation, seconds: float, seed: int) -> Relaxed:
-    here = None if any(plan.violations()) else plan.partition()
-    try:
-        best, certificate = partition(plan.problem, time_limit=seconds, seed=seed)
-    except InfeasibleError:
-        # A deeper warm-up may not fit, or nothing was found in time.
+def _best(
+    one: Relaxation, here: Partition | None, answer: tuple[Partition, Certificate] | None
+) -> Relaxed:
+    """The better one of the plan itself, where it is allowed, and of what was found."""
+    if answer is None:
         if here is None:
             return Relaxed(one.kind, one.text, "not tried", reason="no plan of it was found")
         return Relaxed(one.kind, one.text, "feasible", here.objective, 0.0, here.stage_of)
+    best, certificate = answer
     bound = certificate.bound_seconds
     if here is not None and here.objective <= best.objective:
         best = here
     optimal = math.isclose(best.objective, bound, rel_tol=1e-5) or best.objective <= bound
     status: Literal["optimal", "feasible"] = "optimal" if optimal else "feasible"
     return Relaxed(one.kind, one.text, status, best.objective, bound, best.stage_of)
-
-
-def _ranks(plan: Evaluation) -> set[int]:
-    return {rank for ranks in plan.deployment.ranks for rank in ranks}
 
 
 def _costs(stage: StageLimits) -> bool:
@@ -479,11 +476,11 @@ def _roomier(limit: int | None) -> int | None:
     return None if limit is None else int(limit * MORE_MEMORY)
 
 
-def _free(link: Any) -> Any:
+def _free(link: StageLimits) -> StageLimits:
     return replace(link, bytes_per_second=math.inf, latency_seconds=0.0)
 
 
-def _faster(link: Any) -> Any:
+def _faster(link: StageLimits) -> StageLimits:
     return replace(
         link,
         bytes_per_second=link.bytes_per_second * FASTER,

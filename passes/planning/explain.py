@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
+from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import (
     Boundary,
     Breaks,
-    Relaxation,
     Relaxed,
     StageUse,
     bottleneck,
@@ -26,14 +27,21 @@ from pdcompile.passes.partition.alternatives import (
     stage_uses,
 )
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
+from pdcompile.passes.planning.graph_free import (
+    MOST_INSTRUCTIONS,
+    ledgers_of,
+    plan_of,
+    straight_plan_of,
+)
+from pdcompile.passes.planning.memory_limits import excess, planned_within
 from pdcompile.passes.planning.search.freed_choices import Freed, freed, more_microbatches
 from pdcompile.passes.planning.solved_problem import placed, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
-from pdcompile.plan import Plan, Training
-from pdcompile.plan.embedded import problem_of
+from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.problem import MemoryRule, PartitionProblem
+from pdcompile.problem import MemoryRule, Partition, PartitionProblem
+from pdcompile.problem.constraints import KINDS
 from pdcompile.units import format_bytes
 
 DEFAULT_SECONDS = 10.0
@@ -65,6 +73,8 @@ class Explanation:
     names: tuple[str, ...] = ()  # of the items
     seconds: float = 0.0  # wall time of explaining
     freed: tuple[Freed, ...] = ()  # of the choices that were fixed, those that cost much
+    more_than_cut: bool = False  # the planner chose more than a cut, and no limit is eased here
+    commands: tuple[str, ...] = ()  # that plan again, each with a limit less
 
 
 def explain(
@@ -90,9 +100,7 @@ def explain(
         freed(plan, found, cluster, Budget(FREEING * limit)),
         more_microbatches(plan, found),
     ) if limit > 0 else ()  # fmt: skip
-    deeper = None if found.placed else _deeper(problem, plan.training)
     breaks = _by_ledger(plan, found)
-    wanted = (*relaxations(found, deeper), *_activations_kept(plan, where))
     return Explanation(
         objective_seconds=objective,
         fastest_seconds=objective if edited else plan.certificate.fastest_seconds or objective,
@@ -103,14 +111,66 @@ def explain(
         stages=uses if edited else with_ledgers(plan, uses),
         transfer_seconds=critical(found)[1] if chained(found) else 0.0,
         boundaries=boundaries(found, breaks, uses),
-        relaxed=relax(
-            wanted, breaks, time_limit=limit - (time.monotonic() - begin), seed=plan.training.seed
+        relaxed=() if found.placed else _relaxed(
+            plan, found, cluster, limit - (time.monotonic() - begin)
         ),
         broken=tuple(broken(found)),
         edited=edited,
         names=tuple(item.name for item in problem.items),
         seconds=time.monotonic() - begin,
         freed=tuple(one for one in costs_much if one is not None),
+        more_than_cut=found.placed,
+        commands=_commands(plan, where) if found.placed else (),
+    )  # fmt: skip
+
+
+def _relaxed(
+    plan: Plan, found: Evaluation, cluster: Cluster, time_limit: float
+) -> tuple[Relaxed, ...]:
+    """A straight plan's problem with each limit eased, and memory kept as `whatif` keeps it."""
+    deeper, warm = _deeper(found.problem, plan.training) or (None, plan.training)
+
+    def planned(problem: PartitionProblem, stage_of: tuple[int, ...], claim: Certificate) -> Plan:
+        training = warm if problem.memory == deeper else plan.training
+        return straight_plan_of(problem, stage_of, claim, training, cluster, plan)
+
+    def breaks(one: Evaluation) -> list[str]:
+        if (wrong := broken(one)) or not any(one.deployment.limits):
+            return wrong
+        own = planned(one.problem, tuple(one.stage_of), plan.certificate)
+        over = excess(one.problem, own) if own.forecast is not None else {}
+        return [f"stage {s} exceeds its memory by {format_bytes(n)}" for s, n in over.items()]
+
+    def solve(
+        problem: PartitionProblem, *, time_limit: float, seed: int
+    ) -> tuple[Partition, Certificate]:
+        if all(stage.memory_bytes is None for stage in problem.stages):
+            return partition(problem, time_limit=time_limit, seed=seed)
+        end = time.monotonic() + time_limit
+
+        def once(limited: PartitionProblem) -> tuple[Plan, Partition]:
+            left = max(0.0, end - time.monotonic())
+            best, claim = partition(limited, time_limit=left, seed=seed)
+            return planned(problem, best.stage_of, claim), best
+
+        best = planned_within(problem, once)
+        return Evaluation(problem, assignment(best)).partition(), best.certificate
+
+    return relax(
+        tuple(relaxations(found, deeper)),
+        breaks, solve, time_limit=time_limit, seed=plan.training.seed,
+    )  # fmt: skip
+
+
+def _commands(plan: Plan, where: str) -> tuple[str, ...]:
+    """The command that made the plan without each of its limits, recomputation among them."""
+    limits = {"--memory", "--recompute", *(f"--{name.replace('_', '-')}" for name in KINDS)}
+    file = Path(where)
+    again = ["-o", str(file.with_name(f"{file.stem}.again.json"))]
+    return tuple(
+        shlex.join(["pdcompile", "plan", *plan.command[:i], *plan.command[i + 1 :], *again])
+        for i, word in enumerate(plan.command)
+        if i and word.partition("=")[0] in limits
     )
 
 
@@ -142,16 +202,6 @@ def _by_ledger(plan: Plan, found: Evaluation) -> Breaks:
     return breaks
 
 
-def _activations_kept(plan: Plan, where: str) -> Iterator[Relaxation]:
-    """The plan with each of the stages that recompute not doing so."""
-    for s, stage in enumerate(plan.stages):
-        if stage.recompute:
-            stages = list(plan.stages)
-            stages[s] = replace(stage, recompute=False)
-            kept = placed(replace(plan, stages=tuple(stages)), where)
-            yield Relaxation("recomputation", f"stage {s} without recomputing", kept)
-
-
 def with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]:
     """The stages with the bytes of the schedule's ledger, where that exceeds the formula."""
     if plan.forecast is None or len(plan.forecast.ledgers) != plan.num_columns:
@@ -163,11 +213,12 @@ def with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]
     return tuple(found)
 
 
-def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
+def _deeper(problem: PartitionProblem, training: Training) -> tuple[MemoryRule, Training] | None:
     """The schedule's memory rule with one more microbatch in flight a boundary, where it can."""
     try:
         depths = warmup(training.schedule, len(problem.stages), problem.num_microbatches, extra=1)
         rule = rule_of(setting_of(training), depths)
     except PdcompileError:
         return None  # a schedule that has no deeper form
-    return rule if sum(rule.in_flight) > sum(problem.memory.in_flight) else None
+    more = sum(rule.in_flight) > sum(problem.memory.in_flight)
+    return (rule, replace(training, warmup=depths)) if more else None

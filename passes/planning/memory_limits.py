@@ -121,7 +121,7 @@ def within_ledgers(
             and what its schedule needs.  Both name a limit under which a plan was found.
     """
     try:
-        plan = _within(problem, solve)
+        plan = planned_within(problem, solve)
         if plan.forecast is None or all(one.memory_bytes is None for one in problem.stages):
             return plan
         return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
@@ -137,7 +137,7 @@ def advised(
     """The refusal, with a limit on memory that was tried, where one would do."""
 
     def trial(changed: PartitionProblem) -> tuple[int, bool]:
-        plan = _within(changed, solve)
+        plan = planned_within(changed, solve)
         if plan.forecast is None:  # too long a schedule for a ledger
             raise error
         held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
@@ -147,9 +147,10 @@ def advised(
     return error if found is None else with_remedy(error, found)
 
 
-def _within(
+def planned_within(
     problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
 ) -> Plan:
+    """`within_ledgers` without its scope, and without advice in what it raises."""
     first, partition = solve(problem)
     if first.forecast is None or not excess(problem, first):
         return first

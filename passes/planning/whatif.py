@@ -235,8 +235,8 @@ def _refuse_more_than_a_cut(plan: Plan, where: str) -> None:
                 "their activations",
                 where=f"{where}: stages[{s}]",
                 remedy="pdcompile explain says of such a plan what binds it, what neighbouring "
-                "cuts cost, and what faster links, more memory, no constraint or no recomputation "
-                "would bring; for other machines, schedules or minibatches plan again and compare: "
+                "cuts cost, and which commands plan again without a limit; for faster links, more "
+                "memory, other machines, schedules or minibatches plan again and compare: "
                 "pdcompile diff a.json b.json",
             )
 

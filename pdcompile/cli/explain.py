@@ -29,9 +29,9 @@ def explain(
     """Show a plan, what binds each stage, and what the next-best cut would cost.
 
     Stages, times, memory against limits, traffic, certificate; then for each stage what it is
-    bound by, for each cut the cheapest other one, and what the best plan would be without each
-    limit, constraint and recomputation. The file is checked while it is read, so this also tells
-    whether an edited plan still makes sense. Needs no model and no torch.
+    bound by, for each cut the cheapest other one, and what is gained without each limit and
+    constraint, or the commands that plan again without one. The file is checked while it is read,
+    so this also tells whether an edited plan still makes sense. Needs no model and no torch.
 
     Example:
 
@@ -71,3 +71,5 @@ def explain(
         from pdcompile.report.explain_table import explain_report
 
         console.print(explain_report(found))
+        for one in found.commands:  # which can be pasted, and are never broken
+            console.print(one, markup=False, soft_wrap=True)

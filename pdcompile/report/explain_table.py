@@ -40,6 +40,12 @@ def explain_report(found: Explanation) -> Group:
         parts += [Text(""), boundary_table(found)]
     if found.relaxed:
         parts += [Text(""), relaxed_table(found)]
+    if found.more_than_cut:
+        parts += [Text(""), Text(
+            "the planner chose more than the cut here (replicas, recomputation or shared ranks): "
+            "only planning again, and pdcompile diff, tell what a looser limit gains"
+            + ":" * bool(found.commands)
+        )]  # fmt: skip
     return Group(*parts)
 
 
@@ -126,8 +132,8 @@ def boundary_table(found: Explanation) -> Table:
 
 
 def relaxed_table(found: Explanation) -> Table:
-    """One row a limit: what the plan would be without it."""
-    table = labels.table("*limit eased", ">best plan", ">change", "|")
+    """One row a limit: a plan found without it, and what is proved of better ones."""
+    table = labels.table("*limit eased", ">plan found", ">change", "|")
     for one in found.relaxed:
         if one.objective_seconds is None:
             table.add_row(one.text, "-", "-", f"not tried: {one.reason}")
@@ -149,7 +155,7 @@ def _says(one: Relaxed, found: Explanation) -> str:
         preferred = found.fastest_seconds < found.objective_seconds
         return "does not bind" + ": other cuts are as fast with it" * preferred
     most = labels.change(one.bound_seconds or 0.0, found.objective_seconds)
-    return f"at most {most}" if one.bound_seconds else "not proved"
+    return f"at most {most}" if one.bound_seconds else "a better one may exist"
 
 
 def _next_best(found: Explanation, one: Boundary) -> str:

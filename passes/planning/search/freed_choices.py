@@ -18,7 +18,7 @@ from pdcompile.passes.partition.alternatives import broken
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.partition.space.line_plans import LinePlans
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited, timed
 from pdcompile.passes.planning.solved_problem import scaled, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Plan
@@ -44,8 +44,11 @@ class Freed:
     at_most: bool = False  # costs are assumed that nobody knows
 
     def __str__(self) -> str:
-        times = f"{'up to ' if self.at_most else ''}{self.times:.2g} times"
-        return f"{self.choice} would be {times} as fast: {self.plan}"
+        if self.at_most:
+            times = f"would be up to {math.ceil(10 * self.times) / 10:g} times"
+        else:  # a plan that was found: there may be better ones
+            times = f"would allow a plan that is {math.floor(10 * self.times) / 10:g} times"
+        return f"{self.choice} {times} as fast: {self.plan}"
 
 
 def freed(plan: Plan, found: Evaluation, cluster: Cluster, budget: Budget) -> Freed | None:
@@ -64,7 +67,8 @@ def freed(plan: Plan, found: Evaluation, cluster: Cluster, budget: Budget) -> Fr
     for choice, space in _spaces(plan):
         least, best = _least(prepared, space, cluster, plan, budget)
         if best is not None and least < seconds / MUCH:
-            each.append(Freed(choice, seconds / least, describe(best)))
+            sure = ", if its memory, which is estimated, fits" * limited(cluster)
+            each.append(Freed(choice, seconds / least, describe(best) + sure))
     most = max((one.times for one in each), default=0.0)
     return next((one for one in each if one.times >= ALMOST * most), None)
 
@@ -103,8 +107,8 @@ def more_microbatches(plan: Plan, found: Evaluation) -> Freed | None:
     return Freed(
         f"--microbatches {few}",
         now / tried[few],
-        "less idle, if a sample needs no longer in smaller microbatches; --microbatches "
-        f"{near} compares",
+        "these stages idle less, if a sample needs no longer in smaller microbatches; "
+        f"--microbatches {near} compares",
         at_most=True,
     )
 

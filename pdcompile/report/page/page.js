@@ -20,7 +20,7 @@ function bindingPanel(data) {
     el("p", {}, data.sentence),
     data.stages ? table(data.stages, "What a microbatch takes of each stage") : "",
     data.cuts ? table(data.cuts, "For each cut, the cheapest other one and what it would cost") : "",
-    data.eased ? table(data.eased, "The best plan without each limit") : "");
+    data.eased ? table(data.eased, "A plan found without each limit") : "");
 }
 
 function measuredPanel(data) {
