@@ -16,7 +16,7 @@ from pdcompile.batch.step_result import StepResult
 from pdcompile.compiled import Compiled
 from pdcompile.eager.modes import Modes, apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of
-from pdcompile.eager.randomness import evaluation_minibatch
+from pdcompile.eager.randomness import evaluation_minibatch, one_thread
 from pdcompile.errors import InputError, PdcompileError
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
@@ -27,7 +27,7 @@ from pdcompile.runtime.evaluations import Evaluations, Form
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
 from pdcompile.runtime.saving import Saving
-from pdcompile.runtime.session import Session
+from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
@@ -69,7 +69,8 @@ class Pipeline(Saving):
         """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
         if self._session is None:
             flat = flatten_call(self._model, args, kwargs, target) if args or kwargs else None
-            self._start(flat)
+            with one_thread(self, draws=False):
+                self._start(flat)
         return self
 
     def _start(self, flat: FlatCall | None) -> None:
@@ -172,13 +173,15 @@ class Pipeline(Saving):
         if compiled.overlaps:
             check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
-        graph, number = compiled.capture.train, self._num_minibatches
+        graph = compiled.capture.train
         check_trained(graph)
         self._goes_on()
-        feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
-        with session.call(None if compiled.overlaps else number):
-            session.train(number, feeds, updates=updates)
-        self._num_minibatches += 1
+        with in_one_thread(session, training=True):
+            number = self._num_minibatches
+            feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
+            with session.call(None if compiled.overlaps else number):
+                session.train(number, feeds, updates=updates)
+            self._num_minibatches += 1
         return result_of(session, graph, feeds, session.workers[-1].losses[number])
 
     # -- evaluation --------------------------------------------------------------------------
@@ -202,10 +205,11 @@ class Pipeline(Saving):
         refuse_blind_start(self._options, target, started=self._session is not None)
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        number = evaluation_minibatch(self._num_evaluations)
-        form = None if self._evaluations is None else self._evaluations.of(flat, number)
-        with nullcontext() if form is None else form.evaluating(session):
-            return self._evaluated(kind, flat, number, form)
+        with in_one_thread(session, training=False):
+            number = evaluation_minibatch(self._num_evaluations)
+            form = None if self._evaluations is None else self._evaluations.of(flat, number)
+            with nullcontext() if form is None else form.evaluating(session):
+                return self._evaluated(kind, flat, number, form)
 
     def _evaluated(self, kind: str, flat: FlatCall, number: int, form: Form | None) -> StepResult:
         session = self._running
@@ -236,7 +240,8 @@ class Pipeline(Saving):
             return args[0].call(self._model, with_target=self._options.loss_fn is not None)
         flat = flatten_call(self._model, args, kwargs, target)
         if self._session is None:
-            self._start(flat)
+            with one_thread(self, draws=False):
+                self._start(flat)
         same_model.settle_others(self)
         return flat
 
@@ -244,31 +249,16 @@ class Pipeline(Saving):
 
     def close(self) -> None:
         """Flush, and free what this pipeline made.  Every rank calls it."""
+        session = self._session
         if self._closed:
             return
-        self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        session = self._session
-        if session is None or session.failed is not None:
-            return
-        if session.in_flight:
-            try:
-                session.check_changes()
-            except PdcompileError as error:
-                session.leave(describe(session.ranks[0], error, None, 0))
-                raise
-        with session.guard():
-            session.agree("close", self._num_minibatches)
-            session.drain(self._num_minibatches)
-            session.close()
-        if session.waits_for_more(self._num_minibatches):
-            warn(
-                "the pipeline was closed between two updates of a replicated stage: gradients of "
-                "its last minibatches wait for more of them and are in no weight; a state dict "
-                "from before close() has them",
-                RuntimeWarning,
-            )
+        runs = session is not None and session.failed is None
+        with in_one_thread(session, training=False) if session and runs else nullcontext():
+            self._closed = True
+            for handle in self._handles:
+                handle.remove()
+            if session is not None and runs:
+                _end(session, self._num_minibatches)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -291,3 +281,24 @@ class Pipeline(Saving):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _end(session: Session, minibatches: int) -> None:
+    """Flushes, and closes the connections."""
+    if session.in_flight:
+        try:
+            session.check_changes()
+        except PdcompileError as error:
+            session.leave(describe(session.ranks[0], error, None, 0))
+            raise
+    with session.guard():
+        session.agree("close", minibatches)
+        session.drain(minibatches)
+        session.close()
+    if session.waits_for_more(minibatches):
+        warn(
+            "the pipeline was closed between two updates of a replicated stage: gradients of "
+            "its last minibatches wait for more of them and are in no weight; a state dict "
+            "from before close() has them",
+            RuntimeWarning,
+        )

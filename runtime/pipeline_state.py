@@ -23,7 +23,7 @@ from pdcompile.position import (
 )
 from pdcompile.runtime.calls import check_size, needed_paths
 from pdcompile.runtime.device.rank_device import DeviceMemory
-from pdcompile.runtime.session import Session
+from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard, shards
 from pdcompile.runtime.state.accumulated import check_accumulated, gathered, held, resume
 from pdcompile.runtime.transport.norms import check_max_norm
@@ -207,12 +207,13 @@ class PipelineState(ModuleHints):
         self._check_open()
         session = self._running
         session.check_running()
-        if kind != "flush":
-            settle_others(self)
-        session.check_changes()
-        with session.call():
-            session.agree(kind, self._num_minibatches)
-            yield session
+        with in_one_thread(session, training=False):
+            if kind != "flush":
+                settle_others(self)
+            session.check_changes()
+            with session.call():
+                session.agree(kind, self._num_minibatches)
+                yield session
 
     # -- parameters and state ----------------------------------------------------------------
 

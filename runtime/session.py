@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from pdcompile.checkpoint.named_optimizer import settings
 from pdcompile.compiled import Compiled
 from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
-from pdcompile.eager.randomness import preserved_rng
+from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
@@ -28,6 +28,7 @@ from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
 from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Feed
+from pdcompile.runtime.stage.random_streams import draws_in
 from pdcompile.runtime.stage.replicas import ReplicaWeights
 from pdcompile.runtime.stage.wiring import Wiring, wire
 from pdcompile.runtime.state.initial import initial_state
@@ -60,6 +61,7 @@ class Session(Guarded):
         self.spec = compiled.stream.spec
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
         self._call = 0
+        self.draws: dict[bool, bool] = {}  # in training (True) and evaluation
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
@@ -282,6 +284,29 @@ class Session(Guarded):
             self.loss_scale.restart(minibatches)
         self._programs.restart(minibatches)
         self._adopt()
+
+
+@contextmanager
+def in_one_thread(session: Session, *, training: bool) -> Iterator[None]:
+    """Around a whole call, which may finish what is in flight.
+
+    Raises:
+        ConfigError: see `pdcompile.eager.randomness.one_thread`.
+    """
+    capture, known = session.compiled.capture, session.draws
+    graphs = [capture.train] if training else [capture.eval]
+    if session.in_flight and not training:
+        graphs.append(capture.train)
+    for graph in graphs:
+        if graph.training not in known:
+            known[graph.training] = draws_in(graph)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(one_thread(session, draws=any(known[g.training] for g in graphs)))
+        except PdcompileError as error:
+            session.refuse(error)
+            raise
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pdcompile
+from pdcompile.cluster import Cluster
 from pdcompile.eager import randomness
 from pdcompile.eager.randomness import (
     DrawScope,
@@ -29,6 +31,7 @@ from pdcompile.eager.randomness import (
     reseed,
     seed_of,
 )
+from pdcompile.errors import ConfigError
 from tests.helpers import models
 
 X = torch.linspace(0.1, 0.9, 24).view(2, 3, 4)
@@ -348,3 +351,94 @@ def test_a_gpus_generator_is_seeded_wherever_the_cpus_is(
     assert 0 < compiled < len(seeded)
     assert all(seeded)
     assert torch.equal(gpus.get_state(), before)
+
+
+def dropping(rate: float | None) -> nn.Module:
+    torch.manual_seed(0)
+    inner = [] if rate is None else [nn.Dropout(rate)]
+    return nn.Sequential(nn.Linear(4, 4), *inner, nn.Linear(4, 2))
+
+
+def trained(rate: float | None) -> pdcompile.Pipeline:
+    return pdcompile.compile(
+        dropping(rate),
+        cluster=Cluster.local(2), costs="estimated", progress=False, loss_fn=F.mse_loss,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), microbatches=2,
+    )  # fmt: skip
+
+
+def during(pipe: pdcompile.Pipeline, call: Callable[[], object]) -> object:
+    """What `call` returns or raises in another thread, in the middle of a step of `pipe`."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except ConfigError as error:
+            found.append(error)
+
+    def meanwhile(*_: object) -> None:
+        if not found:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+    assert pipe.prepare(*STEP[:1], target=STEP[1]).optimizer is not None
+    handle = pipe.optimizer.register_step_pre_hook(meanwhile)
+    pipe.step(STEP[0], target=STEP[1])
+    handle.remove()
+    return found[0]
+
+
+STEP = torch.linspace(-1, 1, 16).view(4, 4), torch.zeros(4, 2)
+
+
+def test_threads_that_draw_at_the_same_time_are_refused() -> None:
+    x, y = STEP
+    drawing, another, still, dry = trained(0.3), trained(0.3), trained(None), trained(0.0)
+    reference, plain = (
+        pdcompile.reference(dropping(rate), loss_fn=F.mse_loss, microbatches=2)
+        for rate in (0.3, None)
+    )
+    for pipe in (another, still, dry):
+        pipe.prepare(x, target=y)
+    told = during(drawing, lambda: another.step(x, target=y))
+    assert isinstance(told, ConfigError)
+    assert "may draw random numbers" in told.message
+    assert "one thread" in str(told.remedy)
+    expected = float(reference.forward_backward(x, target=y).loss)
+    assert float(another.step(x, target=y).loss) == expected  # as if it had not been called
+    for call in (
+        lambda: drawing.step(x, target=y),
+        drawing.flush,
+        drawing.close,
+    ):
+        told = during(drawing, call)
+        assert isinstance(told, ConfigError)
+        assert "of one pipeline" in told.message
+    calls: list[Callable[[], object]] = [
+        lambda: still.predict(x),
+        lambda: trained(None).step(x, target=y),
+        lambda: reference.forward_backward(x, target=y),
+    ]
+    assert all(isinstance(during(drawing, call), ConfigError) for call in calls)
+    assert isinstance(during(still, lambda: another.step(x, target=y)), ConfigError)
+    state = torch.get_rng_state()
+    dropped = during(still, lambda: float(dry.step(x, target=y).loss))
+    # Dropout of 0 takes no number, nor does any in evaluation.
+    assert dropped == float(plain.forward_backward(x, target=y).loss)
+    assert isinstance(during(still, lambda: another.predict(x)), Tensor)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_regions_of_two_threads_leave_the_generator_as_it_was() -> None:
+    state = torch.get_rng_state()
+    first, second = preserved_rng(), preserved_rng()
+    first.__enter__()
+    reseed(1)
+    second.__enter__()
+    reseed(2)
+    first.__exit__(None, None, None)  # before the one that began later
+    reseed(3)
+    second.__exit__(None, None, None)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.releases.torch_internals import (
@@ -161,6 +163,11 @@ def evaluation_minibatch(call: int) -> int:
 
 #: what `reseed` seeds: the CPU's generator, and the GPU's inside `preserved_rng` of a GPU
 _seeded: tuple[torch.Generator, ...] = (torch.default_generator,)
+#: states before each open `preserved_rng`, of every thread, in the order in which they began
+_regions: list[dict[torch.Generator, torch.Tensor]] = []
+#: calls that run: the thread, the pipeline or reference, and whether it draws
+_calls: list[tuple[threading.Thread, object, bool]] = []
+_books = threading.Lock()  # over the two lists, never while a call runs
 
 
 def reseed(seed: int) -> None:
@@ -182,17 +189,64 @@ def preserved_rng(device: torch.device | None = None, *, from_ops: bool = False)
     `from_ops`: see `python_draws.preserved`.
     """
     global _seeded
-    outer = _seeded
-    if device is not None and device.type == devices.GPU:
-        _seeded = (torch.default_generator, devices.generator(device))
-    states = [(generator, generator.get_state()) for generator in _seeded]
+    with _books:
+        if device is not None and device.type == devices.GPU:
+            _seeded = (torch.default_generator, devices.generator(device))
+        states = {generator: generator.get_state() for generator in _seeded}
+        _regions.append(states)
     try:
         with python_draws.preserved(from_ops=from_ops):
             yield
     finally:
-        _seeded = outer
-        for generator, state in states:
-            generator.set_state(state)
+        with _books:
+            at = next(i for i, region in enumerate(_regions) if region is states)
+            del _regions[at]
+            if at < len(_regions):  # of another thread, which goes on: it restores ours in the end
+                _regions[at].update(states)
+            else:
+                for generator, state in states.items():
+                    generator.set_state(state)
+            _seeded = tuple(_regions[-1]) if _regions else (torch.default_generator,)
+
+
+@contextmanager
+def one_thread(owner: object, *, draws: bool) -> Iterator[None]:
+    """Around a call of a pipeline or reference `owner`: no other thread is in one of it, nor in
+    any while one of both draws, as each would draw from what the other has seeded.
+
+    Refused and not waited for: on two ranks the calls may begin in unlike orders.
+
+    Raises:
+        ConfigError: another thread is.
+    """
+    here = threading.current_thread()
+    call = (here, owner, draws)
+    with _books:
+        for thread, other, drew in _calls:
+            if thread is not here and (other is owner or draws or drew):
+                raise _entered(thread, same=other is owner)
+        _calls.append(call)
+    try:
+        yield
+    finally:
+        with _books:
+            _calls.remove(call)
+
+
+def _entered(thread: threading.Thread, *, same: bool) -> ConfigError:
+    where = f"thread {threading.current_thread().name!r}, while {thread.name!r} is in a call"
+    if same:
+        return ConfigError(
+            "two threads are in calls of one pipeline or reference at the same time",
+            where=where,
+            remedy="call it from one thread",
+        )
+    return ConfigError(
+        "two threads run pipelines or references at the same time, and one of both may draw random "
+        "numbers (dropout), which all come from the process's one default generator of torch",
+        where=where,
+        remedy="call both from one thread, or run each in processes of its own",
+    )
 
 
 class DrawScope(torch.overrides.TorchFunctionMode):

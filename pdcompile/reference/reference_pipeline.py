@@ -38,7 +38,7 @@ from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.modes import apply_overrides, in_mode
 from pdcompile.eager.optimizers import make_optimizer
-from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserved_rng
+from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, one_thread, preserved_rng
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
@@ -94,14 +94,18 @@ class Reference(ReferenceState):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
     ) -> StepResult:
         """`step` for a model whose forward has an argument named ``target``."""
+        with one_thread(self, draws=True):
+            return self._step(args, kwargs or {}, target)
+
+    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> StepResult:
         if self.optimizer is None:
-            return self._train(args, kwargs or {}, target)
+            return self._train(args, kwargs, target)
         self.zero_grad()
         if self._scale is not None:
             self._scale.follow()
         try:
             with self._versions.of_minibatch():
-                result = self._train(args, kwargs or {}, target)
+                result = self._train(args, kwargs, target)
             self._groups.take(self._num_minibatches - 1)
             number = self._num_minibatches - 1
             held = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -127,7 +131,8 @@ class Reference(ReferenceState):
         if self._versions.stale:
             check_older_weights(self._options.schedule, updates=False)
         check_unscaled(self._options, "forward_backward")
-        return self._train(args, kwargs, target)
+        with one_thread(self, draws=True):
+            return self._train(args, kwargs, target)
 
     def flush(self) -> None:
         """Does nothing: no minibatch is ever in flight here."""
@@ -140,13 +145,15 @@ class Reference(ReferenceState):
 
         The loss is None where there is no loss_fn and the model returns none.
         """
-        losses, outputs = self._evaluate(args, kwargs, target, with_loss=True)
+        with one_thread(self, draws=True):
+            losses, outputs = self._evaluate(args, kwargs, target, with_loss=True)
         loss = total_loss(losses) if losses else None
         return StepResult(None if loss is None else LazyLoss(lambda: loss), lambda: outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output pytree for one minibatch in eval mode; no loss_fn is called."""
-        return self._evaluate(args, kwargs, None, with_loss=False)[1]
+        with one_thread(self, draws=True):
+            return self._evaluate(args, kwargs, None, with_loss=False)[1]
 
     # -- one minibatch
 
