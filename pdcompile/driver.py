@@ -32,6 +32,7 @@ from pdcompile.given import (
     check_minibatch,
     given_plan,
     given_sources,
+    in_place,
     places_in_its_file,
     with_given_plan,
     with_saved_plan,
@@ -142,7 +143,8 @@ def run_passes(
         part = step.listener.part
         plan = step("plan", lambda: given_plan(options, chosen, captured.train, part))
     else:
-        planner = Planner(model, captured, options, chosen, step.listener)
+        placed = in_place(options, captured.train)
+        planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
     if replan is not None:
         plan = replan(plan, captured.train)

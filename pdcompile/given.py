@@ -38,6 +38,7 @@ from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.here import lacks, lacks_devices
 from pdcompile.plan.other_model import first_difference, made_of, other_weights
 from pdcompile.plan.schema import ranks_of
+from pdcompile.problem.constraints import Pin
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
@@ -348,3 +349,12 @@ def check_memory(cluster: Cluster, plan: Plan) -> None:
                 where="plan",
                 remedy="plan again with this limit",
             )
+
+
+def in_place(options: Options, graph: OpGraph) -> Options:
+    """With ops pinned to the stages that hold their tensors, where ranks hold a model apart."""
+    if not options.held:
+        return options
+    held = [(op.name, options.held.get(fqn)) for op in graph.ops for fqn in op.used_tensors]
+    pins = [Pin(name, one.stages[0]) for name, one in held if one and len(one.stages) == 1]
+    return replace(options, constraints=(*options.constraints, *dict.fromkeys(pins)))

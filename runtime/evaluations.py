@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
 from pdcompile.errors import InputError, PdcompileError, some
+from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.plan import Edge
 from pdcompile.runtime.calls import default_of, of_target
@@ -35,7 +36,7 @@ from pdcompile.weights import set_tensor
 MOST = 8  # forms of calls: one whose arguments never come twice would be captured at every call
 UNSENT = Edge("", -1, (), 0, gradient=False)
 
-Recompile = Callable[[FlatCall, Compiled], Compiled]
+Recompile = Callable[[nn.Module, FlatCall, Options, Compiled], Compiled]
 Unlike = tuple[
     tuple[str, str], ...
 ]  # path of an argument, and how it is unlike the captured call's
@@ -123,7 +124,7 @@ class Evaluations:
             if lacking and world is not None:
                 raise _refused(unlike, f"and rank 0, which captures it, has no {some(lacking)}")
             try:
-                found = self._recompile(flat, session.compiled)
+                found = self._recompile(session.model, flat, session.options, session.compiled)
             except PdcompileError as error:
                 raise _refused(unlike, f"and cannot be captured: {error.message}") from error
             if world is not None:

@@ -23,7 +23,7 @@ from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
-from pdcompile.runtime.evaluations import Evaluations, Form
+from pdcompile.runtime.evaluations import Evaluations, Form, Recompile
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
 from pdcompile.runtime.saving import Saving
@@ -37,7 +37,6 @@ from pdcompile.runtime.watch import same_model
 from pdcompile.runtime.watch.alike import compiled_alike
 from pdcompile.warn import warn
 
-Recompile = Callable[[nn.Module, FlatCall, Options, Compiled], Compiled]
 Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
 
 
@@ -75,26 +74,25 @@ class Pipeline(Saving):
 
     def _start(self, flat: FlatCall | None) -> None:
         self._check_open()
-        same_model.refuse_split(self._model, self._options)
+        held = same_model.split_before(self._model, self._options)
         passed = modes(self._model)
         apply_overrides(self._model)
         start = launch.start_up(self._options) if launch.is_distributed(self._options) else None
-        with nullcontext() if start is None else start:
+        with nullcontext() if start is None else start, same_model.forward_allowed(self._model):
+            if start is not None:
+                self._options = same_model.settled(self._model, held, self._options, start)
             compiled = self._compiled(flat, start)
             world = self._connected(compiled, passed, start)
         try:
             session = Session(self._model, self._options, compiled, world)
-            if world is None:
-                same_model.started(self, self._model, session)
+            same_model.started(self, self._model, session)
         except BaseException as error:
             if world is not None:
                 world.leave(error)
             raise
         self._session = session
-        if (recompile := self._recompile) is not None:
-            self._evaluations = Evaluations(
-                session, lambda flat, usual: recompile(self._model, flat, self._options, usual)
-            )
+        if self._recompile is not None:
+            self._evaluations = Evaluations(session, self._recompile)
         for note in compiled.plan.notes if 0 in session.ranks else ():
             if note.startswith(DROPPED):
                 warn(note)
@@ -102,7 +100,8 @@ class Pipeline(Saving):
             self, self._model, session.optimizer, alone=world is None
         )
         if world is not None:
-            self._model.register_forward_pre_hook(same_model.RefuseForward(self))
+            same_model.note_split(self._model, compiled, self._options.group)
+            self._model.register_forward_pre_hook(same_model.RefuseForward())
             world.ending.belongs_to(self)
         self._resume()
 

@@ -65,7 +65,7 @@ class Session(Guarded):
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
-        self._stale_copies = False
+        self._stale_copies = bool(plan.tied and options.held)  # who trained them is another one
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
         self.replicas_apart = False  # each has buffers or gradients of its own
@@ -97,7 +97,7 @@ class Session(Guarded):
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:
-            self.state.discard_others()
+            self.state.discard_others(keep=self.options.held)
         self._adopt()
         self._watch = _watched(self)
         self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
@@ -273,6 +273,12 @@ class Session(Guarded):
             one_update=bool(steps) and max(steps) <= 1 and not anew,
         )
         self._optimizer_watch.remember(in_flight=self.in_flight)
+
+    def forget_copies(self) -> None:
+        """Another pipeline of the model begins a call, and may train what other ranks copied."""
+        if self.world is not None and self.plan.tied and self.failed is None:
+            self._stale_copies = True
+            self.end_call()
 
     def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
         """Overwrite what this process holds, after so many minibatches; older versions of all

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pdcompile.clusters import cluster_of
 from pdcompile.schedule.files import named
@@ -32,11 +32,32 @@ def default_optimizer(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
 
+class Held(NamedTuple):
+    """Where a tensor is of a model that an earlier pipeline has split over ranks.
+
+    `stages` of that pipeline hold it, the first is its owner; `ranks` are those of each stage.
+    """
+
+    stages: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    group: Any
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that update it."""
+        return self.ranks[self.stages[0]]
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """The ranks that have its values."""
+        return frozenset(rank for stage in self.stages for rank in self.ranks[stage])
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """See `pdcompile.compile` for what each means; the names are the same.
 
-    The last but one are those of `pdcompile plan` alone, whose plans may use more than the runtime
+    The last but two are those of `pdcompile plan` alone, whose plans may use more than the runtime
     can do: they say what the planner decides besides the cut.  `said`: those of `OPEN` that the
     user gave; a plan does not replace them (see `of_plan`).
     """
@@ -83,6 +104,7 @@ class Options:
     command_target: str = "TARGET"  # of the command line, for commands that remedies name
     alone: bool = False  # one process runs what is made: it keeps outputs that nobody names
     said: frozenset[str] = frozenset()
+    held: Mapping[str, Held] = field(default_factory=dict)  # by tensor, of a model that was split
 
     def __post_init__(self) -> None:
         """Raises ScheduleError: a file cannot be read, or is no schedule.  ClusterError: a number
@@ -101,6 +123,16 @@ class Options:
         """
         there = {n: one for n, one in options.items() if one is not None or n not in OPEN}
         return Options(**there, said=frozenset(there).intersection(OPEN))
+
+    def beside(self, held: Mapping[str, Held]) -> Options:
+        """For a model that is split already: as many stages and replicas as it was split into."""
+        ranks = next((one.ranks for one in held.values()), ())
+        counts = tuple(map(len, ranks))
+        told = self.plan is not None or self.sources is not None
+        new = replace(self, held=held, stages=self.stages if told else self.stages or len(ranks))
+        if max(counts, default=1) > 1 and not told and "replicas" not in self.said:
+            new = replace(new, replicas=counts)
+        return new
 
     @property
     def searches(self) -> bool:

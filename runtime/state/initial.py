@@ -29,9 +29,10 @@ def initial_state(
     """
     if options.weights is None:
         state = State(model, compiled, ranks)
-        refuse_meta(state.tensors)
+        here = {f: t for f, t in state.tensors.items() if f not in options.held}
+        refuse_meta(here)
         if world is not None:
-            same_start(world, state.tensors)
+            same_start(world, here)
         return state
     source = open_source(options.weights, seed=options.seed)
     built = [s.fqn for s in slots(model).values() if not (s.tensor.is_meta or source.stored(s))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -103,13 +103,16 @@ class State:
             if len(holders) > 1 and not mine.isdisjoint(holders)
         }
 
-    def discard_others(self) -> None:
-        """The tensors of the model that no stage of this process holds become meta tensors."""
+    def discard_others(self, keep: Collection[str] = ()) -> None:
+        """The tensors of the model that no stage of this process holds become meta tensors.
+
+        Those to `keep` are as another pipeline of the model has left them.
+        """
         mine = set(self._ranks)
         gone = {
             fqn: _like(tensor, torch.empty_like(tensor, device="meta"))
             for fqn, tensor in self.tensors.items()
-            if mine.isdisjoint(self._holders.get(fqn, mine))
+            if mine.isdisjoint(self._holders.get(fqn, mine)) and fqn not in keep
         }
         for name in _names(self._model):
             fqn = self._canonical.get(name, name)

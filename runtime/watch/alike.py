@@ -35,6 +35,7 @@ from pdcompile.options import Options
 from pdcompile.runtime.transport.launch import from_rank0
 from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
 from pdcompile.runtime.watch.attribute_watch import attribute, owners
+from pdcompile.runtime.watch.same_model import check_alike, planned_beside
 from pdcompile.weights import slots
 
 # Options that say what is trained.  The others say where, how it is planned and what is shown, of
@@ -65,7 +66,9 @@ def compiled_alike(
         LaunchError: it is not, on every rank; RankError: rank 0 has raised something else.
     """
     start.compare("program", facts_of_start(model, options, flat))
-    compiled = from_rank0(start, lambda: build(model, flat, options, start.size))
+    with planned_beside(options):
+        compiled = from_rank0(start, lambda: build(model, flat, options, start.size))
+    check_alike(compiled, options)
     read = compiled.capture.attributes
     start.compare("read", facts_of_reads(model, options.loss_fn, read, start.rank))
     return compiled

@@ -2,37 +2,47 @@
 
 In one process stages run on the model's own parameters: a pipeline computes on what another one
 trained, as soon as nothing of that one is in flight.  Under torchrun a pipeline takes the model
-apart, and no other one finds the tensors of all stages.
+apart: another one finds the values of its own stages alone, and shares the model where it cuts
+it alike.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from pdcompile.errors import ConfigError, some
-from pdcompile.options import Options
+from pdcompile.compiled import Compiled
+from pdcompile.errors import ConfigError, InfeasibleError, some
+from pdcompile.options import Held, Options
+from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.schedule.registry import flush_schedules
 from pdcompile.warn import warn
+from pdcompile.weights import slots
 
 # Open pipelines that have started, and the tensors that each shares with whoever has its model.
 _started: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+# Of models that are split over ranks: where the tensor is that a module has under a name.
+_held: weakref.WeakKeyDictionary[nn.Module, dict[str, Held]] = weakref.WeakKeyDictionary()
 
 _BY_HAND = (
     "optimizer=None for both, forward_backward, and one optimizer of yours for the model's "
     "parameters"
 )
 
+_ALIKE = (
+    "give both pipelines the same stages, schedule, replicas and group, so that they are cut "
+    "alike, and the first one a cut that suits both (constraints=[Pin(module, stage), …]); or have "
+    "the first one train a copy (keep_model=True) and bring values over by state dicts"
+)
+
 
 class RefuseForward:
     """A hook before forward of a model that is split over ranks, and of copies of it."""
-
-    def __init__(self, pipe: Any = None) -> None:
-        self.pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         raise ConfigError(
@@ -41,12 +51,6 @@ class RefuseForward:
             remedy="call pipe.predict(...) or pipe.eval_step(...), take pipe.to_model(), or give "
             "keep_model=True to compile",
         )
-
-    def __deepcopy__(self, memo: Any) -> RefuseForward:
-        return RefuseForward()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (RefuseForward, ())
 
 
 def allow_forward(model: nn.Module) -> None:
@@ -58,42 +62,133 @@ def allow_forward(model: nn.Module) -> None:
 
 @contextmanager
 def forward_allowed(model: nn.Module) -> Iterator[None]:
-    """Without the hook that refuses forward, of a model that is captured again."""
-    hooks = dict(model._forward_pre_hooks)
-    allow_forward(model)
+    """Lets rank 0 capture a model that is split already, from the shapes of its tensors."""
+    taken = [
+        (module, key, hook)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, RefuseForward)
+    ]
+    for module, key, _ in taken:
+        del module._forward_pre_hooks[key]
     try:
         yield
     finally:
-        model._forward_pre_hooks.clear()
-        model._forward_pre_hooks.update(hooks)
+        for module, key, hook in taken:
+            module._forward_pre_hooks[key] = hook
 
 
-def refuse_split(model: nn.Module, options: Options) -> None:
-    """Raise ConfigError for a model of which an earlier pipeline left this rank a part.
+def note_split(model: nn.Module, compiled: Compiled, group: Any) -> None:
+    """The ranks of a pipeline hold the tensors of their own stages, and no others."""
+    ranks = tuple(map(tuple, compiled.stream.spec.ranks))
+    stages = _stages(compiled)
+    for fqn, slot in slots(model).items():
+        for name in slot.names if fqn in stages else ():
+            path, _, leaf = name.rpartition(".")
+            home = _held.setdefault(model.get_submodule(path), {})
+            home[leaf] = Held(tuple(stages[fqn]), ranks, group)
 
-    Once that one was closed, ``weights=`` can give all of its tensors anew.
+
+def _stages(compiled: Compiled) -> dict[str, list[int]]:
+    """The stages that hold each tensor, the owner first."""
+    found: dict[str, list[int]] = {}
+    for stage, one in enumerate(compiled.interfaces):
+        for fqn in (*one.parameters, *one.buffers):
+            found.setdefault(fqn, []).append(stage)
+    return found
+
+
+def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
+    """Where the tensors are that an earlier pipeline has left to some ranks, by their names.
+
+    With ``weights=`` all get their values anew, once that pipeline was closed.
+
+    Raises:
+        ConfigError: it is open, and has to keep its values; or nobody knows where they are.
     """
-    for module in model.modules():
-        hook = next((h for h in module._forward_pre_hooks.values() if isinstance(h, RefuseForward)),
-                    None)  # fmt: skip
-        if hook is None:
+    found = {}
+    for fqn, slot in slots(model).items():
+        path, _, leaf = slot.names[0].rpartition(".")
+        if one := _held.get(model.get_submodule(path), {}).get(leaf):
+            found[fqn] = one
+    hooked = [
+        module
+        for module in model.modules()
+        if any(isinstance(hook, RefuseForward) for hook in module._forward_pre_hooks.values())
+    ]
+    what = "split this model over several ranks, and each has only its own stages' parameters"
+    if options.weights is not None:
+        if next(_beside(None, _tensors(model)), None) is not None:
+            raise ConfigError(
+                f"{type(model).__name__}: another pipeline has {what}",
+                remedy="leave weights= out: this one takes the values that the ranks have, and is "
+                "cut alike; or close the other one first; or have it train a copy "
+                "(keep_model=True)",
+            )
+        for module in hooked:
+            allow_forward(module)
+        return {}
+    if hooked and not found:
+        raise ConfigError(
+            f"{type(hooked[0]).__name__}: this is a copy of a model; an earlier pipeline {what}",
+            remedy="compile the model itself, which is then cut alike; or say where the values of "
+            "all are: weights=, a .safetensors file of what full_state_dict() gave; or build the "
+            "model again",
+        )
+    return found
+
+
+def settled(
+    model: nn.Module, held: Mapping[str, Held], options: Options, start: StartUp
+) -> Options:
+    """The options for a model that was split: cut alike, unless all ranks have all values again
+    and no open pipeline counts on them.  Every rank calls it."""
+    if not held:
+        return options
+    lacking = any(one.tensor.is_meta for fqn, one in slots(model).items() if fqn in held)
+    alone = not lacking and next(_beside(None, _tensors(model)), None) is None
+    everywhere = all(map(json.loads, start.tell("alone", json.dumps(alone))))
+    return options if everywhere else options.beside(held)
+
+
+@contextmanager
+def planned_beside(options: Options) -> Iterator[None]:
+    """Around the planning, whose pins are not the user's where a model was split.
+
+    Raises:
+        ConfigError: the tensors of such a model are where no plan can have them.
+    """
+    try:
+        yield
+    except InfeasibleError as error:
+        if not options.held:
+            raise
+        raise ConfigError(
+            "another pipeline has split this model over the ranks, and no plan of this one leaves "
+            f"all tensors where they are: {error.message}",
+            remedy=_ALIKE,
+        ) from error
+
+
+def check_alike(compiled: Compiled, options: Options) -> None:
+    """Raise ConfigError where a plan has a tensor on ranks that do not hold it.  All ranks do."""
+    ranks = compiled.stream.spec.ranks
+    written = {fqn for stage in range(len(ranks)) for fqn in compiled.written_buffers(stage)}
+    for fqn, stages in _stages(compiled).items():
+        was = options.held.get(fqn)
+        if was is None:
             continue
-        if hook.pipe() is not None and is_open(hook.pipe()):
-            raise ConfigError(
-                f"{type(module).__name__}: another pipeline has split this model over several "
-                "ranks, and each has only its own stages' parameters",
-                remedy="evaluate by the other one's eval_step and predict; or have it train a copy "
-                "(keep_model=True); or close it, and build the model again for this one",
-            )
-        if options.weights is None:
-            raise ConfigError(
-                f"{type(module).__name__}: an earlier pipeline split this model over several "
-                "ranks, and each has only its own stages' parameters",
-                remedy="say where the values of all are: weights=, a .safetensors file of what the "
-                "earlier one's full_state_dict() gave before it was closed; or build the model "
-                "again",
-            )
-        allow_forward(module)
+        here = {rank for stage in stages for rank in ranks[stage]}
+        fits = here == was.holders if fqn in written else here <= was.holders
+        if fits and was.group is options.group and was.owners == tuple(ranks[stages[0]]):
+            continue
+        raise ConfigError(
+            f"another pipeline has split this model over the ranks, with {fqn} on rank "
+            f"{', '.join(map(str, sorted(was.holders)))}, and this plan has it on rank "
+            f"{', '.join(map(str, sorted(here)))}",
+            where=fqn,
+            remedy=_ALIKE,
+        )
 
 
 def is_open(pipe: Any) -> bool:
@@ -103,12 +198,12 @@ def is_open(pipe: Any) -> bool:
 
 
 def started(pipe: Any, model: nn.Module, session: Any) -> None:
-    """Notes a pipeline whose session begins, all of it in this process.
+    """Notes a pipeline whose session begins.
 
     Warns where it and another one train the same parameters, and raises ConfigError where both
     hold several versions of them: each would overwrite the other's older ones.
     """
-    tensors = frozenset(id(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    tensors = _tensors(model)
     trained = _trained(session)
     for other in _beside(pipe, tensors):
         held = set(_trained(other._session).values())
@@ -132,10 +227,16 @@ def started(pipe: Any, model: nn.Module, session: Any) -> None:
 
 def settle_others(pipe: Any) -> None:
     """A call begins: finish what other pipelines of the model have in flight, whose stages are at
-    different versions of their weights until then."""
+    different versions of their weights until then, and tell them that copies may become old."""
     tensors = _started.get(pipe, frozenset())
-    for other in [one for one in _beside(pipe, tensors) if one.unsettled]:
-        other.flush()
+    for other in [*_beside(pipe, tensors)]:
+        if other.unsettled:
+            other.flush()
+        other._session.forget_copies()
+
+
+def _tensors(model: nn.Module) -> frozenset[int]:
+    return frozenset(id(tensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _beside(pipe: Any, tensors: Collection[int]) -> Iterator[Any]:
