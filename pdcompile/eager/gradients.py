@@ -32,6 +32,13 @@ def clip(gradients: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
             gradient.mul_(coefficient)
 
 
+def added(own: Tensor | None, other: Tensor) -> Tensor:
+    """The sum of two gradients, in the memory of the first where that can hold it."""
+    if own is None:
+        return other
+    return other + own if own.is_sparse and not other.is_sparse else own.add_(other)
+
+
 class GradientHook(NamedTuple):
     """A hook of the user's on a parameter's gradient; `after`: on what was accumulated."""
 

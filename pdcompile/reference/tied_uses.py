@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pdcompile.eager.gradients import gradient_hooks
+from pdcompile.eager.gradients import added, gradient_hooks
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import ConfigError
 from pdcompile.plan import TiedParameter
@@ -137,7 +137,7 @@ def add_sum(parameter: nn.Parameter, gradients: list[Tensor | None]) -> None:
     of the user's run on the sum."""
     total: Tensor | None = None
     for one in reversed(gradients):
-        total = one if total is None else total if one is None else one.add_(total)
+        total = one if total is None else total if one is None else added(one, total)
     if total is None:
         return
     hooks = gradient_hooks(parameter)
@@ -146,7 +146,7 @@ def add_sum(parameter: nn.Parameter, gradients: list[Tensor | None]) -> None:
             if not hook.after:
                 changed = hook.function(total)
                 total = total if changed is None else changed
-        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+        parameter.grad = added(parameter.grad, total)
         for hook in hooks:
             if hook.after:
                 hook.function(parameter)

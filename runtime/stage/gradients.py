@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from pdcompile.eager.gradients import gradient_hooks, memory_of
+from pdcompile.eager.gradients import added, gradient_hooks, memory_of
 from pdcompile.hardware import devices
 from pdcompile.runtime.stage.absent import absent, is_absent
 from pdcompile.runtime.stage.numbering import Numbering
@@ -108,7 +108,7 @@ class StageGradients:
 
     def _sum(self, number: int, fqn: str, own: Tensor | None) -> Gradients:
         for part in self._sums.pop((number, fqn), ()):
-            own = part if own is None else own.add_(part)
+            own = added(own, part)
         return {} if own is None else {fqn: own}
 
     def run_hooks(self, minibatch: int, gradients: Gradients, names: Iterable[str]) -> None:
@@ -186,7 +186,7 @@ class StageGradients:
         """Add the gradients of a minibatch to those that the user had before."""
         for fqn, gradient in self.gradients.pop(self.numbers.update(minibatch), {}).items():
             earlier = self._earlier.pop(fqn, None)
-            self._masters[fqn].grad = gradient if earlier is None else earlier.add_(gradient)
+            self._masters[fqn].grad = added(earlier, gradient)
         for fqn, gradient in self._earlier.items():
             self._masters[fqn].grad = gradient
         self._earlier = {}
