@@ -84,6 +84,9 @@ class Workload:
     ) -> None:
         """Raises ConfigError: a field that there is not, with what is meant instead; or model or
         example_inputs are missing."""
+        if {"target", "options"} <= options.keys():  # dataclasses.replace gives every field
+            example_target = options.pop("target")
+            options |= options.pop("options")
         training = {name: options.pop(name) for name in TRAINING if name in options}
         given = (model, example_inputs, loss_fn, batches, weights, example_target, training)
         known = tuple(field.name for field in fields(self))

@@ -111,7 +111,7 @@ def test_every_op_carries_its_region() -> None:
 
 
 def test_a_cut_between_two_uses_is_refused() -> None:
-    with pytest.raises(PdcompileError, match="must share a stage"):
+    with pytest.raises(PdcompileError, match="have to share a stage"):
         pdcompile.compile(
             seeded(Shared), rows(8), example_target=rows(8), loss_fn=square, optimizer=None,
             stages=2, costs="estimated", autocast="bfloat16", constraints=(CutBefore("norm"),),

@@ -245,7 +245,7 @@ def test_bad_options_end_with_two(
         ("--memory", "32", "write a number and one of B, kB, MB"),
         ("--cluster", "local:none", "no number of stages"),
         ("--refine", "maybe", "one of auto, on, off"),
-        ("--outputs", "some", "one of none, last, everything, all"),
+        ("--outputs", "some", "one of none, evaluation, last, everything, all"),
         ("--loss-reduction", "median", "one of mean, sum, FILE:FUNCTION"),
     ],
 )

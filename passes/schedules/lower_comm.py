@@ -327,7 +327,7 @@ class StagePart:
         """
         while self.unreduced and self.unreduced[0] <= last:
             minibatch = self.unreduced.popleft()
-            if self.sums.owned:
+            if self.sums.owned and (self.replicated or self.spec.clipping):
                 self.column.pass_sums(upto=minibatch)
             if self.replicated:
                 self.put(Action.POST_REDUCE, minibatch)
@@ -382,11 +382,14 @@ class TiedSums:
         """A minibatch's last gradients of inputs are made, and with them those of tied copies.
 
         The last holder sends its own now.  One between takes the sum of later ones and passes it
-        on after its next backward, the owner takes it before the update.
+        on after its next backward (where its rank holds other stages now, because what these wait
+        for may wait for the sum), the owner takes it before the update.
         """
         self.post(minibatch)
+        alone = len(self.part.column.lanes) == 1
         for t, edge in list(self.open):
-            if t <= minibatch and edge not in self.received:
+            passes = self._owner(edge) != self.part.stage and not alone
+            if t <= minibatch and (passes or edge not in self.received):
                 self.take(t, edge)
 
     def post(self, minibatch: int) -> None:

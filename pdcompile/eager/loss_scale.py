@@ -80,7 +80,12 @@ class LossScale:
             return not finite or bool(torch.stack(finite).all())  # a device is asked once
 
     def learn(self, minibatch: int, *, finite: bool) -> None:
-        """All gradients of a minibatch were finite, or one was not: then it makes no update."""
+        """All gradients of a minibatch were finite, or one was not: then it makes no update.
+
+        In one process each rank says so; one may be a minibatch behind another.
+        """
+        if max(self._after) > minibatch + 1:
+            return
         before = self._after[max(number for number in self._after if number <= minibatch)]
         self._after[minibatch + 1] = before.after(finite=finite)
         for number in [one for one in self._after if one < minibatch - self._lag]:

@@ -39,11 +39,12 @@ class Norms:
         self._names = [fqn for names in owned for fqn in names]
         self._dtypes = dtypes
         self.total = torch.tensor(0.0)  # of the last exchange
-        self._posted: dict[int, tuple[dict[str, Tensor], Handle]] = {}
+        self._posted: dict[int, tuple[dict[str, Tensor], Handle, float]] = {}  # with the scale
 
     def post(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
         """Give this rank's norms to all others."""
         finite = self.scale is None or self.scale.unscale(minibatch, gradients.values())
+        scaled_by = 1.0 if self.scale is None else self.scale.scale(minibatch)
         mine = {fqn: norm_of(g) for fqn, g in gradients.items()}
         there = self._sums.device
         absent = torch.full((), ABSENT, device=there.device)
@@ -52,21 +53,21 @@ class Norms:
             listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._mine]
             row[self._before : self._before + len(listed)] = torch.stack(listed)
         if self.scale is not None:  # a norm can overflow where every gradient is finite
-            row[-2], row[-1] = self.scale.scale(minibatch), 0.0 if finite else 1.0
+            row[-2], row[-1] = scaled_by, 0.0 if finite else 1.0
         # What is queued on a device is read from the row, which comes to the host.
-        self._posted[minibatch] = {} if there.queued else mine, self._sums.start(row)
+        self._posted[minibatch] = {} if there.queued else mine, self._sums.start(row), scaled_by
 
     def ready(self, minibatch: int) -> bool:
         return self._posted[minibatch][1].ready()
 
     def wait(self, minibatch: int) -> Tensor:
         """The total norm over all ranks: a scalar, the same everywhere."""
-        norms, handle = self._posted.pop(minibatch)
+        norms, handle, scaled_by = self._posted.pop(minibatch)
         total = handle.wait()
         assert total is not None
         row = self._sums.device.fetch(total).wait()
         if self.scale is not None:
-            self._refuse_unlike(minibatch, float(row[-2]) / self._sums.size)
+            _refuse_unlike(minibatch, scaled_by, float(row[-2]) / self._sums.size)
             self.scale.learn(minibatch, finite=not row[-1])
         for fqn, norm in zip(self._names, row.tolist(), strict=False):
             if norm != ABSENT and fqn not in norms:
@@ -77,20 +78,20 @@ class Norms:
             self.total = torch.linalg.vector_norm(torch.stack(stacked), 2.0)
         return self.total
 
-    def _refuse_unlike(self, minibatch: int, mean: float) -> None:
-        assert self.scale is not None
-        if mean != self.scale.scale(minibatch):
-            raise ContractError(
-                f"the loss of minibatch {minibatch} was scaled by {self.scale.scale(minibatch):g} "
-                f"here, and by {mean:g} in the mean of all ranks",
-                where="grad_scaler",
-                remedy="give every rank a GradScaler of the same settings, and change them alike",
-            )
-
     def abandon(self) -> None:
         """Forget what is in flight: the connections are about to close."""
         self._posted.clear()
         self._sums.abandon()
+
+
+def _refuse_unlike(minibatch: int, here: float, mean: float) -> None:
+    if mean != here:
+        raise ContractError(
+            f"the loss of minibatch {minibatch} was scaled by {here:g} here, and by {mean:g} in "
+            "the mean of all ranks",
+            where="grad_scaler",
+            remedy="give every rank a GradScaler of the same settings, and change them alike",
+        )
 
 
 def check_max_norm(max_norm: float) -> None:
