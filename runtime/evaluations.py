@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 
+import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
@@ -33,6 +35,8 @@ from pdcompile.schedule.spec import with_edges
 from pdcompile.warn import warn
 from pdcompile.weights import set_tensor
 
+#: values whose text is all of them
+PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 MOST = 8  # forms of calls: one whose arguments never come twice would be captured at every call
 UNSENT = Edge("", -1, (), 0, gradient=False)
 
@@ -192,8 +196,16 @@ def _unlike(session: Session, flat: FlatCall) -> Unlike:
         elif alone and flat.leaves[path] is None and path not in constants:
             found[path] = "None"
     for path, leaf in flat.leaves.items():
-        if path not in captured and not of_target(path):
-            found[path] = "added" if isinstance(leaf, Tensor) else f"added as {leaf!r}"
+        if path in captured or of_target(path):
+            continue
+        if isinstance(leaf, Tensor):
+            found[path] = f"added, {leaf.dim()}-dimensional {leaf.dtype}"
+        else:
+            found[path] = f"added as {leaf!r}"
+            if not isinstance(leaf, PLAIN):  # its text does not tell what is in it
+                raise _refused(
+                    ((path, found[path]),), "and what is in it may be another at any call"
+                )
     return tuple(sorted(found.items()))
 
 

@@ -128,6 +128,39 @@ def test_arguments_of_training_or_of_evaluation_alone() -> None:
         assert len(pipe._evaluations._forms) == 7
 
 
+class Scaled(nn.Module):
+    """Takes a factor, as a tensor or in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, factor: Any = None) -> Tensor:
+        y = self.second(self.first(x).relu())
+        return y if factor is None else y * getattr(factor, "value", factor)
+
+
+class Factor:
+    """Its text does not tell what it holds."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Factor"
+
+
+def test_added_tensors_are_told_by_dimensions_and_objects_refused() -> None:
+    model, x = Scaled(), torch.randn(8, 4)
+    with compiled(model, loss_fn=F.mse_loss) as pipe:
+        pipe.step(x, target=x)
+        for factor in (torch.rand(8, 1), torch.tensor(2.0), 3.0):
+            found = pipe.predict(x, factor=factor)
+            assert torch.equal(found, eager(model, x=x, factor=factor))
+        with pytest.raises(InputError, match="factor is added as Factor.*may be another"):
+            pipe.predict(x, factor=Factor(2.0))
+
+
 def test_what_changes_after_the_capture_of_a_form_is_seen() -> None:
     model = Inside()
     with compiled(model, optimizer=None) as pipe:

@@ -186,10 +186,11 @@ class _Writer:
             return lines
         names = [port.name for port in train.loss_inputs]
         lines += [Line(), Line(f"def loss({', '.join(['self', *names])}):", depth=1)]
+        # A call that gives no target, to predict, has no loss.
         losses = tuple(
-            BlockCall(
+            None if own.loss is None else BlockCall(
                 "", tuple(mode.ops(k, "loss")), tuple(p.value for p in own.loss_inputs), (),
-                (own.loss or "",),
+                (own.loss,),
             )
             for mode, own in zip(self.modes, (train, evaluation), strict=True)
         )  # fmt: skip
