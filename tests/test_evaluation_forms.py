@@ -157,7 +157,7 @@ def test_added_tensors_are_told_by_dimensions_and_objects_refused() -> None:
         for factor in (torch.rand(8, 1), torch.tensor(2.0), 3.0):
             found = pipe.predict(x, factor=factor)
             assert torch.equal(found, eager(model, x=x, factor=factor))
-        with pytest.raises(InputError, match="factor is added as Factor.*may be another"):
+        with pytest.raises(InputError, match=r"factor is added as Factor.*may be another"):
             pipe.predict(x, factor=Factor(2.0))
 
 

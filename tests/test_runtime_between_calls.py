@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,10 @@ def pair(
     twin = copy.deepcopy(model)
     inputs, target = models.batch_for(model, 8)
     pipe = by_hand(model, 3, inputs, target, **options).prepare()
-    return pipe, reference(twin, plan=pipe.plan, **options)
+    plan = pipe.plan
+    if callable(options.get("loss_reduction")):  # which a plan by hand does not know
+        plan = replace(plan, training=replace(plan.training, loss_reduction="callable"))
+    return pipe, reference(twin, plan=plan, **options)
 
 
 def same_steps(pipe: Pipeline, eager: Reference, model: nn.Module, *, first: int = 0) -> None:

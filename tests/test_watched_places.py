@@ -113,7 +113,8 @@ def test_what_eager_calls_fill_in_is_let_be() -> None:
     twin = copy.deepcopy(model)
     x, y = batch(0)
     options: dict[str, Any] = {"loss_fn": loss, "microbatches": 4}
-    pipe, eager = by_hand(model, 2, x, y, **options).prepare(), reference(twin, **options)
+    pipe = by_hand(model, 2, x, y, **options).prepare()
+    eager = reference(twin, plan=pipe.plan, **options)
     for t in range(3):
         x, y = batch(t)
         with torch.no_grad():
@@ -172,8 +173,8 @@ class ReadsParameters(nn.Module):
 def test_parameters_in_containers_are_the_stages_own(schedule: str) -> None:
     given: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "loss_fn": F.mse_loss}
     x, y = batch(0)
-    pipe = by_hand(ReadsParameters(), 2, x, y, **given)
-    expected = reference(ReadsParameters(), **given)
+    pipe = by_hand(ReadsParameters(), 2, x, y, **given).prepare()
+    expected = reference(ReadsParameters(), plan=pipe.plan, **given)
     for number in range(4):
         x, y = batch(number)
         losses = [float(one.step(x, target=y).loss) for one in (pipe, expected)]  # type: ignore[arg-type]
