@@ -45,7 +45,7 @@ class Flow:
 
     @property
     def returned_bytes(self) -> float:
-        """What a receiver of gradients keeps for the next backward."""
+        """Bytes that a receiver of gradients keeps for the next backward."""
         return 0.0 if self.tied else self.backward_bytes
 
     def forward_seconds(self, link: Link) -> float:

@@ -436,7 +436,7 @@ class TiedSums:
                 self.part.send(hop, minibatch, -1)
 
     def state(self, shift: int) -> tuple[tuple[int, int, bool], ...]:
-        """What is left, seen from the next call (`shift` 1 after a step)."""
+        """Returns open sums, seen from the next call (`shift` 1 after a step)."""
         return tuple((t - shift, edge, posted) for (t, edge), posted in self.open.items())
 
     def _owner(self, edge: int) -> int:

@@ -44,7 +44,7 @@ class Taken(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, ledgers: Sequence[MemoryLedger]) -> Taken:
-        """Of a plan that keeps them, by its ledgers."""
+        """Reads a plan that keeps them, by its ledgers."""
         ranks = ranks_of(plan.stages)[-1]
         rank = max(ranks, key=lambda one: ledgers[one].outputs_bytes)
         ledger = ledgers[rank]
@@ -52,7 +52,7 @@ class Taken(NamedTuple):
 
     @property
     def little(self) -> bool:
-        """Whether they are kept where nobody names any."""
+        """True where they are kept though nobody names any."""
         return not self.sent and self.bytes <= LITTLE * self.of_bytes
 
     def __str__(self) -> str:

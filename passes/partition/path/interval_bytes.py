@@ -163,7 +163,7 @@ class IntervalBytes:
 
     @cached_property
     def _gradients(self) -> Array:
-        """Of what surely is read on later stages."""
+        """Bytes of gradients of values that surely are read on later stages."""
         beside, size = self.beside, self.beside.length
         found = np.zeros((size + 1, size + 1))
         for flow in beside.model.flows:
