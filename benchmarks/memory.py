@@ -32,13 +32,13 @@ from pdcompile.driver import make_plan  # noqa: E402
 from pdcompile.ir.graph import Capture, OpCost  # noqa: E402
 from pdcompile.options import Options  # noqa: E402
 from pdcompile.options.configuration import configure  # noqa: E402
+from pdcompile.pass_runner import PassRunner  # noqa: E402
 from pdcompile.passes.costs import Resident, estimate, forecast  # noqa: E402
 from pdcompile.passes.costs.symbolic import symbolic  # noqa: E402
 from pdcompile.passes.stages.boundaries import as_planned, stage_of_ops  # noqa: E402
 from pdcompile.passes.trace import capture  # noqa: E402
 from pdcompile.plan import Plan  # noqa: E402
 from pdcompile.planner import Planner  # noqa: E402
-from pdcompile.steps import Steps  # noqa: E402
 from pdcompile.units import format_bytes  # noqa: E402
 from tests.helpers.live_stages import Measured, measured  # noqa: E402
 
@@ -155,7 +155,7 @@ def _planned(
     # Several microbatches of the sample's size: with one alone stages would not have to balance.
     chosen = configure(options, batch_size=MICROBATCHES * layout.size, splits=True, num_ranks=None)
     captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
-    step = Steps()
+    step = PassRunner()
     planner = Planner(one.model, captured, options, chosen, step.listener)
     plan = make_plan(planner, lambda _: flat, step)
     return as_planned(captured, plan), plan

@@ -24,7 +24,7 @@ _HOMES = {
     "pdcompile.reference": "reference",
     "pdcompile.checkpoint.into_eager": "load_checkpoint",
     "pdcompile.passes.trace": "trace",
-    "pdcompile.batch.not_kept": "NotKept",
+    "pdcompile.batch.omitted_output": "OmittedOutput",
     "pdcompile.workload": "Workload load_target",
     "pdcompile.integrations.meter": "Meter",
     "pdcompile.cluster": "Cluster Device Level",
@@ -41,7 +41,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if _TYPE_CHECKING:
-    from pdcompile.batch.not_kept import NotKept as NotKept
+    from pdcompile.batch.omitted_output import OmittedOutput as OmittedOutput
     from pdcompile.checkpoint.into_eager import load_checkpoint as load_checkpoint
     from pdcompile.cluster import Cluster as Cluster
     from pdcompile.cluster import Device as Device

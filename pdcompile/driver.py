@@ -18,7 +18,7 @@ from pdcompile.batch import (
     resize,
     resolve_batch,
 )
-from pdcompile.batch.not_kept import DROPPED
+from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
@@ -42,6 +42,7 @@ from pdcompile.ir.training_check import check_loss
 from pdcompile.options import NOT_OPTIONS, Options, default_optimizer
 from pdcompile.options.configuration import Configuration, capture_size, configure
 from pdcompile.options.option_checks import check_model, check_options
+from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.planning.candidate_plan import taken_by_outputs
@@ -60,7 +61,6 @@ from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
-from pdcompile.steps import Listener, Steps
 from pdcompile.warn import each_once, warn
 
 OF_OTHER_REGION = (
@@ -91,7 +91,7 @@ def build(
 
         def run(options: Options) -> Compiled:
             with places_in_its_file(options):
-                return run_passes(model, flat, options, num_ranks, Steps(listener), replan)
+                return run_passes(model, flat, options, num_ranks, PassRunner(listener), replan)
 
         try:
             return run(with_saved_plan(options, num_ranks))
@@ -120,7 +120,7 @@ def run_passes(
     flat: FlatCall,
     options: Options,
     num_ranks: int | None,
-    step: Steps,
+    step: PassRunner,
     replan: Callable[[Plan, OpGraph], Plan] | None = None,
 ) -> Compiled:
     """`build`, every pass run by `step`, which times it and writes its form."""
@@ -198,7 +198,7 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
     )
 
 
-def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Steps) -> Plan:
+def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: PassRunner) -> Plan:
     """The passes from a capture to a plan.  `microbatch`: one of the example's, by its size."""
     step("costs", planner.costs)
     step("problem", planner.problem)
@@ -386,9 +386,9 @@ def compile(
             captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
         outputs: what `result.outputs` of a training step has.  "last": what the last stage makes,
             on its (first) rank; of a decoder's caches or hidden states those of earlier stages are
-            marks (`NotKept`), and a note of the plan names them.  "everything": these too, sent to
-            the last stage.  "all": everything, on all ranks.  "none": nothing; what only other
-            outputs need is not even computed.  "evaluation": nothing, and of evaluation everything
+            marks (`OmittedOutput`), and a note of the plan names them.  "everything": these too,
+            sent to the last stage.  "all": everything, on all ranks.  "none": nothing; what only
+            other outputs need is not even computed.  "evaluation": nothing, and of evaluation all
             on all ranks.  Left out, in one process: "last".  Under torchrun too where they take at
             most 2 % of what their rank holds, and no replicas would send them; else they are
             dropped: a warning tells their bytes, and reading them raises.  Evaluation gives

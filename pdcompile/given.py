@@ -35,7 +35,7 @@ from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training, check
-from pdcompile.plan.here import lacks, lacks_devices
+from pdcompile.plan.host_requirements import lacks, lacks_devices
 from pdcompile.plan.other_model import first_difference, made_of, other_weights
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem.constraints import Pin

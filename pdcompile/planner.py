@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pdcompile.batch import FlatCall
-    from pdcompile.steps import Listener
+    from pdcompile.pass_runner import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
 PREFERRING = (0.05, 0.2)  # of the time limit, to choose among plans that are almost as fast

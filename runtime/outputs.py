@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pdcompile.batch import BatchLayout, NotKept, concatenate, unflatten_output
-from pdcompile.batch.not_kept import dropped
+from pdcompile.batch import BatchLayout, OmittedOutput, concatenate, unflatten_output
+from pdcompile.batch.omitted_output import dropped
 from pdcompile.batch.step_result import LazyLoss, StepResult
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, TorchLiteral, named_leaves
@@ -66,7 +66,7 @@ def result_of(session: Session, graph: OpGraph, feeds: list[Feed], loss: Any) ->
 
 
 def _none(session: Session, *, training: bool) -> None:
-    """Raises NotKeptError where this process would have outputs, had they not been dropped."""
+    """None; raises OmittedOutputError where this process would have outputs but for the plan."""
     chosen, last = session.plan.training, session.spec.ranks[-1][0]
     if training and chosen.outputs_by_size and not chosen.keeps_outputs and last in session.ranks:
         raise dropped(session.plan.notes)
@@ -118,7 +118,7 @@ def join(
         if isinstance(part, Ref):
             return values[part.name]
         if isinstance(part, LeftOut):
-            return NotKept(place)
+            return OmittedOutput(place)
         if isinstance(part, Affine):
             return part.at(size)
         if isinstance(part, TorchLiteral):

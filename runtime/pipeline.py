@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, flatten_call
-from pdcompile.batch.not_kept import DROPPED
+from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.batch.step_result import StepResult
 from pdcompile.compiled import Compiled
 from pdcompile.eager.modes import Modes, apply_overrides, modes
@@ -102,7 +102,7 @@ class Pipeline(Saving):
         if world is not None:
             same_model.note_split(self._model, compiled, self._options.group)
             self._model.register_forward_pre_hook(same_model.RefuseForward())
-            world.ending.belongs_to(self)
+            world.exit.belongs_to(self)
         self._resume()
 
     def _connected(

@@ -113,7 +113,7 @@ class Session(Guarded):
         """Begin a call on every rank; returns its batch size where it has one."""
         self._call += 1
         if self.world is not None:
-            self.world.ending.called(call, minibatch)
+            self.world.exit.called(call, minibatch)
         with self.meeting():
             for rank in self.ranks:
                 self._of_rank[rank].settle(self._call)

@@ -16,7 +16,7 @@ from pdcompile import Cluster, ClusterError, LaunchError, Plan, PlanError
 from pdcompile.clusters import FOLDER, cluster_of, described, names
 from pdcompile.options import Options
 from pdcompile.passes.costs.machines import machine_of
-from pdcompile.plan.here import lacks
+from pdcompile.plan.host_requirements import lacks
 from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
 

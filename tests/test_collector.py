@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from pdcompile.steps import ALLOCATIONS, collecting_seldom
+from pdcompile.pass_runner import ALLOCATIONS, collecting_seldom
 
 
 @pytest.mark.parametrize("first", [0, 700, 2 * ALLOCATIONS])

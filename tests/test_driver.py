@@ -19,10 +19,10 @@ from pdcompile.batch import example_call
 from pdcompile.driver import run_passes
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
+from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes.simulate import simulate
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.runtime.transport.launch import note_on_cores
-from pdcompile.steps import Listener, Steps
 from tests.helpers import casts, models
 from tests.helpers.casts import without_casts
 
@@ -132,7 +132,7 @@ def test_every_form_is_written_where_asked(tmp_path: Path, monkeypatch: pytest.M
 
 def test_forms_that_cannot_be_written_say_where(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    step = Steps(folder=str(tmp_path / "file"))
+    step = PassRunner(folder=str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="PDCOMPILE_DUMP"):
         step("graph", lambda: "text")
 
@@ -148,7 +148,7 @@ def test_steps_tell_what_runs_and_how_long() -> None:
             told.append(f"{name} ended")
             assert seconds >= 0
 
-    step = Steps(Ear())
+    step = PassRunner(Ear())
     assert step("one", lambda: 41) == 41
     assert told == ["one starts", "one ended"]
     assert list(step.seconds) == ["one"]
@@ -172,7 +172,7 @@ def test_measuring_and_searching_tell_how_far_they_are() -> None:
         example_call(model, x, y),
         Options(loss_fn=models.loss_for(model), stages=3, microbatches=4, refine=False),
         None,
-        Steps(Ear()),
+        PassRunner(Ear()),
     )
     assert [done for done, _ in parts] == list(range(parts[-1][1] + 1))
     assert found

@@ -30,7 +30,7 @@ from tests.helpers.cuts import cut
 from tests.helpers.graphs import chain
 from tests.helpers.planned import planned
 from tests.test_enough import refusal
-from tests.test_runtime_endings import Store
+from tests.test_runtime_exit_hooks import Store
 from tests.test_runtime_messages import header
 from tests.test_verify import captured, edited
 
@@ -207,6 +207,6 @@ def test_the_code_is_in_the_text_and_survives_the_way_to_another_rank(
 
 
 def test_a_class_from_elsewhere_has_the_code_of_its_parent() -> None:
-    from pdcompile.batch.not_kept import NotKeptError
+    from pdcompile.batch.omitted_output import OmittedOutputError
 
-    assert NotKeptError("x").code == "PDC-CONFIG"
+    assert OmittedOutputError("x").code == "PDC-CONFIG"

@@ -26,7 +26,7 @@ from pdcompile.runtime.transport.launch import debugs_messages
 from pdcompile.schedule import Action, Instruction, Kind
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand
-from tests.test_runtime_endings import Store
+from tests.test_runtime_exit_hooks import Store
 
 INSTRUCTIONS = st.builds(
     Instruction,

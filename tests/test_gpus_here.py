@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.hardware import devices
-from pdcompile.plan.here import lacks_devices
+from pdcompile.plan.host_requirements import lacks_devices
 from pdcompile.runtime.device.of_rank import device_of
 from pdcompile.runtime.device.rank_device import RankDevice
 from tests.helpers.alike import PLANNED, compiled

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import pdcompile
 from pdcompile import Cluster, CutBefore, driver
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.batch.not_kept import DROPPED
+from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.ir.graph import LeftOut, OpCost, OpGraph, Ref, leaves, walk
 from pdcompile.options import Options
@@ -155,7 +155,7 @@ def test_gradients_and_buffers_are_the_same_with_less_traffic() -> None:
             assert result.loss is not None
         else:
             assert set(result.outputs) == {"loss", "aside", "hidden"}
-            assert isinstance(result.outputs["hidden"], Tensor | pdcompile.NotKept)
+            assert isinstance(result.outputs["hidden"], Tensor | pdcompile.OmittedOutput)
     (loss, grads, seen), (expected, theirs, buffer) = found["none"], found["last"]
     assert loss == expected
     assert torch.equal(seen, buffer)
@@ -181,8 +181,8 @@ def test_the_caches_of_a_decoder_are_not_sent() -> None:
     assert type(ours.past_key_values) is type(theirs.past_key_values)
     assert torch.equal(ours.logits, theirs.logits)
     first, last = ours.past_key_values.layers
-    assert isinstance(first.keys, pdcompile.NotKept)
-    assert isinstance(first.values, pdcompile.NotKept)
+    assert isinstance(first.keys, pdcompile.OmittedOutput)
+    assert isinstance(first.values, pdcompile.OmittedOutput)
     assert torch.equal(last.values, theirs.past_key_values.layers[1].values)
     (note,) = [note for note in found["last"][0].notes if "leave out" in note]
     assert "past_key_values.layers[0].keys" in note
@@ -191,7 +191,7 @@ def test_the_caches_of_a_decoder_are_not_sent() -> None:
 
 
 def test_a_mark_says_how_to_have_the_output() -> None:
-    mark = pdcompile.NotKept("cache[0].keys")
+    mark = pdcompile.OmittedOutput("cache[0].keys")
     uses: list[Any] = [
         lambda: mark + 1, lambda: torch.ones(2) * mark, lambda: torch.cat([torch.ones(2), mark]),
         lambda: list(mark), lambda: bool(mark), lambda: mark[0], lambda: float(mark), len,
@@ -206,7 +206,7 @@ def test_a_mark_says_how_to_have_the_output() -> None:
         _ = mark.shape  # type: ignore[attr-defined]
     assert not hasattr(mark, "shape")
     for again in (copy.deepcopy(mark), pickle.loads(pickle.dumps(mark))):
-        assert repr(again) == repr(mark) == "NotKept('cache[0].keys')"
+        assert repr(again) == repr(mark) == "OmittedOutput('cache[0].keys')"
 
 
 @dataclasses.dataclass
@@ -310,14 +310,16 @@ def check_outputs(pipe: Any, ours: Output, theirs: Output) -> None:
     assert list(ours.hidden) == list(theirs.hidden)
     parts = (tree_leaves(one.hidden) for one in (ours, theirs))
     for one, other in zip(*parts, strict=True):
-        assert isinstance(one, pdcompile.NotKept) or torch.equal(one, other)
+        assert isinstance(one, pdcompile.OmittedOutput) or torch.equal(one, other)
     for leaf in leaves(train.output):
         if isinstance(leaf, LeftOut):
             assert leaf.name not in made
         elif isinstance(leaf, Ref):
             assert leaf.name in made | read | {"x"}
     for key in ("probe", "odds", "own"):  # of the last layer's result, or of no other stage's
-        assert not any(isinstance(x, pdcompile.NotKept) for x in tree_leaves(ours.hidden[key]))
+        assert not any(
+            isinstance(x, pdcompile.OmittedOutput) for x in tree_leaves(ours.hidden[key])
+        )
     assert isinstance(ours.hidden["bias"], Tensor) == (last == 0)
 
 
@@ -394,7 +396,7 @@ def test_what_cannot_be_sent_is_an_output_of_evaluation() -> None:
         loss_fn=lambda output, target: (output["logits"] - target).square().mean(), keep_model=True,
     )  # fmt: skip
     with pipe:
-        assert isinstance(pipe.step(x, target=y).outputs["chosen"], pdcompile.NotKept)
+        assert isinstance(pipe.step(x, target=y).outputs["chosen"], pdcompile.OmittedOutput)
         assert torch.equal(pipe.predict(x)["chosen"], model.eval()(x)["chosen"])
 
 
@@ -515,7 +517,8 @@ for given in ({"stages": 2}, {"stages": 1, "replicas": 2}):
         if rank == first:
             torch.testing.assert_close(ours.outputs.logits, theirs.outputs.logits)
             kinds = [type(ours.outputs.hidden[f"layer_{i}"][0]).__name__ for i in range(4)]
-            assert ("NotKept" in kinds) == (outputs == "last" and len(pipe.plan.stages) > 1), kinds
+            omits = outputs == "last" and len(pipe.plan.stages) > 1
+            assert ("OmittedOutput" in kinds) == omits, kinds
             assert "Tensor" in kinds
         else:
             assert ours.outputs is None
@@ -544,7 +547,7 @@ for more, kept in ({}, False), ({"outputs": "last"}, True), ({"width": 8}, True)
                 result.outputs
                 say("has outputs")
             except ConfigError as error:
-                assert type(error).__name__ == "NotKeptError", error
+                assert type(error).__name__ == "OmittedOutputError", error
                 assert "% of what rank 1 would hold" in str(error)
                 assert 'outputs="last"' in str(error)
     assert (pipe.predict(**large_batch()) is None) == (rank == 0)

@@ -18,11 +18,11 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
+from pdcompile.pass_runner import PassRunner
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner
 from pdcompile.schedule.registry import KINDS
-from pdcompile.steps import Steps
 
 FIRST, CASES, BLOCK = 390, 1_000, 25  # the first block has a case that was refused once
 SAMPLES = 8
@@ -123,7 +123,7 @@ def planned(seed: int) -> Plan | None:
     seconds, spread = 10 ** r.uniform(-6, -4), 10 ** r.uniform(0, 2)
     model, found = captured("layers" if seed % 3 == 0 else r.choice(tuple(MODELS)))
     chosen = configure(options, batch_size=SAMPLES, splits=True, num_ranks=None)
-    planner = Planner(model, found, options, chosen, Steps().listener)
+    planner = Planner(model, found, options, chosen, PassRunner().listener)
     sizes = planner._sizes
     planner._sizes = SimpleNamespace(  # type: ignore[assignment]
         at=lambda size: with_costs(sizes.at(size), seconds, spread, seed)

@@ -17,9 +17,9 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.options import Options
 from pdcompile.options.configuration import capture_size, configure
+from pdcompile.pass_runner import Listener, collecting_seldom
 from pdcompile.passes.trace import capture
 from pdcompile.planner import Planner
-from pdcompile.steps import Listener, collecting_seldom
 from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only auto"

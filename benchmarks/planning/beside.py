@@ -26,6 +26,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
+from pdcompile.pass_runner import PassRunner
 from pdcompile.passes.coarsen.wishes import between_borders
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -36,7 +37,6 @@ from pdcompile.passes.trace import capture
 from pdcompile.plan import Forecast, Plan
 from pdcompile.planner import Planner
 from pdcompile.problem import PartitionProblem
-from pdcompile.steps import Steps
 from planning.real import batch, cluster, models
 from planning.tables import Table, percent
 
@@ -160,7 +160,7 @@ def planned(
     chosen = configure(
         chosen_options, batch_size=layout.size, splits=layout.splits, num_ranks=None, device="meta"
     )
-    planner = Planner(model, captured, chosen_options, chosen, Steps().listener)
+    planner = Planner(model, captured, chosen_options, chosen, PassRunner().listener)
     graph = planner.costs()
     planner.problem()
     return planner.plan(), graph, planner.cluster

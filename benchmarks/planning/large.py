@@ -66,10 +66,10 @@ def measure(name: str, samples: int, microbatches: int, limit: float | None) -> 
         from pdcompile.batch import example_call
         from pdcompile.driver import run_passes
         from pdcompile.options import Options
-        from pdcompile.steps import Steps, collecting_seldom
+        from pdcompile.pass_runner import PassRunner, collecting_seldom
         from planning.auto import LLAMAS, cluster
 
-    class Spending(Steps):
+    class Spending(PassRunner):
         def __call__(self, name: str, run: Callable[[], Any]) -> Any:
             column = {"graph": "capture", "costs": "costs", "problem": "problem"}.get(name, "proof")
             if name == "plan":  # its two parts are timed below

@@ -23,13 +23,13 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import Capture
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
+from pdcompile.pass_runner import PassRunner
 from pdcompile.passes.partition import partition
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.planner import Planner
 from pdcompile.problem import PartitionProblem
-from pdcompile.steps import Steps
 from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only real"
@@ -107,7 +107,7 @@ def planned(
     chosen = configure(
         options, batch_size=layout.size, splits=layout.splits, num_ranks=None, device="meta"
     )
-    planner = Planner(model, captured, options, chosen, Steps().listener)
+    planner = Planner(model, captured, options, chosen, PassRunner().listener)
     planner.costs()
     planner.problem()
     return planner.plan()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pdcompile.batch.not_kept import DROPPED
+from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.errors import some
 from pdcompile.ir.graph import (
     Argument,

@@ -30,7 +30,7 @@ from pdcompile.batch.microbatches import microbatch_sizes as microbatch_sizes
 from pdcompile.batch.microbatches import resize as resize
 from pdcompile.batch.microbatches import split as split
 from pdcompile.batch.microbatches import weights as weights
-from pdcompile.batch.not_kept import NotKept as NotKept
+from pdcompile.batch.omitted_output import OmittedOutput as OmittedOutput
 from pdcompile.batch.structure import flatten_output as flatten_output
 from pdcompile.batch.structure import map_tensors as map_tensors
 from pdcompile.batch.structure import output_leaves as output_leaves

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pdcompile.batch.not_kept import NotKept
+from pdcompile.batch.omitted_output import OmittedOutput
 from pdcompile.releases.torch_internals import pytree
 
 MAX_LEAVES = 100_000
@@ -134,7 +134,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _part(item: Any, taken: _Taken) -> Part | None:
-    if isinstance(item, (*_TORCH, NotKept)) or (
+    if isinstance(item, (*_TORCH, OmittedOutput)) or (
         isinstance(item, _PLAIN) and not isinstance(item, Enum)
     ):
         taken.leaves.append(item)

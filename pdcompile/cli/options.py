@@ -27,13 +27,13 @@ from pdcompile.options.option_texts import (
     refine_of,
     replicas_of,
 )
+from pdcompile.pass_runner import collecting_seldom
 from pdcompile.plan import Plan
 from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
 from pdcompile.problem.constraints import parsed
 from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
-from pdcompile.steps import collecting_seldom
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
 

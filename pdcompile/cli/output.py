@@ -154,9 +154,9 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
         stderr().print(text, soft_wrap=True)
 
     if several:
-        from pdcompile.runtime.failure.told_once import told_once
+        from pdcompile.runtime.failure.deduplicated_errors import show_once
 
-        others = told_once(str(error), show, derived=isinstance(error, RankError))
+        others = show_once(str(error), show, derived=isinstance(error, RankError))
         if others:
             ranks = ", ".join(map(str, others))
             stderr().print(f"the same on rank{'s' * (len(others) > 1)} {ranks}", soft_wrap=True)

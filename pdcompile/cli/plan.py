@@ -13,7 +13,7 @@ from pdcompile.cli import importing as imports
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFlags, takes_flags
 from pdcompile.files import capture_beside
-from pdcompile.steps import collecting_seldom
+from pdcompile.pass_runner import collecting_seldom
 
 
 @app.command()

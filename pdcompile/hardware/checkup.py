@@ -17,7 +17,7 @@ import pdcompile
 from pdcompile.errors import PdcompileError
 from pdcompile.hardware import devices, host
 from pdcompile.plan import Plan
-from pdcompile.plan.here import lacks
+from pdcompile.plan.host_requirements import lacks
 from pdcompile.releases.packages import in_range
 from pdcompile.units import format_bytes
 

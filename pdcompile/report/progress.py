@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from pdcompile.pass_runner import Listener
 from pdcompile.passes.published.solution import Progress as Reporter
 from pdcompile.passes.published.solution import relative_gap
-from pdcompile.steps import Listener
 
 TITLE = "compiling"
 FIRST, EVERY = 10.0, 30.0  # seconds until the first line about one pass, and between further ones

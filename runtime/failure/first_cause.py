@@ -22,9 +22,9 @@ import pdcompile
 from pdcompile.errors import InputError, PdcompileError, RankError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.value_checks import failed_check
-from pdcompile.runtime.failure.fate import fate
 from pdcompile.runtime.failure.host_peers import HostPeers
 from pdcompile.runtime.failure.instruction_log import in_words
+from pdcompile.runtime.failure.peer_exit_status import exit_status
 from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict
 from pdcompile.runtime.transport.links import PeerLost
 from pdcompile.schedule import Instruction
@@ -180,7 +180,7 @@ class Failures:
         left = self.said("left", peer)
         # A program that ends takes its time, in which torchrun may end this one.
         process = self.said("process", peer)
-        how = fate(process, wait=wait and not left)
+        how = exit_status(process, wait=wait and not left)
         verdict = Verdict.CRASH
         if not left:
             how = how or "killed, out of memory, crashed, or it left early"

@@ -35,7 +35,7 @@ class Guarded:
         self._log = None if world is None else world.peers.log
         if world is not None:
             self._failures = Failures(world.store, world.rank, world.size, world.peers)
-            world.ending.leave = weakref.WeakMethod(self.leave)
+            world.exit.leave = weakref.WeakMethod(self.leave)
 
     def check_running(self) -> None:
         """Raise ClosedError, with the cause, once an error has ended the pipeline."""

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdcompile.runtime.failure.fate import fate, same_machine, stopped
 from pdcompile.runtime.failure.instruction_log import InstructionLog
+from pdcompile.runtime.failure.peer_exit_status import exit_status, same_machine, stopped
 from pdcompile.schedule import Instruction
 
 _SHOWN = 5  # instructions of the rank that failed
@@ -26,7 +26,7 @@ class HostRank(NamedTuple):
     @property
     def how(self) -> str:
         """How its process ended, in words; "" where the system does not tell any more."""
-        return fate(self.identity, wait=False)
+        return exit_status(self.identity, wait=False)
 
     @property
     def stopped(self) -> bool:
@@ -41,7 +41,7 @@ class HostRank(NamedTuple):
 class HostPeers:
     """The log of this rank, and the other ranks of its host (none where the system cannot say).
 
-    All ranks make theirs at the same point, after their `Ending`.
+    All ranks make theirs at the same point, after their `PipelineExit`.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:

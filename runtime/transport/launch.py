@@ -31,10 +31,10 @@ from pdcompile.plan import Plan
 from pdcompile.plan.schema import ranks_of
 from pdcompile.releases.torch_internals import default_store, gloo_options
 from pdcompile.runtime.device.rank_device import RankDevice
-from pdcompile.runtime.failure.endings import Ending
-from pdcompile.runtime.failure.fate import network
+from pdcompile.runtime.failure.exit_hooks import PipelineExit
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.failure.host_peers import HostPeers
+from pdcompile.runtime.failure.peer_exit_status import network
 from pdcompile.runtime.failure.termination import end_with_launcher
 from pdcompile.runtime.failure.verdict import verdict_of
 from pdcompile.runtime.failure.watchdog import Watchdog
@@ -88,13 +88,13 @@ class World:
                 )
         mine = network()  # of the machine
         self._loopback = {*start.tell("network", mine)} == {mine} != {""}
-        self.ending = Ending(self.store, self.rank)
+        self.exit = PipelineExit(self.store, self.rank)
         self.peers = HostPeers(self.store, self.rank, self.size)
         self.watchdog = Watchdog(
             self.store.clone(), self.rank, self.size, self.peers,
             options.stall_timeout, options.progress_timeout,
         )  # fmt: skip
-        self.ending.watchdog = self.watchdog
+        self.exit.watchdog = self.watchdog
         self.watchdog.start()
         start.over()
         self.group: Any = None
@@ -138,7 +138,7 @@ class World:
 
     def close(self, *, failed: bool = False) -> None:
         """Disconnect, wait for the end of groups, and stop watching."""
-        self.ending.over(failed=failed)
+        self.exit.over(failed=failed)
         self.disconnect()
         device_groups.wait_for_ends()
 

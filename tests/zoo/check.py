@@ -28,6 +28,7 @@ from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
+from pdcompile.pass_runner import PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check as prove
 from pdcompile.passes.stages import boundaries
@@ -37,7 +38,6 @@ from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.steps import Steps
 from tests.zoo.case import BATCH, Case, Entry, build
 from tests.zoo.random_cuts import random_cut
 from tests.zoo.shares import largest_opaque_parameters, opaque_flops, opaque_paths
@@ -219,7 +219,7 @@ def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
     flat = example_call(case.model, case.inputs(0), case.target(0))
     layout = resolve_batch(flat, case.batch_dims)
     microbatch = partial(resize, flat, layout) if layout.splits else lambda _: flat
-    step = Steps()
+    step = PassRunner()
     planner = Planner(case.model, found, own, chosen, step.listener)
     return make_plan(planner, microbatch, step)
 

@@ -33,7 +33,7 @@ Storages = Mapping[int, int]  # a number for each storage -> its bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptStorages:
     """Storages that autograd keeps of one microbatch.
 
     `by_op`: the storages that the backward of each op needs; `of_value`: those that each value
@@ -57,10 +57,11 @@ def newly(storages: Storages, seen: set[int]) -> int:
 
 
 _CACHED_GRAPHS = 8
-_cache: dict[tuple[str, int, Kernels, bool], Kept] = {}  # by graph, microbatch size and kernels
+#: by graph, microbatch size and kernels
+_cache: dict[tuple[str, int, Kernels, bool], KeptStorages] = {}
 
 
-def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> Kept:
+def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> KeptStorages:
     """Finds what autograd keeps of the graph at microbatch size b.
 
     An op that cannot run keeps what `guessed` says.
@@ -162,7 +163,7 @@ class _Walk:
     effects: dict[Any, _Effect] = field(default_factory=dict)
     not_counted: Iterator[int] = field(default_factory=lambda: count(-1, -1))
 
-    def kept(self) -> Kept:
+    def kept(self) -> KeptStorages:
         graph = self.index.graph
         with FakeTensorMode():
             for name in outside(graph.ops):
@@ -173,7 +174,7 @@ class _Walk:
         for op in graph.ops:
             by_op[op.name] = self._counted(self._run(op))
             of_value[op.name] = self._counted(one.storage for one in self.values[op.name].layouts)
-        return Kept(by_op, of_value)
+        return KeptStorages(by_op, of_value)
 
     def _counted(self, storages: Iterable[int]) -> Storages:
         return {number: self.bytes[number] for number in storages if number >= 0}

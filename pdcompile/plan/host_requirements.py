@@ -1,4 +1,4 @@
-"""Can a plan run on the processes and the memory that are here?  Known before there is a model."""
+"""Requirements of a plan on processes and memory of the hosts, checked before there is a model."""
 
 from __future__ import annotations
 

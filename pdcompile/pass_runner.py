@@ -45,7 +45,7 @@ class Listener:
         """The running pass has something to say about its result."""
 
 
-class Steps:
+class PassRunner:
     """Runs passes by name: ``graph = step("graph", lambda: trace(model, inputs))``.
 
     `listener` is told when a pass starts and ends; `seconds` holds the duration of each pass,

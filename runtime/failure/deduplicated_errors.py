@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
     digest: str
 
 
-def told_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tuple[int, ...]:
+def show_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tuple[int, ...]:
     """Show an error, unless another rank has shown the same; `show` is told whether it is the first
     one of all.
 
@@ -38,7 +38,7 @@ def told_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tupl
         Other ranks that end with this error, where it was shown by this one.
     """
     with _without_sigterm():
-        return _told_once(text, show, derived)
+        return _show_once(text, show, derived)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _without_sigterm() -> Iterator[None]:
             end_by_sigterm()
 
 
-def _told_once(text: str, show: Callable[[bool], None], derived: bool) -> tuple[int, ...]:
+def _show_once(text: str, show: Callable[[bool], None], derived: bool) -> tuple[int, ...]:
     shown = False
     try:
         board = _board()

@@ -1,8 +1,8 @@
-"""How a rank's program ends while other ranks still count on it, and what they can know of it.
+"""Exit hooks: tell other ranks how the program of this one ends while they still count on it.
 
 An error that the program raises between two calls passes no code of ours on its way up: it is seen
 by `sys.excepthook`, which is ours while a pipeline is open and hands on to the one before.  What no
-Python code can tell any more (os._exit, a signal) peers ask the system (`fate`).
+Python code can tell any more (os._exit, a signal) peers ask the system (`exit_status`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from pdcompile.runtime.failure.fate import identity
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.failure.instruction_log import number_in_words
+from pdcompile.runtime.failure.peer_exit_status import identity
 from pdcompile.runtime.failure.watchdog import Watchdog
 
-_open: list[Ending] = []
+_open: list[PipelineExit] = []
 
 
-class Ending:
+class PipelineExit:
     """One open pipeline of this process, as far as its end is concerned.
 
     It keeps neither the pipeline nor its connections alive.  `leave` ends it with a cause.

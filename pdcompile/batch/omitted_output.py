@@ -1,6 +1,6 @@
-"""NotKept: what stands in a result for an output that training steps leave out.
+"""OmittedOutput: stands in a result for an output that training steps leave out.
 
-Of a plan that drops all of them nothing stands there: reading them raises `dropped`.
+A plan that drops all of them leaves nothing there: reading them raises `dropped`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pdcompile.errors import ConfigError
 from pdcompile.releases.torch_internals import pytree
 
-#: how a plan's note begins that drops all outputs of training, as nobody named any
+#: beginning of a plan's note that drops all outputs of training, as nobody named any
 DROPPED = "training steps keep no outputs"
 
 
-class NotKeptError(ConfigError, TypeError):
+class OmittedOutputError(ConfigError, TypeError):
     """An output is used that training steps leave out."""
 
 
-def dropped(notes: Iterable[str]) -> NotKeptError:
+def dropped(notes: Iterable[str]) -> OmittedOutputError:
     """The error for reading outputs that training steps drop, by the notes of the plan."""
     note = next((one for one in notes if one.startswith(DROPPED)), DROPPED)
-    return NotKeptError(
+    return OmittedOutputError(
         note.partition("; ")[0],
         where="result.outputs",
         remedy='compile(..., outputs="last") keeps them, "all" on all ranks; pipe.predict(...) and '
@@ -30,7 +30,7 @@ def dropped(notes: Iterable[str]) -> NotKeptError:
     )
 
 
-class NotKept:
+class OmittedOutput:
     """The mark of an output that training steps leave out; whoever uses it is told the remedy.
 
     `place` says where it is in the model's output, such as ``past_key_values.layers[0].keys``.
@@ -42,10 +42,10 @@ class NotKept:
         self.place = place
 
     def __repr__(self) -> str:
-        return f"NotKept({self.place!r})"
+        return f"OmittedOutput({self.place!r})"
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotKeptError(
+        raise OmittedOutputError(
             "training steps leave out this output: a stage before the last one makes it, and it "
             "would be sent for the caller alone",
             where=f"outputs: {self.place}",
@@ -65,7 +65,7 @@ class NotKept:
                 raise AttributeError(name)
             try:
                 self._refuse()
-            except NotKeptError as error:
+            except OmittedOutputError as error:
                 raise AttributeError(f"no {name!r} here: {error}", name=name, obj=self) from None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How the process of another rank ended: its own system knows when the process cannot say it."""
+"""Exit status of another rank's process, in words: its system knows when the process cannot say."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def identity() -> str:
         return ""
 
 
-def fate(of: str, *, wait: bool = True) -> str:
-    """How the process of that `identity` ended, in words; "" where that cannot be known.
+def exit_status(of: str, *, wait: bool = True) -> str:
+    """End of the process of that `identity`, in words; "" where that cannot be known.
 
     With `wait` one that still runs is given a second to end.
     """

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pdcompile.errors import InputError
-from pdcompile.runtime.failure import endings
-from pdcompile.runtime.failure.endings import Ending
-from pdcompile.runtime.failure.fate import fate, identity
+from pdcompile.runtime.failure import exit_hooks
+from pdcompile.runtime.failure.exit_hooks import PipelineExit
 from pdcompile.runtime.failure.first_cause import Failures, describe
+from pdcompile.runtime.failure.peer_exit_status import exit_status, identity
 from pdcompile.runtime.transport.links import PeerLost
 from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes, torchrun
@@ -43,7 +43,7 @@ class Store(dict[str, Any]):
 
 
 class Owner:
-    """What a session is to an ending."""
+    """What a session is to its exit."""
 
     def __init__(self) -> None:
         self.causes: list[str] = []
@@ -58,7 +58,7 @@ def before() -> Iterator[Any]:
     hooks = sys.excepthook, threading.excepthook
     yield hooks
     assert (sys.excepthook, threading.excepthook) == hooks
-    assert endings._open == []
+    assert exit_hooks._open == []
 
 
 def raised(text: str = "a bug") -> ValueError:
@@ -74,17 +74,17 @@ def test_an_error_that_nobody_caught_is_told_and_the_programs_hook_still_runs(
     seen: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *given: seen.append(given))
     store, error = Store(), raised()
-    ending = Ending(store, 1)
-    ending.called("step", 2)
+    one = PipelineExit(store, 1)
+    one.called("step", 2)
     sys.excepthook(ValueError, error, error.__traceback__)
     assert seen == [(ValueError, error, error.__traceback__)]
-    line = "(test_runtime_endings.py:"
+    line = "(test_runtime_exit_hooks.py:"
     assert store.text("raised/1").startswith(f"rank 1: ValueError: a bug {line}")
     assert "`raise ValueError(text)`), after step (minibatch 2)" in store.text("raised/1")
-    ending.called("eval_step", -1)
+    one.called("eval_step", -1)
     sys.excepthook(ValueError, error, error.__traceback__)
     assert "after eval_step (evaluation 0)" in store.text("raised/1")
-    ending.over()
+    one.over()
 
 
 def test_a_hook_that_the_program_calls_itself_ends_nothing(
@@ -92,21 +92,21 @@ def test_a_hook_that_the_program_calls_itself_ends_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *given: None)
     store, owner = Store(), Owner()
-    ending = Ending(store, 0)
-    ending.leave = endings.weakref.WeakMethod(owner.leave)
+    one = PipelineExit(store, 0)
+    one.leave = exit_hooks.weakref.WeakMethod(owner.leave)
     sys.excepthook(ValueError, raised(), None)
     assert owner.causes == []
     assert store.text("raised/0")
-    ending.called("step", 1)
+    one.called("step", 1)
     assert store.text("raised/0") == ""
-    monkeypatch.setattr(endings, "_goes_on", lambda: False)
+    monkeypatch.setattr(exit_hooks, "_goes_on", lambda: False)
     sys.excepthook(ValueError, raised(), None)
     assert len(owner.causes) == 1
-    assert endings._open == []
+    assert exit_hooks._open == []
 
 
 def test_hooks_are_put_back_in_whatever_order_pipelines_end(before: Any) -> None:
-    first, second = Ending(Store(), 0), Ending(Store(), 0)
+    first, second = PipelineExit(Store(), 0), PipelineExit(Store(), 0)
     assert sys.excepthook is not before[0]
     first.over()
     first.over()
@@ -118,7 +118,7 @@ def test_hooks_are_put_back_in_whatever_order_pipelines_end(before: Any) -> None
 def test_a_hook_that_the_program_puts_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *given: seen.append("first"))
-    one = Ending(Store(), 0)
+    one = PipelineExit(Store(), 0)
     below = sys.excepthook
 
     def own(*given: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_hook_that_the_program_puts_on_top_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "excepthook", own)
     one.over()
     assert sys.excepthook is own
-    other = Ending(Store(), 0)
+    other = PipelineExit(Store(), 0)
     error = raised()
     sys.excepthook(ValueError, error, None)
     assert seen == ["own", "first"]
@@ -139,11 +139,11 @@ def test_a_hook_that_the_program_puts_on_top_stays(monkeypatch: pytest.MonkeyPat
 def test_only_the_thread_that_makes_the_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     store = Store()
-    ending = Ending(store, 0)
+    one = PipelineExit(store, 0)
 
     def fails(calls: bool) -> None:
         if calls:
-            ending.called("step", 0)
+            one.called("step", 0)
         raise ValueError("in a thread")
 
     for calls in (False, True):
@@ -151,14 +151,14 @@ def test_only_the_thread_that_makes_the_calls_counts(monkeypatch: pytest.MonkeyP
         thread.start()
         thread.join()
         assert ("ValueError: in a thread" in store.text("raised/0")) is calls
-    ending.over()
+    one.over()
 
 
 def test_a_pipeline_that_was_let_go_of() -> None:
     store, owner = Store(), Owner()
-    ending = Ending(store, 1)
-    ending.belongs_to(owner)
-    ending.called("step", 4)
+    one = PipelineExit(store, 1)
+    one.belongs_to(owner)
+    one.called("step", 4)
     del owner
     assert "rank 1 let go of the pipeline without pipe.close(), after step (minibatch 4)" in (
         store.text("left/1")
@@ -167,10 +167,10 @@ def test_a_pipeline_that_was_let_go_of() -> None:
 
 def test_a_forked_process_says_nothing() -> None:
     store, error = Store(), raised()
-    ending = Ending(store, 1)
-    ending._process += 1
+    one = PipelineExit(store, 1)
+    one._process += 1
     sys.excepthook(ValueError, error, None)
-    ending.end()
+    one.end()
     assert set(store) == {"process/1"}
 
 
@@ -183,23 +183,25 @@ def test_an_error_without_a_line_of_the_programs() -> None:
 
 def ended(how: str) -> str:
     """What is known of a process that ended like this and was not waited for."""
-    script = "import os, sys; from pdcompile.runtime.failure.fate import identity; "
+    script = "import os, sys; from pdcompile.runtime.failure.peer_exit_status import identity; "
     script += f"print(identity()); {how}"
     command = [sys.executable, "-u", "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        return fate(process.stdout.readline().strip())
+        return exit_status(process.stdout.readline().strip())
 
 
 def test_how_a_process_ended() -> None:
     assert ended("os._exit(7)") == ended("sys.exit(7)") == "its exit code is 7"
     assert ended("os.kill(os.getpid(), 9)").startswith("it was ended by SIGKILL, as the system")
     assert ended("os.abort()").startswith("it was ended by SIGABRT, a crash outside")
-    assert fate(identity(), wait=False) == ""
-    assert fate("") == fate("another machine 1 2") == ""
+    assert exit_status(identity(), wait=False) == ""
+    assert exit_status("") == exit_status("another machine 1 2") == ""
     boot, names, pid, start = identity().split()
-    assert fate(f"{boot} {names} {pid} {int(start) + 1}") == ""  # the number's earlier process
-    assert fate(f"{boot} {names} 4194305 {start}") == ""  # beyond any process number
+    assert (
+        exit_status(f"{boot} {names} {pid} {int(start) + 1}") == ""
+    )  # the number's earlier process
+    assert exit_status(f"{boot} {names} 4194305 {start}") == ""  # beyond any process number
 
 
 def test_what_is_said_of_a_rank_that_is_gone() -> None:
