@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # also as `python benchmarks/whole_ranks.py`
 
 import pdcompile  # noqa: E402
 from benchmarks.side_by_side.counters import peak_memory  # noqa: E402
-from pdcompile.schedule import files  # noqa: E402
+from pdcompile.schedule import written  # noqa: E402
 from pdcompile.schedule.registry import KINDS, ScheduleKind, kind_of  # noqa: E402
 from tests.helpers import models, torch_schedules  # noqa: E402
 
@@ -189,7 +189,7 @@ def _schedule(name: str) -> tuple[str, ScheduleKind]:
     with tempfile.TemporaryDirectory() as folder:
         path = torch_schedules.dump(name, RANKS, MICROBATCHES, Path(folder, f"{name}.csv"))
         assert path is not None
-        text = files.named(path)
+        text = written.named(path)
     return text, kind_of(text)
 
 

@@ -346,7 +346,7 @@ def compile(
             gradients of weights as old as the warm-up is deep; "auto": the planner decides schedule
             (of those whose updates equal eager, and 2bw where `max_staleness` allows; two stages a
             rank only where `stages` is left out), microbatches and warm-up, as ``pdcompile plan``
-            does.  Or the path of a .csv or .json file with one of your own: stages, ranks and
+            does.  Or the path of a .csv file with one of your own: stages, ranks and
             microbatches are then what it says (``pdcompile schedule --help``).
         replicas: devices of a stage (default 1), which take microbatches in turn ("stash":
             minibatches, and the stage updates after one of each) and sum their gradients: a

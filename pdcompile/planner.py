@@ -21,6 +21,7 @@ from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
+from pdcompile.options.chosen_schedule import microbatches_of
 from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
@@ -247,12 +248,10 @@ class Planner:
     @property
     def _by_rule(self) -> bool:
         """Whether the number of microbatches is neither the user's nor the search's choice."""
-        written = kind_of(self.training.schedule).written
         return (
-            self.options.microbatches == "auto"
+            microbatches_of(self.options) == "auto"
             and len(self.space.microbatches) == 1
             and self.training.num_microbatches > 1
-            and written is None
         )
 
     @property

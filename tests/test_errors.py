@@ -24,7 +24,8 @@ from pdcompile.plan import Plan
 from pdcompile.runtime.failure.first_cause import Failures
 from pdcompile.runtime.transport.contract import Channel, Expected, read_header
 from pdcompile.runtime.transport.links import PeerLost
-from pdcompile.schedule import Kind, files
+from pdcompile.schedule import Kind
+from pdcompile.schedule.written import read as read_schedule
 from tests.helpers import models
 from tests.helpers.cuts import cut
 from tests.helpers.graphs import chain
@@ -92,7 +93,7 @@ def tight(*_: Any) -> None:
 def written(text: str) -> Callable[[Path, Any], Any]:
     def read(folder: Path, _: Any) -> None:
         (folder / "mine.csv").write_text(text)
-        files.read(folder / "mine.csv")
+        read_schedule(folder / "mine.csv")
 
     return read
 

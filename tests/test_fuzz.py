@@ -33,7 +33,7 @@ from pdcompile.files import read_limited
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.targets import resolve
 from pdcompile.plan import Plan
-from pdcompile.schedule import files
+from pdcompile.schedule import written
 from pdcompile.weights import TensorFiles
 from tests.helpers.file_formats import MAKERS, Training
 from tests.helpers.fuzzing import Format, TooSlow, fuzz
@@ -149,17 +149,10 @@ def test_a_file_without_an_end() -> None:
         Plan.load("/dev/zero")
 
 
-def test_a_schedule_that_only_nests(tmp_path: Path) -> None:
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    assert not files.is_plan(tmp_path / "deep.json")
-    with pytest.raises(ScheduleError, match="deeper"):
-        files.read(tmp_path / "deep.json")
-
-
 @pytest.mark.parametrize("text", ["0F0," + "0" * 200_000, "0F0\x00,0B0", '"0F0\r'])
 def test_csv_that_the_library_refuses(text: str) -> None:
     with pytest.raises(ScheduleError):
-        files.from_csv(text, "mine.csv", "mine")
+        written.from_csv(text, "mine.csv", "mine")
 
 
 def test_names_that_lead_to_no_operator() -> None:

@@ -20,21 +20,13 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.plan.check import times_of
 from pdcompile.plan.validate import validate
-from pdcompile.schedule import Action, Phase, Schedule, files
+from pdcompile.schedule import Action, Phase, Schedule
 from pdcompile.schedule.registry import KINDS, find, kind_of, name_of
-from pdcompile.schedule.written import Written, parse
+from pdcompile.schedule.written import Written, from_csv, named, parse, read
 from tests.helpers.schedules import make_plan, mutated
 from tests.helpers.torch_schedules import CLASSES, dump
 
 CSV = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n"
-JSON = """{
-  "schedule": "mine",
-  "ranks": [
-    "0F0 0F1 .   0B0 .   0B1",
-    ".   1F0 1B0 1F1 1B1"
-  ]
-}
-"""
 TEXT = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
 SIZES = [(2, 4), (2, 5), (3, 6), (4, 8)]
 MORE = [(r, m) for r, m in product((2, 3, 4, 8), (3, 8, 16)) if (r, m) not in SIZES]
@@ -44,17 +36,15 @@ def of(written: Written) -> Plan:
     return chain(str(written), len(written.placement), written.num_microbatches, len(written.rows))
 
 
-def test_one_schedule_in_its_three_forms(tmp_path: Path) -> None:
+def test_one_schedule_in_its_two_forms(tmp_path: Path) -> None:
     mine = parse(TEXT, "here")
     assert str(mine) == TEXT
-    assert files.to_csv(mine) == CSV
-    assert files.to_json(mine) == JSON
-    for name, text in (("mine.csv", CSV), ("other.json", JSON)):
-        path = tmp_path / name
-        path.write_text(text)
-        assert files.read(path) == mine
-        assert files.named(path) == files.named(str(path)) == files.named(TEXT) == TEXT
-    assert files.named("1f1b") == "1f1b"
+    assert mine.to_csv() == CSV
+    path = tmp_path / "mine.csv"
+    path.write_text(CSV)
+    assert read(path) == mine
+    assert named(path) == named(str(path)) == named(TEXT) == TEXT
+    assert named("1f1b") == "1f1b"
     kind = kind_of(TEXT)
     assert (kind.name, kind.stream, kind.splits_backward) == ("mine", False, False)
     assert name_of(TEXT) == "mine"
@@ -64,7 +54,7 @@ def test_one_schedule_in_its_three_forms(tmp_path: Path) -> None:
 def test_torch_reads_what_is_written() -> None:
     """Cell by cell, as its reader of files does."""
     for name, n, per_rank in (("gpipe", 3, 1), ("interleaved", 4, 2), ("zb-h1", 3, 1)):
-        rows = files.to_csv(written_of(make_plan(name, n, 5, per_rank=per_rank))).splitlines()
+        rows = written_of(make_plan(name, n, 5, per_rank=per_rank)).to_csv().splitlines()
         actions = [_Action.from_str(cell) for row in rows for cell in row.split(",")]
         assert [str(one) for one in actions if one] == [c for r in rows for c in r.split(",") if c]
 
@@ -76,7 +66,7 @@ def test_the_schedules_of_torch(name: str, ranks: int, microbatches: int, tmp_pa
     path = dump(name, ranks, microbatches, tmp_path / f"{name}.csv")
     if path is None:  # torch has no such size
         return
-    written = files.read(path)
+    written = read(path)
     assert len(written.rows) == ranks
     assert written.num_microbatches == microbatches
     plan = of(written)
@@ -87,8 +77,7 @@ def test_the_schedules_of_torch(name: str, ranks: int, microbatches: int, tmp_pa
     seconds = simulate(plan).forecast.step_seconds
     times = times_of(plan, Cluster.local(ranks), [edge.value for edge in plan.edges])
     assert times.makespan(plan.training.warmup, microbatches) == pytest.approx(seconds, rel=1e-3)
-    assert files.from_csv(files.to_csv(written), "again", name) == written
-    assert files.from_json(files.to_json(written), "again", "else") == written
+    assert from_csv(written.to_csv(), "again", name) == written
 
 
 @pytest.mark.slow
@@ -111,7 +100,7 @@ def test_what_torch_adds_to_a_schedule_is_left_out(name: str, tmp_path: Path) ->
     assert plain is not None
     assert full is not None
     assert "SEND_F" in full.read_text()
-    assert files.read(full).rows == files.read(plain).rows
+    assert read(full).rows == read(plain).rows
 
 
 FLUSH = [name for name, kind in KINDS.items() if not kind.stream]
@@ -127,7 +116,7 @@ def test_a_schedule_of_ours_goes_out_and_comes_in(
     ours = chain(name, ranks * per_rank, microbatches, ranks)
     written = written_of(ours)
     assert written_of(of(written)) == written
-    theirs = of(files.from_csv(files.to_csv(written), "x.csv", "x"))
+    theirs = of(from_csv(written.to_csv(), "x.csv", "x"))
     check(theirs)
     for count in {microbatches, max(1, microbatches - 1)}:
         if count == microbatches or name in ("gpipe", "interleaved"):
@@ -200,32 +189,25 @@ def test_what_is_no_schedule(
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(kind) as caught:
-        files.read(path)
+        read(path)
     assert message in caught.value.message
     assert str(caught.value.where).startswith(str(path) + (f": {place}" if place else ""))
     assert remedy in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.txt", CSV, "a schedule is read from .csv or .json, not from .txt"),
-        ("a.json", "[1]", "not an object of 'ranks'"),
-        ("a.json", '{"ranks": [5]}', "a rank is a text of cells"),
-        ("a.json", '{"ranks": ["0F0 0B0"], "warmup": 1}', "not an object of 'ranks'"),
-        ("a.json", '{"ranks": ["0F0 0B0"], "schedule": "a b"}', "'schedule' is not a name"),
-        ("a.json", '{"ranks": ["0F0 0B0"', "not JSON"),
-    ],
+    ("name", "remedy"),
+    [("a.txt", "such as a.csv"), ("a.json", "such as a.csv: one row a rank, commas between")],
 )
-def test_what_is_no_file_of_one(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_what_is_no_file_of_one(name: str, remedy: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(ScheduleError) as caught:
-        files.read(path)
-    assert message in caught.value.message
+    path.write_text('{"ranks": ["0F0 0B0"]}')
+    with pytest.raises(ScheduleError, match=rf"read from \.csv, not from {path.suffix}") as caught:
+        named(path)
     assert str(path) in str(caught.value.where)
+    assert remedy in str(caught.value.remedy)
     with pytest.raises(ScheduleError, match="cannot read the schedule: No such file"):
-        files.read(tmp_path / "none.csv")
+        read(tmp_path / "none.csv")
 
 
 def test_what_cannot_be_written() -> None:
@@ -234,8 +216,6 @@ def test_what_cannot_be_written() -> None:
     assert "gpipe, 1f1b" in str(caught.value.remedy)
     with pytest.raises(ScheduleError, match="stage 1 has 2 replicas"):
         written_of(make_plan("1f1b", 2, 4, replicas=(1, 2)))
-    with pytest.raises(ScheduleError, match=r"written to \.csv or \.json, not to \.txt"):
-        files.write(parse(TEXT, "here"), "a.txt")
 
 
 def test_a_plan_that_is_not_as_its_schedule_says() -> None:
@@ -264,7 +244,7 @@ def test_an_edited_program_is_refused(tmp_path: Path) -> None:
     """Also where microbatches go backward in another order than they came."""
     path = dump("ScheduleLoopedBFS", 2, 3, tmp_path / "looped.csv")
     assert path is not None
-    plan = of(files.read(path))
+    plan = of(read(path))
     program, _ = make_stream(plan).step(3)
     check_programs(plan, [program])
     tried = 0

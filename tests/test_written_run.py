@@ -14,7 +14,7 @@ from pdcompile.errors import ConfigError, LaunchError, ScheduleError
 from pdcompile.options import Options
 from pdcompile.options.configuration import machines
 from pdcompile.plan import Plan
-from pdcompile.schedule import files
+from pdcompile.schedule import written
 from tests.helpers.alike import COMMON, PLANNED, compiled, train_alike
 from tests.helpers.cases import case
 from tests.helpers.launch import processes
@@ -48,7 +48,7 @@ def test_the_schedules_of_torch(name: str, tmp_path: Path) -> None:
     assert path is not None
     build: Any = BUILDS[name]
     pipe = compiled(build, schedule=path)
-    text = files.named(path)
+    text = written.named(path)
     path.unlink()
     plan = Plan.from_json(pipe.plan.to_json())
     assert plan.training.schedule == text
@@ -115,7 +115,7 @@ MINE = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
          "give a cluster of 2 devices"),
         ({"schedule": "mine: 0F0"}, None, ScheduleError, "no backward of microbatch 0", "add 0B0"),
         ({"schedule": "none.csv"}, None, ScheduleError, "cannot read the schedule", "pdcompile"),
-        ({"schedule": "mine"}, None, ConfigError, "'mine' is not available", ".csv or .json"),
+        ({"schedule": "mine"}, None, ConfigError, "'mine' is not available", "the path of a .csv"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(

@@ -32,8 +32,8 @@ from pdcompile.plan import Plan
 from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
 from pdcompile.problem.constraints import parsed
-from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
+from pdcompile.schedule.written import named
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
 
@@ -94,7 +94,7 @@ class Flags:
     schedule: Annotated[
         str | None,
         training(
-            help=f"{described()}; FILE.csv or FILE.json: your own (see pdcompile "
+            help=f"{described()}; FILE.csv: your own (see pdcompile "
             f"schedule); auto: the planner chooses of those that update as "
             f"eager does, and that --max-staleness allows. Default: {DEFAULT}."
         ),

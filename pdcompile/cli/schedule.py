@@ -9,11 +9,12 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
-from pdcompile.errors import ConfigError, did_you_mean
+from pdcompile.errors import ConfigError, PdcompileError, did_you_mean
+from pdcompile.files import read_limited
+from pdcompile.jsonio import loads
 from pdcompile.plan import Plan
-from pdcompile.schedule import files
 from pdcompile.schedule.registry import KINDS, flush_schedules, kind_of
-from pdcompile.schedule.written import Written
+from pdcompile.schedule.written import SUFFIX, Written, check_suffix, read
 
 STAGES = 4  # of a schedule by name, where nobody says
 MOST_LINES = 32  # of the drawing, where numbers need the room
@@ -26,8 +27,7 @@ def schedule(
         typer.Argument(
             metavar="SCHEDULE",
             show_default=False,
-            help=f"FILE.csv or FILE.json; a plan.json, whose schedule is meant; or one of "
-            f"{flush_schedules()}.",
+            help=f"FILE.csv; a plan.json, whose schedule is meant; or one of {flush_schedules()}.",
         ),
     ],
     stages: Annotated[
@@ -43,7 +43,7 @@ def schedule(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write it to FILE.csv or FILE.json."),
+        typer.Option("-o", "--output", metavar="FILE", help="Write it to FILE.csv."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,9 +51,9 @@ def schedule(
 
     A file has a row for each rank and a cell for each task, in the order in which the rank runs
     them: 0F3 is the forward of microbatch 3 on stage 0, B its backward, or I and W the two parts
-    of one that is split (gradients of the stage's inputs, then of its weights). Empty cells (in
-    JSON a dot) idle, for the eye alone. This is the CSV of torch.distributed.pipelining, whose
-    schedules come in as torch writes them. Which rank holds which stage follows from the rows.
+    of one that is split (gradients of the stage's inputs, then of its weights). Empty cells
+    idle, for the eye alone. This is the CSV of torch.distributed.pipelining, whose schedules come
+    in as torch writes them. Which rank holds which stage follows from the rows.
 
     Sends, receives, sums and updates are in no cell: they are added, and the whole is proved. A
     shorter minibatch takes the same order without the microbatches that it has not. In the
@@ -67,7 +67,7 @@ def schedule(
 
       pdcompile plan examples/gpt.py:build --schedule mine.csv -o plan.json
 
-      pdcompile schedule plan.json -o mine.json
+      pdcompile schedule plan.json -o mine.csv
     """
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.passes.check import check
@@ -76,12 +76,14 @@ def schedule(
     from pdcompile.report import timeline
     from pdcompile.report.labels import counted
 
+    if output is not None:
+        check_suffix(output, "written to")
     counts = {"--stages": stages, "--ranks": ranks, "--microbatches": microbatches}
     written = _by_name(source, counts) if source in KINDS else _of_file(source, counts)
     plan = chain(str(written), len(written.placement), written.num_microbatches, len(written.rows))
     proof, events = check(plan), drained(plan, 1)
     if output is not None:
-        write_text(output, files.write(written, output))
+        write_text(output, written.to_csv())
     if as_json:
         document: dict[str, Any] = {
             "status": "done",
@@ -142,11 +144,11 @@ def _of_file(source: str, counts: dict[str, int | None]) -> Written:
     from pdcompile.passes.schedules.alone import written_of
 
     path = Path(source)
-    if path.suffix.lower() not in files.SUFFIXES:
+    if path.suffix.lower() not in (SUFFIX, ".json"):
         raise ConfigError(
             f"{source!r} is neither a schedule nor a file of one",
             remedy=did_you_mean(source, KINDS)
-            + f"one of {flush_schedules()}, or FILE.csv or FILE.json",
+            + f"one of {flush_schedules()}, FILE.csv, or a plan.json",
         )
     for option, given in counts.items():
         if given is not None:
@@ -155,4 +157,13 @@ def _of_file(source: str, counts: dict[str, int | None]) -> Written:
                 where=option,
                 remedy=f"leave {option} out, or name a schedule",
             )
-    return written_of(Plan.load(path)) if files.is_plan(path) else files.read(path)
+    return written_of(Plan.load(path)) if _is_plan(path) else read(path)
+
+
+def _is_plan(path: Path) -> bool:
+    """Is it the file of a plan, which has stages?"""
+    try:
+        data = loads(read_limited(path), where=str(path))
+    except (OSError, PdcompileError):
+        return False  # `read` says what is wrong
+    return isinstance(data, dict) and "stages" in data

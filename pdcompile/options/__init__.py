@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pdcompile.clusters import cluster_of
-from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT
+from pdcompile.schedule.written import named
 
 # Where None stands for "not said": a given plan then decides, else the default.
 OPEN = (

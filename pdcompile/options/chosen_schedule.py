@@ -12,6 +12,7 @@ from pdcompile.schedule.registry import (
     KINDS,
     ScheduleKind,
     allowed,
+    find,
     kind_of,
     one_age_streams,
     with_replicas,
@@ -35,7 +36,7 @@ def chosen_schedule(options: Options) -> str:
         raise ConfigError(
             f"schedule={options.schedule!r} is not available",
             remedy=f"{did_you_mean(str(options.schedule), names)}one of "
-            f"{', '.join(map(repr, names))}, or the path of a .csv or .json file",
+            f"{', '.join(map(repr, names))}, or the path of a .csv file",
         )
     kind = kind_of(options.schedule)
     if kind.updates_each:
@@ -95,6 +96,12 @@ def _refuse_several(options: Options, kind: ScheduleKind) -> None:
             "weights: stages of unlike counts update at unlike times",
             remedy=f"one replica a stage, or a schedule of {with_replicas()}",
         )
+
+
+def microbatches_of(options: Options) -> Any:
+    """How many the user asks for, or has written a schedule for; "auto" where neither."""
+    kind = find(options.schedule)
+    return kind.written.num_microbatches if kind and kind.written else options.microbatches
 
 
 def check_count(name: str, given: Any, otherwise: str) -> None:

@@ -14,7 +14,13 @@ from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
-from pdcompile.options.chosen_schedule import check_count, chosen_schedule, counts_of, updates_each
+from pdcompile.options.chosen_schedule import (
+    check_count,
+    chosen_schedule,
+    counts_of,
+    microbatches_of,
+    updates_each,
+)
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
@@ -286,9 +292,7 @@ def _auto(num_ranks: int) -> Cluster:
 
 
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
-    given, written = options.microbatches, kind_of(chosen_schedule(options)).written
-    if written is not None:
-        given = written.num_microbatches
+    given = microbatches_of(options)
     if not splits and given != "auto":
         check_count("microbatches", given, "'auto'")
         if given > 1:
@@ -417,8 +421,7 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     usual = configuration.training.num_microbatches
     if updates_each(options):
         return (1,)
-    written = kind_of(configuration.training.schedule).written
-    if options.microbatches != "auto" or written or options.costs not in ("measured", "estimated"):
+    if microbatches_of(options) != "auto" or options.costs not in ("measured", "estimated"):
         return (usual,)  # a saved profile is of one size
     near = [
         m

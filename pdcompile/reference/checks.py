@@ -10,6 +10,7 @@ from torch import nn
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options, option_checks
+from pdcompile.options.chosen_schedule import microbatches_of
 from pdcompile.schedule.registry import DEFAULT, find
 from pdcompile.weights import materialise, open_source
 
@@ -51,7 +52,7 @@ def check_model(model: nn.Module) -> None:
 def turns_of(options: Options) -> tuple[int, ...]:
     """When each microbatch goes backward; empty: right after its forward, in ascending order."""
     kind = find(options.schedule)
-    return () if kind is None or kind.written is None else kind.written.turns
+    return () if kind is None else kind.turns
 
 
 def check_options(options: Options) -> int:
@@ -64,11 +65,9 @@ def check_options(options: Options) -> int:
             where="resume",
             remedy="pdcompile.load_checkpoint(folder, model) loads one into plain PyTorch",
         )
-    microbatches: int | Literal["auto"] = options.microbatches
+    microbatches: int | Literal["auto"] = microbatches_of(options)
     if kind is not None and kind.updates_each:
         return 1
-    if kind is not None and kind.written is not None:
-        return kind.written.num_microbatches
     if microbatches == "auto":
         raise ConfigError(
             "microbatches='auto' is the planner's choice, which a reference does not have",

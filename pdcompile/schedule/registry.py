@@ -218,10 +218,14 @@ class ScheduleKind:
             return self.written.backward_actions
         return BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
 
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """When each microbatch goes backward; empty: in ascending order."""
+        return () if self.written is None else self.written.turns
+
     def turn(self, microbatch: int) -> int:
         """When it goes backward: microbatches do so in ascending order, unless it is written so."""
-        turns = () if self.written is None else self.written.turns
-        return turns[microbatch] if microbatch < len(turns) else microbatch
+        return self.turns[microbatch] if microbatch < len(self.turns) else microbatch
 
     def most_warmup(self, num_microbatches: int, replicas: int) -> int:
         """The deepest warm-up of a replica: all its microbatches, with one left to go backward.

@@ -1,29 +1,38 @@
-"""Written: a schedule that somebody wrote down, task by task, instead of generating it.
+"""Schedule that a person wrote down, task by task: a CSV file, or one line of text in a plan.
 
-One row a rank, one cell a task in the order of its execution: ``0F3`` is the forward of microbatch
-3 on stage 0, B its backward, or I and W the two parts of one that is split.  The cells are those of
-torch.distributed.pipelining, so that its schedules can be read.  Sends, receives and updates are
-in no cell: they are added to every schedule by one lowering.
+The file is that of torch.distributed.pipelining, which reads and writes it too: one row a rank, one
+cell a unit of time, empty where the rank idles.  ``0F3`` is the forward of microbatch 3 on stage
+0, B its backward, or I and W the two parts of one that is split::
 
-A plan carries a written schedule as one line of text, in place of a schedule's name::
+    0F0,0F1,,0B0,0B1
+    ,1F0,1B0,1F1,1B1
+
+A plan carries the same in place of a schedule's name::
 
     mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1
+
+Sends, receives and updates are in no cell: they are added to every schedule by one lowering.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pdcompile.errors import DeadlockError, ScheduleError
+from pdcompile.files import read_limited
 from pdcompile.schedule.instruction import BACKWARDS, TO_INPUTS, TO_WEIGHTS, Action, most_held
 
+SUFFIX = ".csv"
 COMPUTES = (Action.FORWARD, *BACKWARDS)
 _ACTIONS = {one.value: one for one in COMPUTES}
-IDLE = ("", ".")
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _BOTH = re.compile(r"\((.*)\)OVERLAP_F_B")
 #: what torch's own lowering adds to a schedule, as pdcompile's adds its own
@@ -64,6 +73,7 @@ class Place(NamedTuple):
 
 Row = tuple[Cell, ...]
 Placed = tuple[Place, Cell]
+Problem = tuple[Place, str, str]  # with its message and remedy
 
 
 @dataclass(frozen=True)
@@ -115,11 +125,77 @@ class Written:
         tasks = ((cell.stage, cell.action) for row in self.rows for cell in row)
         return tuple(count - 1 for count in most_held(tasks, len(self.placement)))
 
-    def slots(self) -> list[list[Cell | None]]:
-        """The rows with a column for each unit of time, if every task takes one; None: idle."""
-        walk = _Walk(self.rows)
-        walk.run()
-        return walk.slots
+    def to_csv(self) -> str:
+        """The text of a file, with a column for each unit of time if every task takes one."""
+        begin, _ = _begins(self.rows)
+        lines = []
+        for row in self.rows:
+            slots = [""] * (begin[row[-1]] + 1)
+            for cell in row:
+                slots[begin[cell]] = str(cell)
+            lines.append(",".join(slots) + "\n")
+        return "".join(lines)
+
+
+def read(path: str | PathLike[str]) -> Written:
+    """Read a file, whose name without its suffix is the schedule's.
+
+    Raises:
+        ScheduleError: it cannot be read, or is no schedule; with row and column, from 1.
+        DeadlockError: its ranks wait for each other.
+    """
+    path = Path(path)
+    check_suffix(path, "read from")
+    try:
+        text = read_limited(path).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"cannot read the schedule: {getattr(error, 'strerror', None) or error}",
+            where=str(path),
+            remedy="the path of a CSV file, which `pdcompile schedule NAME -o FILE.csv` writes",
+        ) from error
+    return from_csv(text, str(path), re.sub(r"[^\w.-]+", "-", path.stem) or "written")
+
+
+def check_suffix(path: Path, what: str) -> None:
+    """Refuse a file that a schedule is not read from, or not written to.  Raises ScheduleError."""
+    suffix = path.suffix.lower()
+    if suffix != SUFFIX:
+        remedy = f"a CSV file, such as {path.with_suffix(SUFFIX).name or 'mine.csv'}"
+        if suffix == ".json":
+            remedy += ": one row a rank, commas between its cells, and nothing where it idles"
+        raise ScheduleError(
+            f"a schedule is {what} {SUFFIX}, not {what.split()[-1]} {suffix or path}",
+            where=str(path),
+            remedy=remedy,
+        )
+
+
+def named(schedule: Any) -> Any:
+    """A schedule's name as it is; for the path of a file the tasks in it (`registry.kind_of`).
+
+    Raises:
+        ScheduleError: they are none of a schedule: see `read`.
+    """
+    text = isinstance(schedule, str)
+    if isinstance(schedule, PathLike) or (text and schedule.lower().endswith((SUFFIX, ".json"))):
+        return str(read(schedule))
+    if text and ":" in schedule:
+        parse(schedule, "schedule")
+    return schedule
+
+
+def from_csv(text: str, where: str, name: str) -> Written:
+    """Read the text of a file: see `read`."""
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(
+            f"the file is not CSV: {error}", where=where, remedy="one row a rank, such as 0F0,0B0"
+        ) from error
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    return read_rows(name, rows, where)
 
 
 def parse(text: str, where: str) -> Written:
@@ -144,227 +220,176 @@ def read_rows(name: str, texts: Sequence[Sequence[str]], where: str) -> Written:
             its stage, or out of order; with row and column, counted from 1.
         DeadlockError: ranks wait for each other.
     """
-    reader = _Reader(where)
-    rows = [list(reader.row(number, row)) for number, row in enumerate(texts, 1)]
+    rows = [list(_row(number, row, where)) for number, row in enumerate(texts, 1)]
     if not any(rows):
         raise ScheduleError(
             "there is no task in it", where=where, remedy="one row a rank, such as 0F0,0B0"
         )
-    placed = reader.by_stage(rows)
-    reader.every_microbatch(placed)
-    reader.in_order(placed)
+    _refuse(_ranks(rows), where)
+    stages = [dict[Cell, Place]() for _ in {cell.stage for row in rows for _, cell in row}]
+    for row in rows:
+        for place, cell in row:
+            stages[cell.stage][cell] = place
+    _refuse(_microbatches(stages), where)
+    _refuse(_order(stages), where)
     made = Written(name, tuple(tuple(cell for _, cell in row) for row in rows))
-    walk = _Walk(made.rows)
-    if not walk.run():
-        raise _deadlock(walk, rows, where)
+    _, standing = _begins(made.rows)
+    if standing:
+        raise _deadlock(standing, stages, where)
     return made
 
 
-class _Reader:
-    """The checks of `read_rows`, each of which relies on those before it."""
-
-    def __init__(self, where: str):
-        self.where = where
-
-    def error(self, place: Place, message: str, remedy: str) -> ScheduleError:
-        return ScheduleError(message, where=f"{self.where}: {place}", remedy=remedy)
-
-    def row(self, number: int, texts: Iterable[str]) -> Iterator[Placed]:
-        for column, text in enumerate(texts, 1):
-            text = text.strip()
-            both = _BOTH.fullmatch(text)
-            for at, part in enumerate(both[1].split(";") if both else [text]):
-                place = Place(number, column, at)
-                if part.strip() in IDLE or _ADDED.fullmatch(part.strip()):
-                    continue
-                match = _CELL.fullmatch(part.strip())
-                if match is None:
-                    raise self.error(
-                        place,
-                        f"{text[:40]!r} is not a task",
-                        "a stage, F, B, I or W, and a microbatch: 0F3; nothing where a rank idles",
-                    )
-                yield place, Cell(int(match[1]), _ACTIONS[match[2]], int(match[3]))
-
-    def by_stage(self, rows: Sequence[Sequence[Placed]]) -> list[dict[Cell, Place]]:
-        """The cells of every stage, each of which is on one rank, and every rank has one."""
-        found: dict[int, dict[Cell, Place]] = {}
-        first: dict[int, Place] = {}
-        for number, row in enumerate(rows, 1):
-            if not row:
-                raise self.error(
-                    Place(number, 1),
-                    f"the rank of row {number} computes nothing",
-                    "one row for each rank that holds a stage: remove the row",
+def _row(number: int, texts: Iterable[str], where: str) -> Iterator[Placed]:
+    for column, text in enumerate(texts, 1):
+        both = _BOTH.fullmatch(text.strip())
+        for at, part in enumerate(both[1].split(";") if both else [text]):
+            if not part.strip() or _ADDED.fullmatch(part.strip()):
+                continue
+            place, match = Place(number, column, at), _CELL.fullmatch(part.strip())
+            if match is None:
+                raise ScheduleError(
+                    f"{text.strip()[:40]!r} is not a task",
+                    where=f"{where}: {place}",
+                    remedy="a stage, F, B, I or W, and a microbatch: 0F3; nothing where a rank "
+                    "idles",
                 )
-            for place, cell in row:
-                other = first.setdefault(cell.stage, place)
-                if other.row != place.row:
-                    raise self.error(
-                        place,
-                        f"stage {cell.stage} is on two ranks: {cell} is in row {number}, and "
-                        f"{other} is of that stage too",
-                        "all tasks of a stage in one row, which is its rank",
-                    )
-                cells = found.setdefault(cell.stage, {})
-                if cell in cells:
-                    raise self.error(
-                        place,
-                        f"{cell} is there twice, first in {cells[cell]}",
-                        "each task once",
-                    )
-                cells[cell] = place
-        for number, stage in enumerate(sorted(found)):
-            if stage != number:
-                raise self.error(
-                    first[stage],
-                    f"there is a stage {stage}, and no stage {number}",
-                    "number the stages from 0 without gaps",
-                )
-        return [found[stage] for stage in range(len(found))]
-
-    def every_microbatch(self, placed: Sequence[dict[Cell, Place]]) -> None:
-        """Each goes forward and backward once on every stage."""
-        forwards = [{c.microbatch for c in cells if c.action is Action.FORWARD} for cells in placed]
-        most = max(range(len(placed)), key=lambda stage: len(forwards[stage]))
-        for stage, cells in enumerate(placed):
-            count = len(forwards[most])
-            missing = next((i for i in range(count) if i not in forwards[stage]), None)
-            if missing is not None:
-                raise self.error(
-                    list(cells.values())[-1],
-                    f"there is no {Cell(stage, Action.FORWARD, missing).words}"
-                    + (f", and stage {most} has {count} of them" if stage != most else ""),
-                    "every microbatch, from 0 without gaps, once forward and once backward on "
-                    "every stage",
-                )
-            for i in sorted(forwards[stage]):
-                self._backward(stage, i, cells)
-            for cell, place in cells.items():
-                if cell.microbatch not in forwards[stage]:
-                    raise self.error(
-                        place,
-                        f"a {cell.words}, which has no forward there",
-                        f"add {Cell(stage, Action.FORWARD, cell.microbatch)} before it, or remove "
-                        "the cell",
-                    )
-
-    def _backward(self, stage: int, microbatch: int, cells: dict[Cell, Place]) -> None:
-        """Either whole or in both of its parts, each after what it needs."""
-        forward, whole, first, second = (Cell(stage, one, microbatch) for one in COMPUTES)
-        if whole in cells and (first in cells or second in cells):
-            part = first if first in cells else second
-            raise self.error(
-                cells[part],
-                f"{part} is a part of {whole}, which is there too, in {cells[whole]}",
-                "either the whole backward (B), or its two parts (I and W)",
-            )
-        needed = (whole,) if whole in cells else (first, second)
-        for cell in needed:
-            if cell not in cells:
-                one = whole if first not in cells and second not in cells else cell
-                raise self.error(cells[forward], f"no {one.words} follows", f"add {one} to the row")
-        for before, after in ((forward, needed[0]), (needed[0], needed[-1])):
-            if cells[after] < cells[before]:
-                raise self.error(
-                    cells[after],
-                    f"{after} comes before {before}, which is in {cells[before]}",
-                    f"move {after} behind {before}",
-                )
-
-    def in_order(self, placed: Sequence[dict[Cell, Place]]) -> None:
-        """Forwards ascend; backwards have one order on all stages, which decides the sums."""
-        last = len(placed) - 1
-        order = [cell.microbatch for cell in placed[last] if cell.action in TO_INPUTS]
-        for stage, cells in enumerate(placed):
-            for actions, expected, remedy in (
-                (
-                    (Action.FORWARD,),
-                    sorted(order),
-                    "number the microbatches in the order in which they go forward",
-                ),
-                (
-                    TO_INPUTS,
-                    order,
-                    f"microbatches go backward in the order of stage {last} on every stage: "
-                    "gradients arrive in the order in which they are sent",
-                ),
-                (
-                    TO_WEIGHTS,
-                    order,
-                    "gradients of weights in the order of the other gradients: sums then do not "
-                    "depend on the stage",
-                ),
-            ):
-                found = [(cell, place) for cell, place in cells.items() if cell.action in actions]
-                for (cell, place), due in zip(found, expected, strict=True):
-                    if cell.microbatch != due:
-                        what = "forward" if cell.action is Action.FORWARD else "backward"
-                        raise self.error(
-                            place,
-                            f"{cell} comes where stage {stage} is to go {what} with microbatch "
-                            f"{due}",
-                            remedy,
-                        )
+            yield place, Cell(int(match[1]), _ACTIONS[match[2]], int(match[3]))
 
 
-class _Walk:
-    """Runs all rows together, one unit of time a task, as far as none waits for another."""
-
-    def __init__(self, rows: Sequence[Row]):
-        self.rows = rows
-        self.at = [0] * len(rows)
-        self.slots: list[list[Cell | None]] = [[] for _ in rows]
-        stages = {cell.stage for row in rows for cell in row}
-        self.last = max(stages)
-        self.done: set[Cell] = set()
-
-    def run(self) -> bool:
-        """Whether it comes to the end."""
-        while any(at < len(row) for at, row in zip(self.at, self.rows, strict=True)):
-            now = []
-            for rank, (at, row) in enumerate(zip(self.at, self.rows, strict=True)):
-                if at < len(row) and self.waits_for(row[at]) is None:
-                    now.append(rank)
-            if not now:
-                return False
-            for rank, slots in enumerate(self.slots):
-                if self.at[rank] < len(self.rows[rank]):
-                    slots.append(self.rows[rank][self.at[rank]] if rank in now else None)
-            for rank in now:
-                self.done.add(self.rows[rank][self.at[rank]])
-                self.at[rank] += 1
-        return True
-
-    def waits_for(self, cell: Cell) -> Cell | None:
-        """What another stage has to do first."""
-        stage, action, microbatch = cell
-        if action is Action.FORWARD:
-            needed = [Cell(stage - 1, action, microbatch)] if stage else []
-        elif action in TO_INPUTS and stage < self.last:
-            needed = [Cell(stage + 1, one, microbatch) for one in BACKWARDS[:2]]
-        else:
-            needed = []
-        return None if not needed or self.done.intersection(needed) else needed[0]
+def _refuse(problems: Iterator[Problem], where: str) -> None:
+    for place, message, remedy in problems:
+        raise ScheduleError(message, where=f"{where}: {place}", remedy=remedy)
 
 
-def _deadlock(walk: _Walk, rows: Sequence[Sequence[Placed]], where: str) -> DeadlockError:
+def _ranks(rows: Sequence[Sequence[Placed]]) -> Iterator[Problem]:
+    """Ranks without a task, stages on two ranks or left out, tasks that are there twice."""
+    found: dict[Cell, Place] = {}
+    first: dict[int, Place] = {}
+    for number, row in enumerate(rows, 1):
+        if not row:
+            message = f"the rank of row {number} computes nothing"
+            remedy = "one row for each rank that holds a stage: remove the row"
+            yield Place(number, 1), message, remedy
+        for place, cell in row:
+            other = first.setdefault(cell.stage, place)
+            if other.row != number:
+                message = f"stage {cell.stage} is on two ranks: {cell} is in row {number}, "
+                message += f"and {other} is of that stage too"
+                yield place, message, "all tasks of a stage in one row, which is its rank"
+            if cell in found:
+                yield place, f"{cell} is there twice, first in {found[cell]}", "each task once"
+            found[cell] = place
+    for number, stage in enumerate(sorted(first)):
+        if stage != number:
+            message = f"there is a stage {stage}, and no stage {number}"
+            yield first[stage], message, "number the stages from 0 without gaps"
+
+
+def _microbatches(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
+    """Microbatches that do not go forward and backward once on a stage."""
+    forwards = [{c.microbatch for c in cells if c.action is Action.FORWARD} for cells in stages]
+    most = max(range(len(stages)), key=lambda stage: len(forwards[stage]))
+    count = len(forwards[most])
+    for stage, cells in enumerate(stages):
+        for i in range(count):
+            if i not in forwards[stage]:
+                message = f"there is no {Cell(stage, Action.FORWARD, i).words}"
+                message += f", and stage {most} has {count} of them" if stage != most else ""
+                remedy = "every microbatch, from 0 without gaps, once forward and once backward "
+                yield list(cells.values())[-1], message, f"{remedy}on every stage"
+        for i in range(count):
+            yield from _backward(stage, i, cells)
+        for cell, place in cells.items():
+            if cell.microbatch >= count:
+                forward = Cell(stage, Action.FORWARD, cell.microbatch)
+                message = f"a {cell.words}, which has no forward there"
+                yield place, message, f"add {forward} before it, or remove the cell"
+
+
+def _backward(stage: int, microbatch: int, cells: dict[Cell, Place]) -> Iterator[Problem]:
+    """A backward that is neither whole nor in both of its parts, or before what it needs."""
+    forward, whole, first, second = (Cell(stage, one, microbatch) for one in COMPUTES)
+    parts = [one for one in (first, second) if one in cells]
+    if whole in cells and parts:
+        message = f"{parts[0]} is a part of {whole}, which is there too, in {cells[whole]}"
+        remedy = "either the whole backward (B), or its two parts (I and W)"
+        yield cells[parts[0]], message, remedy
+    needed = (whole,) if whole in cells or not parts else (first, second)
+    for one in needed:
+        if one not in cells:
+            yield cells[forward], f"no {one.words} follows", f"add {one} to the row"
+    for before, after in ((forward, needed[0]), (needed[0], needed[-1])):
+        if cells[after] < cells[before]:
+            message = f"{after} comes before {before}, which is in {cells[before]}"
+            yield cells[after], message, f"move {after} behind {before}"
+
+
+def _order(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
+    """Forwards ascend; backwards have one order on all stages, which decides the sums."""
+    order = [cell.microbatch for cell in stages[-1] if cell.action in TO_INPUTS]
+    backward = f"microbatches go backward in the order of stage {len(stages) - 1} on every stage: "
+    rules = (
+        ("forward", frozenset((Action.FORWARD,)), sorted(order),
+         "number the microbatches in the order in which they go forward"),
+        ("backward", TO_INPUTS, order,
+         f"{backward}gradients arrive in the order in which they are sent"),
+        ("backward", TO_WEIGHTS, order,
+         "gradients of weights in the order of the other gradients: sums then do not depend on "
+         "the stage"),
+    )  # fmt: skip
+    for stage, cells in enumerate(stages):
+        for what, actions, due, remedy in rules:
+            found = [cell for cell in cells if cell.action in actions]
+            for cell, microbatch in zip(found, due, strict=True):
+                if cell.microbatch != microbatch:
+                    message = f"{cell} comes where stage {stage} is to go {what} with microbatch "
+                    yield cells[cell], f"{message}{microbatch}", remedy
+
+
+def _begins(rows: Sequence[Row]) -> tuple[dict[Cell, int], dict[Cell, Cell]]:
+    """When each task begins if all take one unit of time; and, where ranks come to no end, the
+    tasks that they stand at, each with that of another stage which it waits for."""
+    tasks = {cell for row in rows for cell in row}
+    begin: dict[Cell, int] = {}
+    at, moved = [0] * len(rows), True
+    while moved:
+        moved, standing = False, dict[Cell, Cell]()
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                cell = row[at[rank]]
+                before = {row[at[rank] - 1]} if at[rank] else set()
+                needed = _needed(cell) & tasks
+                if not needed <= begin.keys():
+                    standing[cell] = needed.pop()
+                    break
+                begin[cell] = max((begin[one] + 1 for one in before | needed), default=0)
+                at[rank] += 1
+                moved = True
+    return begin, standing
+
+
+def _needed(cell: Cell) -> set[Cell]:
+    """The tasks of other stages of which one has to be done before, if it is there."""
+    stage, action, microbatch = cell
+    if action is Action.FORWARD:
+        return {Cell(stage - 1, action, microbatch)}
+    return {Cell(stage + 1, one, microbatch) for one in TO_INPUTS if action in TO_INPUTS}
+
+
+def _deadlock(
+    standing: dict[Cell, Cell], placed: Sequence[dict[Cell, Place]], where: str
+) -> DeadlockError:
     """The ranks that wait for each other in a circle."""
-    standing = zip(walk.at, rows, strict=True)
-    blocked = {rank: row[at] for rank, (at, row) in enumerate(standing) if at < len(row)}
-    rank_of = {cell.stage: rank for rank, row in enumerate(rows) for _, cell in row}
-    needed: dict[int, Cell] = {}
-    rank = min(blocked)
-    while rank not in needed:
-        cell = walk.waits_for(blocked[rank][1])
-        assert cell is not None
-        needed[rank] = cell
-        rank = rank_of[cell.stage]
-    listed = list(needed)
-    circle = listed[listed.index(rank) :]
-    words = [f"{blocked[one][1]} ({blocked[one][0]}) waits for {needed[one]}" for one in circle]
+    places = {cell: place for cells in placed for cell, place in cells.items()}
+    at = {places[cell].row: cell for cell in standing}
+    cell, circle = at[min(at)], list[Cell]()
+    while cell not in circle:
+        circle.append(cell)
+        cell = at[places[standing[cell]].row]
+    circle = circle[circle.index(cell) :]
+    words = [f"{one} ({places[one]}) waits for {standing[one]}" for one in circle]
     return DeadlockError(
-        "deadlock: " + ", which comes after ".join([*words, str(blocked[rank][1])]),
-        where=f"{where}: {blocked[rank][0]}",
+        "deadlock: " + ", which comes after ".join([*words, str(cell)]),
+        where=f"{where}: {places[cell]}",
         remedy="move one of these cells, in its row, behind what it holds up",
     )

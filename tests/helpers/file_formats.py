@@ -8,7 +8,6 @@ import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +36,9 @@ from pdcompile.passes.profile.entries import Entry, Profile
 from pdcompile.passes.published import pipedream_model, piper_model, placement_model
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import problem_of
-from pdcompile.schedule import files as schedules
 from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.written import from_csv, parse
+from pdcompile.schedule.written import read as read_schedule
 from pdcompile.weights import TensorFiles
 from pdcompile.weights.tensor_files import INDEX
 from tests.helpers import mutants
@@ -162,29 +162,22 @@ def _known(target: str) -> bool:
     return True
 
 
-def _schedule(suffix: str, mutate: mutants.Mutation, folder: Path, _: Training) -> Format:
-    write = schedules.to_json if suffix == "json" else schedules.to_csv
-    place = folder / f"mine.{suffix}"
+def _schedule(folder: Path, _: Training) -> Format:
+    place = folder / "mine.csv"
 
     def read(data: bytes) -> Any:
         _put(place, data)
-        schedules.is_plan(place)
-        found = schedules.read(place)
+        found = read_schedule(place)
         kind_of(str(found))
         return found
 
     def again(found: Any) -> tuple[Any, Any]:
-        text = write(found)
-        back = schedules.from_json if suffix == "json" else schedules.from_csv
-        return back(text, "again", found.name), found
+        return from_csv(found.to_csv(), "again", found.name), found
 
     split = "split: 0F0 0F1 0I0 0W0 0I1 0W1 | 1F0 1I0 1W0 1F1 1I1 1W1"
-    seeds = [schedules.parse(text, "") for text in (WRITTEN, "one: 0F0 0B0", split)]
-    texts = [write(one) for one in seeds]
-    texts += ["0F0,(0F1;0B0)OVERLAP_F_B,0B1,0UNSHARD\n"] if suffix == "csv" else []
-    return Format(
-        f"schedule {suffix}", tuple(text.encode() for text in texts), mutate, read, folder, again
-    )
+    seeds = [parse(text, "") for text in (WRITTEN, "one: 0F0 0B0", split)]
+    texts = [one.to_csv() for one in seeds] + ["0F0,(0F1;0B0)OVERLAP_F_B,0B1,0UNSHARD\n"]
+    return Format("schedule csv", tuple(text.encode() for text in texts), TEXT, read, folder, again)
 
 
 def _cluster(folder: Path, _: Training) -> Format:
@@ -452,8 +445,7 @@ def _sources(folder: Path, training: Training) -> Format:
 MAKERS: dict[str, Callable[[Path, Training], Format]] = {
     "plan": _plan,
     "graph": _graph,
-    "schedule-json": partial(_schedule, "json", JSON),
-    "schedule-csv": partial(_schedule, "csv", TEXT),
+    "schedule-csv": _schedule,
     "cluster": _cluster,
     "profile": _profile,
     "cached-profile": _cached,
