@@ -52,7 +52,7 @@ from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.assemble import notes_on_own_buffers
 from pdcompile.passes.stages.capture_file import read_capture, write_capture
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.merge.size_range import OnlyWhole
+from pdcompile.passes.trace.size_range import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
 from pdcompile.passes.verify.uneven_means import uneven_means

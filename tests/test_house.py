@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_900,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_900),
-    "verify": (("passes/verify", "passes/untouched.py"), 1_900),
+    "verify": (("passes/verify", "passes/preserved_state.py"), 1_900),
     "runtime": (("runtime",), 9_900),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.values import real_shapes
+from pdcompile.passes.trace import real_shapes
 from tests.helpers.captures import captured, faithful, make, op_named, rows
 
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from pdcompile.ir.graph import Op, Ref, Value
-from pdcompile.passes.trace.merge.reachable import MAX_TRIED, with_gradients
+from pdcompile.passes.trace.reachable import MAX_TRIED, with_gradients
 
 Chain = list[tuple[bool, bool]]  # of each choice: which side goes on, is the other one `second`
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pdcompile
 from pdcompile import Cluster
 from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
-from pdcompile.passes.untouched import untouched
+from pdcompile.passes.preserved_state import preserved_state
 from tests.helpers.captures import captured, faithful, make, rows
 
 
@@ -129,7 +129,7 @@ class Observing(nn.Module):
 
 def test_a_buffer_that_begins_empty_is_left_so() -> None:
     model = Observing()
-    with untouched(model, training=True):
+    with preserved_state(model, training=True):
         model(rows())
         assert model.most.shape == (8,)
     assert model.most.shape == (0,)

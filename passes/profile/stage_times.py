@@ -28,11 +28,11 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
 from pdcompile.passes.costs.timing import dispatched, kept_busy, timed
+from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
 from pdcompile.passes.stages.boundaries import making_of_nothing, stage_of_ops
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
-from pdcompile.passes.untouched import untouched
 from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import pytree
 
@@ -89,7 +89,7 @@ def measure_stages(
     leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
     making = making_of_nothing(graph, stage_of_ops(graph, plan))
     regions = regions_of(plan.training.autocast, device)
-    with preserved_rng(device), untouched(model, training=True), regions:
+    with preserved_rng(device), preserved_state(model, training=True), regions:
         model.zero_grad(set_to_none=True)
         values: dict[str, torch.Tensor] = {}
         for k, cls in enumerate(stage_classes(sources)):

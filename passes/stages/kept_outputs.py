@@ -25,7 +25,7 @@ from pdcompile.ir.graph import (
     rewritten,
     walk,
 )
-from pdcompile.passes.trace.merge.reachable import prune, with_consumers
+from pdcompile.passes.trace.reachable import prune, with_consumers
 from pdcompile.plan import MemoryLedger, Plan, Training
 from pdcompile.plan.schema import ranks_of
 from pdcompile.units import format_bytes

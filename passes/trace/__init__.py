@@ -30,13 +30,13 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
 from pdcompile.passes.trace.comparison.fidelity import differs
-from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
-from pdcompile.passes.trace.merge.size_range import fails_as_microbatch, warn_of_one_size
+from pdcompile.passes.trace.examples import demanded
+from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.refusals import ForwardRaised
+from pdcompile.passes.trace.size_range import fails_as_microbatch, warn_of_one_size
 from pdcompile.passes.trace.subject import CaptureCall, Subject
-from pdcompile.passes.trace.values.examples import demanded
 from pdcompile.warn import warn
 
 __all__ = ["capture", "trace"]
@@ -157,7 +157,7 @@ def _where_paths_differ(
         return _noted(found), attempts
     others = Attempts(subject)
     with suppress(TraceError):
-        short = settled_on(others, replace(start, short_cuts=True))
+        short = settled_on(others, replace(start, hides_tracing=True))
         smaller = set(others.assumed.opaque) <= set(attempts.assumed.opaque)
         if smaller and not _differs(subject, short):
             return short, others

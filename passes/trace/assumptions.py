@@ -60,7 +60,8 @@ class Assumptions:
     sizes_of_example: such sizes are the example's, where the model needs them.
     refusal, first_refusal: the refusals that led to made-up sizes, and to the example's.
     one_size: the capture may be for the microbatch size alone.
-    short_cuts: where the model looks into its inputs for one, the capture holds for the example.
+    hides_tracing: libraries that ask whether they are traced hear no, so that they look into their
+        inputs for a short cut as eager does; the capture then holds for the example.
     drawing: functions that draw from numpy's or Python's generator: (module, name in it).
     watched_draws: generators are compared at every op, to name the line that uses one.
     """
@@ -76,7 +77,7 @@ class Assumptions:
     refusal: SizeByValues | None = None
     first_refusal: SizeByValues | None = None
     one_size: bool = False
-    short_cuts: bool = False
+    hides_tracing: bool = False
     drawing: frozenset[tuple[str, str]] = frozenset()
     watched_draws: bool = False
 

@@ -16,24 +16,24 @@ import torch
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.passes.trace.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial, Undecided
-from pdcompile.passes.trace.calls.attribute_reads import (
+from pdcompile.passes.trace.attribute_reads import (
     AttributeReads,
     watched_attributes,
     watched_flag,
 )
-from pdcompile.passes.trace.calls.call_order import Kind, check_order
+from pdcompile.passes.trace.batch_sizes import DiffersBySize, SizeMerge, probe_sizes
+from pdcompile.passes.trace.branch_merge import CannotMerge
+from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
-from pdcompile.passes.trace.merge.assemble import as_evaluation, assemble
-from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge, probe_sizes
-from pdcompile.passes.trace.merge.branch_merge import CannotMerge
-from pdcompile.passes.trace.merge.size_range import alone, fails_at, few_sizes, size_range
+from pdcompile.passes.trace.interceptors.value_reads import GoesOn
 from pdcompile.passes.trace.opaque.opaque_modules import adds_little, enlarged
 from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
+from pdcompile.passes.trace.size_range import alone, fails_at, few_sizes, size_range
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
-from pdcompile.passes.trace.values.reads import GoesOn
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
 MAX_TEXT = 64  # characters of the model's own error text in a check
@@ -72,7 +72,7 @@ class Attempts:
             TraceError: the model is refused under any assumptions.
         """
         self.assumed = assumed
-        recorded_for = tuple(assumed.opaque), assumed.short_cuts
+        recorded_for = tuple(assumed.opaque), assumed.hides_tracing
         if recorded_for != self._recorded_for:
             self._recorded_for = recorded_for
             self._recordings.clear()
@@ -114,7 +114,7 @@ class Attempts:
             subject.model,
             self._kinds(train, evaluation),
             lambda kind: self._recorded(*kind, settle=False),
-            subject.kept_tensors,
+            subject.cached_tensors,
             self._recordings,
         )
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}

@@ -13,8 +13,8 @@ from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.eager.autocast import on_gpu
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
-from pdcompile.passes.trace.calls.memos import KeptTensors
-from pdcompile.passes.trace.calls.outside import Outside, caches
+from pdcompile.passes.trace.cached_tensors import CachedTensors
+from pdcompile.passes.trace.global_state import GlobalState, caches
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.releases.known_results import KnownResults
 from pdcompile.releases.torch_internals import fake_gpus_have_gradients
@@ -47,8 +47,8 @@ class Subject(CaptureCall):
     """The data that all attempts at one capture share."""
 
     table: ModuleTable = field(init=False)
-    kept_tensors: KeptTensors = field(default_factory=KeptTensors)
-    outside: Outside = field(init=False)
+    cached_tensors: CachedTensors = field(default_factory=CachedTensors)
+    global_state: GlobalState = field(init=False)
     known_results: KnownResults = field(default_factory=KnownResults)
     caches: list[Any] = field(default_factory=caches)
     tried: dict[bool, Any] = field(default_factory=dict)  # mode -> `value_sizes.Tried`
@@ -56,7 +56,7 @@ class Subject(CaptureCall):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", ModuleTable(self.model))
-        object.__setattr__(self, "outside", Outside(self.model))
+        object.__setattr__(self, "global_state", GlobalState(self.model))
 
 
 def device_of(model: nn.Module, flat: FlatCall) -> torch.device:

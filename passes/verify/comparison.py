@@ -19,13 +19,13 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.codegen.body import cloned_buffers
+from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
-from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
-from pdcompile.passes.untouched import untouched
+from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH
 from pdcompile.passes.verify.locate import located
 from pdcompile.passes.verify.step_runs import advance, needs_gradients, restored_weights, stages
 from pdcompile.passes.verify.verification import (
@@ -136,7 +136,7 @@ class Comparison:
     @contextmanager
     def _around(self, graph: OpGraph) -> Iterator[None]:
         """Around runs, which leave the model as it was."""
-        with preserved_rng(self.device), untouched(self.model, graph.training):
+        with preserved_rng(self.device), preserved_state(self.model, graph.training):
             yield
 
     def _unedited(self, chain: Chain, step: Step) -> StepValues:

@@ -23,10 +23,10 @@ from pdcompile.passes.codegen.block_calls import BlockCall, below, calls_below, 
 from pdcompile.passes.codegen.block_classes import CodeLayout
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.codegen.stage_file import layout_of
+from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import tensors_by_name
 from pdcompile.passes.stages.held_tensors import all_tensors
-from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
 from pdcompile.passes.verify.one_block import BlockComparison, BlockTensors
 from pdcompile.passes.verify.verification import Compared, Difference, Verification, mode_of
@@ -142,7 +142,7 @@ def _compared(
         with torch.device("meta"):
             stage = stage_classes(sources)[one.stage]()
         try:
-            with untouched(model, graph.training):
+            with preserved_state(model, graph.training):
                 yield BlockComparison(
                     model, stage, interface, one.path, used, calls[one.path], given, plan
                 ).run()

@@ -22,7 +22,7 @@ from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError, some
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.lifetimes import draws
-from pdcompile.passes.untouched import same_buffers, untouched
+from pdcompile.passes.preserved_state import preserved_state, same_buffers
 from pdcompile.releases.torch_internals import BatchNorm
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
@@ -173,7 +173,7 @@ class _BatchGradients:
         model = self._model
         device = next((p.device for p in model.parameters()), None)
         args, kwargs, target = call.unflatten(call.copied_leaves())
-        with preserved_rng(device), untouched(model, True), same_buffers(model):
+        with preserved_rng(device), preserved_state(model, True), same_buffers(model):
             model.zero_grad(set_to_none=True)
             with _statistics(model, frozen), _NoDropout() as mode, torch.enable_grad():
                 try:

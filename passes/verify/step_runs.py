@@ -15,10 +15,10 @@ from pdcompile.eager.autocast import autocast_region
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
+from pdcompile.passes.preserved_state import write_buffers
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.content_watch import line_of_traceback
 from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs
-from pdcompile.passes.untouched import write_buffers
 from pdcompile.plan import Plan
 
 

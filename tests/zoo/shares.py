@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from pdcompile.ir.graph import Capture
-from pdcompile.passes.untouched import untouched
+from pdcompile.passes.preserved_state import preserved_state
 from tests.zoo.case import Case
 
 
@@ -26,7 +26,7 @@ def opaque_flops(case: Case, paths: tuple[str, ...]) -> float:
         return 0.0
     inputs = case.inputs(0)
     counter = FlopCounterMode(display=False, custom_mapping=_MAPPING)
-    alone = untouched(case.model, case.model.training)
+    alone = preserved_state(case.model, case.model.training)
     with alone, torch.random.fork_rng(devices=[]), torch.no_grad(), counter:
         case.model(**inputs) if isinstance(inputs, dict) else case.model(*inputs)
     counts = {where: sum(by_op.values()) for where, by_op in counter.get_flop_counts().items()}

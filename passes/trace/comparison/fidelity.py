@@ -15,11 +15,11 @@ from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.trace.comparison.content_watch import first_difference
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.subject import device_of
-from pdcompile.passes.untouched import untouched
 
 
 def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> None:
@@ -62,7 +62,7 @@ def _step(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout)
     origin = graph.origin or Origin()
     device = device_of(model, flat)
     regions = regions_of(origin.autocast, device)
-    with preserved_rng(device), untouched(model, graph.training), regions:
+    with preserved_rng(device), preserved_state(model, graph.training), regions:
         yield Step(
             model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
             outputs_backward=True,

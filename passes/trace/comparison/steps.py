@@ -21,10 +21,10 @@ from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.execution import Lookup, execute, materialise
 from pdcompile.ir.graph import LeftOut, Op, OpGraph, Ref, leaves
+from pdcompile.passes.preserved_state import same_buffers, write_buffers
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.observer import source_of_traceback
-from pdcompile.passes.untouched import same_buffers, write_buffers
 from pdcompile.plan import TiedParameter
 from pdcompile.reference.tied_uses import TiedUses
 

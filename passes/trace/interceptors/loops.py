@@ -19,10 +19,10 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Refuted, Site
+from pdcompile.passes.trace.example_sizes import SHAPELESS
+from pdcompile.passes.trace.selections import is_mask
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
-from pdcompile.passes.trace.values.example_sizes import SHAPELESS
-from pdcompile.passes.trace.values.selections import is_mask
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape

@@ -16,10 +16,10 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, Made
 from pdcompile.passes.trace.opaque.opaque_modules import below
+from pdcompile.passes.trace.packed import takes_packed
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.passes.trace.tape.results import with_items
-from pdcompile.passes.trace.values.packed import takes_packed
 from pdcompile.releases.torch_internals import NoTorchFunction
 
 

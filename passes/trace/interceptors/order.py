@@ -8,16 +8,16 @@ from pdcompile.passes.trace.interceptors.loops import ChosenLoops
 from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
 from pdcompile.passes.trace.interceptors.process_state import ProcessState
 from pdcompile.passes.trace.interceptors.properties import Properties
-from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
+from pdcompile.passes.trace.interceptors.python_rng import Arrays, PythonRng
+from pdcompile.passes.trace.interceptors.scalars import HandedOutNumbers
+from pdcompile.passes.trace.interceptors.tracing_flags import TracingFlags
 from pdcompile.passes.trace.interceptors.transforms import Transforms
 from pdcompile.passes.trace.interceptors.unchanged import UnchangedTensors
-from pdcompile.passes.trace.values.drawn import Arrays, DrawnInPython
-from pdcompile.passes.trace.values.reads import ValueReads
-from pdcompile.passes.trace.values.scalars import HandedOutNumbers
+from pdcompile.passes.trace.interceptors.value_reads import ValueReads
 
 INTERCEPTORS = (
     Generators,
-    DrawnInPython,
+    PythonRng,
     Transforms,
     FlexAttention,
     Checkpoints,
@@ -30,7 +30,7 @@ INTERCEPTORS = (
     ValueReads,
     UnchangedTensors,
     Arrays,
-    ShortCuts,
+    TracingFlags,
     ProcessState,
     DeviceQuestions,
 )

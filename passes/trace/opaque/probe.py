@@ -26,7 +26,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.calls.python_state import State
+from pdcompile.passes.trace.examples import shuffled
 from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
 from pdcompile.passes.trace.opaque.observed_calls import (
     CallKey,
@@ -37,6 +37,7 @@ from pdcompile.passes.trace.opaque.observed_calls import (
     made_by,
     same_values,
 )
+from pdcompile.passes.trace.python_state import State
 from pdcompile.passes.trace.refusals import remedy
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.interceptor import patched
@@ -49,7 +50,6 @@ from pdcompile.passes.trace.tape.observer import (
     storage_key,
     written_by,
 )
-from pdcompile.passes.trace.values.examples import shuffled
 from pdcompile.releases.torch_internals import (
     TorchDispatchMode,
     flex_attention_uncompiled,

@@ -12,7 +12,7 @@ from pdcompile.ir.graph import Argument, Attr, Ref, Value
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.assumptions import Findings
-from pdcompile.passes.trace.calls.memos import KeptTensors
+from pdcompile.passes.trace.cached_tensors import CachedTensors
 from pdcompile.passes.trace.refusals import NO_PARAMETER
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.module_table import ModuleTable
@@ -40,14 +40,14 @@ class FakeTensors:
         table: ModuleTable,
         mode: FakeTensorMode,
         device: torch.device,
-        kept_tensors: KeptTensors,
+        cached_tensors: CachedTensors,
         home: torch.device,
     ) -> None:
         """`device`: of the fakes; `home`: of the model's tensors, where that is another one."""
         self.home = home
         self._memory: dict[int, torch.UntypedStorage] = {}  # of fakes, by that of their tensors
         self.table = table
-        self._kept_tensors = kept_tensors
+        self._cached_tensors = cached_tensors
         self.findings = Findings()
         self.rewritten: frozenset[str] = frozenset()  # buffers that other calls write
         self.mode = mode
@@ -69,7 +69,7 @@ class FakeTensors:
         self.constants: dict[str, torch.Tensor] = {}
         self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
-        self.memos: dict[str, int] = {}  # name of a tensor of an earlier call -> its computation
+        self.cached: dict[str, int] = {}  # name of a tensor of an earlier call -> its computation
 
     def made_in(self, result: Any, path: str) -> None:
         """Remembers the module that returned a tensor whose making was not recorded."""
@@ -97,8 +97,8 @@ class FakeTensors:
         fake = self._fake_of.get(id(tensor))
         if fake is not None:
             return fake
-        if (computation := self._kept_tensors.memo(tensor)) is not None:
-            return self._memo(tensor, computation)
+        if (computation := self._cached_tensors.computation_of(tensor)) is not None:
+            return self._cached_fake(tensor, computation)
         if isinstance(tensor, FakeTensor):
             return tensor  # a temporary inside a leaf module, or unknown: `name` raises
         fqn = self.table.fqns.get(id(tensor))
@@ -117,7 +117,7 @@ class FakeTensors:
         self._first_use.setdefault(fqn, len(self._first_use))
         return fake
 
-    def _memo(self, tensor: torch.Tensor, computation: int) -> torch.Tensor:
+    def _cached_fake(self, tensor: torch.Tensor, computation: int) -> torch.Tensor:
         """A fake for a tensor that an earlier recording left in an attribute."""
         with self.mode:
             fake = torch.empty_strided(
@@ -125,8 +125,8 @@ class FakeTensors:
             ).requires_grad_(tensor.requires_grad)
         self._fake_of[id(tensor)] = fake
         self._kept.append(tensor)
-        name = f"memo {len(self.memos)}"
-        self.memos[name] = computation
+        name = f"cached {len(self.cached)}"
+        self.cached[name] = computation
         self.add(name, fake)
         return fake
 

@@ -18,17 +18,16 @@ from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace import refusals, value_sizes
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key, Refuted
-from pdcompile.passes.trace.calls.memos import Computations
-from pdcompile.passes.trace.calls.outside import emptied
-from pdcompile.passes.trace.calls.python_state import State, write_rebound
+from pdcompile.passes.trace.branches import both_ways
+from pdcompile.passes.trace.cached_tensors import Computations
+from pdcompile.passes.trace.examples import Examples
+from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
-from pdcompile.passes.trace.merge import value_sizes
-from pdcompile.passes.trace.merge.branches import both_ways
-from pdcompile.passes.trace.merge.slices import with_unbound
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
+from pdcompile.passes.trace.python_state import State, write_rebound
 from pdcompile.passes.trace.refusals import (
     COMPILED,
     ForwardRaised,
@@ -36,6 +35,8 @@ from pdcompile.passes.trace.refusals import (
     remedy_of_loss,
     tell_of_loss,
 )
+from pdcompile.passes.trace.selections import Policy, Selections
+from pdcompile.passes.trace.slices import with_unbound
 from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
@@ -43,8 +44,6 @@ from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
 from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
-from pdcompile.passes.trace.values.examples import Examples
-from pdcompile.passes.trace.values.selections import Policy, Selections
 from pdcompile.releases.gpu_casts import layers_of_cudnn
 from pdcompile.releases.torch_internals import (
     NO_GPU,
@@ -121,7 +120,7 @@ def record(
             def once(decided: Mapping[Key, bool]) -> Recording:
                 before.restore()
                 one = _Run(subject, call, assumed, replace(variant, decided=decided), findings)
-                with subject.outside.as_before():
+                with subject.global_state.as_before():
                     return one.recording(observed, assigned)
 
             return both_ways(once, assumed, subject.mixed, training)
@@ -154,7 +153,7 @@ def _restored(
 
     What later calls make of such a state is for `check_order`.
     """
-    model, kept = subject.model, subject.kept_tensors
+    model, kept = subject.model, subject.cached_tensors
     with in_mode(model, training):
         before, flags = State(model), modes(model)
         try:
@@ -191,7 +190,7 @@ class _Run:
         self._mode = FakeTensorMode()
         home = device_of(subject.model, call)
         device = of_region(subject.autocast, home)
-        fakes = FakeTensors(subject.table, self._mode, device, subject.kept_tensors, home)
+        fakes = FakeTensors(subject.table, self._mode, device, subject.cached_tensors, home)
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
         self._observer = observer = Observer(subject.known_results)
@@ -269,9 +268,9 @@ class _Run:
             if name not in left_out
         }
         names, tensors = fakes.value_names, subject.table.tensors
-        computations = Computations(ops, values, fakes.memos, tensors)
-        subject.kept_tensors.note(subject.model, names, computations)
-        subject.outside.check(lambda tensor: computations.again(names.get(id(tensor), ""))[1])
+        computations = Computations(ops, values, fakes.cached, tensors)
+        subject.cached_tensors.note(subject.model, names, computations)
+        subject.global_state.check(lambda tensor: computations.again(names.get(id(tensor), ""))[1])
         return Recording(
             ops=tuple(ops),
             values=values,

@@ -26,6 +26,8 @@ from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
+from pdcompile.passes.trace.example_sizes import ExampleSizes
+from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.tape.arguments import (
     NO_OP_CASTS,
@@ -39,8 +41,6 @@ from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
 from pdcompile.passes.trace.tape.results import Names, Results, mutated, written_tensors
-from pdcompile.passes.trace.values.example_sizes import ExampleSizes
-from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.releases.torch_internals import maybe_current_level
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import Op, Ref, Value, rewritten, walk
 from pdcompile.passes.trace.assumptions import Decision, Key
-from pdcompile.passes.trace.merge.conditional_code import form_of, renamed
-from pdcompile.passes.trace.merge.slices import numbered
+from pdcompile.passes.trace.conditional_code import form_of, renamed
+from pdcompile.passes.trace.slices import numbered
 from pdcompile.passes.trace.tape.results import Names, beside
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import nn
 
 from pdcompile.eager.modes import in_mode, modes
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.calls.memos import KeptTensors
-from pdcompile.passes.trace.calls.python_state import State
+from pdcompile.passes.trace.cached_tensors import CachedTensors
+from pdcompile.passes.trace.python_state import State
 from pdcompile.passes.trace.tape.run import Recording, same
 
 Kind = tuple[bool, int]  # of a call: whether it trains, number of samples
@@ -25,7 +25,7 @@ def check_order(
     model: nn.Module,
     kinds: Sequence[Kind],
     record: Callable[[Kind], Recording],
-    kept_tensors: KeptTensors,
+    cached_tensors: CachedTensors,
     known: Mapping[Kind, Recording],
 ) -> None:
     """Raises TraceError where a call of some kind is another computation after other calls.
@@ -36,7 +36,7 @@ def check_order(
 
     The state of the model is as before afterwards.
     """
-    refusal = kept_tensors.change
+    refusal = cached_tensors.change
     if refusal is None:
         return
     expected: dict[Kind, Recording] = {}
@@ -57,10 +57,10 @@ def check_order(
                     elif found.after is not None:
                         found.after.restore()
                 if kind[0]:
-                    kept_tensors.expire(model)
+                    cached_tensors.expire(model)
                 if not same(found, expected.setdefault(kind, found)):
                     raise refusal
-                if all(each.change({}, kept_tensors.alike) is not None for each, _ in states):
+                if all(each.change({}, cached_tensors.alike) is not None for each, _ in states):
                     if kind == last or len(states) == MAX_STATES:  # as after each of its kind
                         raise refusal
                     states.append((State(model), kind))

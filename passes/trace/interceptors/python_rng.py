@@ -22,12 +22,11 @@ from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Refuted
+from pdcompile.passes.trace.interceptors.scalars import Scalar
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
-from pdcompile.passes.trace.values import real_shapes
-from pdcompile.passes.trace.values.scalars import Scalar
 from pdcompile.releases.torch_internals import FakeTensor, NoTorchFunction, no_dispatch_modes
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class DrawnArray:
         raise self._refusal
 
 
-class DrawnInPython(Interceptor):
+class PythonRng(Interceptor):
     """Records functions that draw as one op each."""
 
     def __init__(self, tape: Tape) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, Ref, Value
-from pdcompile.passes.trace.merge.batch_sizes import merged
-from pdcompile.passes.trace.merge.conditional_code import left_out, renamed, with_gates
+from pdcompile.passes.trace.batch_sizes import merged
+from pdcompile.passes.trace.conditional_code import left_out, renamed, with_gates
+from pdcompile.passes.trace.selections import Policy, average, same_ops, varied
 from pdcompile.passes.trace.tape.results import beside
-from pdcompile.passes.trace.values.selections import Policy, average, same_ops, varied
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording

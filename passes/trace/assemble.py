@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Ref
+from pdcompile.passes.trace.batch_sizes import SizeMerge
 from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
-from pdcompile.passes.trace.merge.batch_sizes import SizeMerge
-from pdcompile.passes.trace.merge.reachable import prune, with_consumers, with_gradients
+from pdcompile.passes.trace.reachable import prune, with_consumers, with_gradients
 from pdcompile.passes.trace.tape.run import Recording
 
 

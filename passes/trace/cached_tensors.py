@@ -1,4 +1,4 @@
-"""Tensors that a call leaves in the attributes of modules, and their use by later calls.
+"""Tensors that a call leaves cached in the attributes of modules, and their use by later calls.
 
 A later call may use such a tensor only where it would compute the same again: a memo of a
 constant (a table of positions), or, in evaluation, of the model's own tensors, as long as no
@@ -36,7 +36,7 @@ _DEPTH = 4  # of containers in an attribute
 
 
 @dataclass(frozen=True, slots=True)
-class _KeptTensor:
+class _CachedTensor:
     """A tensor that a recording left in an attribute, at `place`.
 
     `computation` is equal for equal results, None where no later call may use the tensor;
@@ -130,11 +130,11 @@ class Computations:
         return value.storage if value is not None and value.is_tensor else -1
 
 
-class KeptTensors:
+class CachedTensors:
     """All tensors that recordings left in one model's attributes, by identity."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, _KeptTensor] = {}
+        self._kept: dict[int, _CachedTensor] = {}
         self.change: TraceError | None = None  # the refusal of what some call changed
 
     def note(self, model: nn.Module, names: Mapping[int, str], made: Computations) -> None:
@@ -146,7 +146,7 @@ class KeptTensors:
         for place, tensor in _attribute_tensors(model):
             if id(tensor) not in self._kept and isinstance(tensor, FakeTensor):
                 computation, fixed = made.again(names.get(id(tensor), ""))
-                self._kept[id(tensor)] = _KeptTensor(tensor, place, computation, fixed)
+                self._kept[id(tensor)] = _CachedTensor(tensor, place, computation, fixed)
 
     def expire(self, model: nn.Module) -> None:
         """Forbids, after a training call, the use of memos that an update changes."""
@@ -158,10 +158,10 @@ class KeptTensors:
         if kept is None or kept.computation is None or kept.fixed:
             return tensor
         fresh = tensor.detach()
-        self._kept[id(fresh)] = _KeptTensor(fresh, kept.place, None, False)
+        self._kept[id(fresh)] = _CachedTensor(fresh, kept.place, None, False)
         return fresh
 
-    def memo(self, tensor: torch.Tensor) -> int | None:
+    def computation_of(self, tensor: torch.Tensor) -> int | None:
         """The computation of a tensor that is used; None if no call left it.
 
         Raises:

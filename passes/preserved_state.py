@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def untouched(model: nn.Module, training: bool) -> Iterator[None]:
+def preserved_state(model: nn.Module, training: bool) -> Iterator[None]:
     """In the given mode; afterwards everything in the modules and all gradients are as before.
 
     A model in that mode already is left alone, so that modules switched apart stay so.
     """
-    from pdcompile.passes.trace.calls.python_state import (
+    from pdcompile.passes.trace.python_state import (
         State,  # whose package needs this module first
     )
 

@@ -19,7 +19,7 @@ from pdcompile.options import Options
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt as attempts
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
-from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH, ShortCuts
+from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH, TracingFlags
 from tests.helpers.captures import captured, make, rows
 
 transformers = pytest.importorskip("transformers")
@@ -124,7 +124,7 @@ def test_the_question_is_put_back_as_it_was() -> None:
     with torch._subclasses.FakeTensorMode():
         fake = torch.ones(2)
 
-    class Unknown(ShortCuts):
+    class Unknown(TracingFlags):
         def _is_constant(self, tensor: torch.Tensor) -> bool:
             return False
 
@@ -134,7 +134,7 @@ def test_the_question_is_put_back_as_it_was() -> None:
     with Unknown(tape).around():
         assert import_utils.is_fake_tensor(fake)
         assert findings.asked_of_inputs
-    tape.assumed = Assumptions(short_cuts=True)
+    tape.assumed = Assumptions(hides_tracing=True)
     with Unknown(tape).around():
         assert not import_utils.is_fake_tensor(fake)
     assert import_utils.is_fake_tensor is plain

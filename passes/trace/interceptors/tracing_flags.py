@@ -1,4 +1,4 @@
-"""Answers libraries that ask whether they are traced, so that they go where eager goes.
+"""Answer to libraries that ask whether they are traced, so that they go where eager goes.
 
 transformers builds a full attention mask when it is traced, and leaves it out where eager finds
 nothing masked; attention with fewer key than query heads then runs another kernel, whose gradients
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from pdcompile.ir.graph import Ref
-from pdcompile.passes.trace.calls.attribute_reads import answered
+from pdcompile.passes.trace.attribute_reads import answered
+from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
-from pdcompile.passes.trace.values.constants import evaluate
 
 GENERAL_PATH = (
     "where the model would look into its inputs for a short cut (nothing is masked), the stages "
@@ -31,8 +31,8 @@ ASKED = "transformers.utils.import_utils"
 QUESTION = "is_fake_tensor"
 
 
-class ShortCuts(Interceptor):
-    """Makes libraries that ask whether they are traced go where eager goes."""
+class TracingFlags(Interceptor):
+    """Lets libraries that ask whether they are traced go where eager goes."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class ShortCuts(Interceptor):
             if not plain(x) or self._is_constant(x):
                 return False
             tape.fakes.findings.asked_of_inputs = True
-            return not tape.assumed.short_cuts
+            return not tape.assumed.hides_tracing
 
         places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
         # Recording has autograd on in both modes, evaluation runs without it.  The tape is no part

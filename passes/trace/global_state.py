@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.calls.memos import tensors_within
+from pdcompile.passes.trace.cached_tensors import tensors_within
 from pdcompile.passes.trace.tape.observer import is_user, source_of_class, source_of_code
 from pdcompile.releases.torch_internals import FakeTensor
 
@@ -32,7 +32,7 @@ _NOT_USERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")
 _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 
-class Outside:
+class GlobalState:
     """Namespaces, containers and closures that the code of a model's classes can reach."""
 
     def __init__(self, model: nn.Module) -> None:

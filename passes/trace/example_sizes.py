@@ -22,11 +22,9 @@ from torch import Tensor
 from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.value_checks import CAPTURED
-from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.values import real_shapes
-from pdcompile.passes.trace.values.constants import evaluate
-from pdcompile.passes.trace.values.packed import Packed
-from pdcompile.passes.trace.values.reads import (
+from pdcompile.passes.trace import real_shapes, refusals
+from pdcompile.passes.trace.constants import evaluate
+from pdcompile.passes.trace.interceptors.value_reads import (
     DIFFERS,
     check,
     file_and_line,
@@ -34,7 +32,8 @@ from pdcompile.passes.trace.values.reads import (
     number,
     values_of_example,
 )
-from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
+from pdcompile.passes.trace.packed import Packed
+from pdcompile.passes.trace.selections import Selections, is_mask, mask_key
 from pdcompile.releases.torch_internals import (
     DynamicOutputShapeException,
     NoTorchFunction,

@@ -28,12 +28,12 @@ from pdcompile.ir.graph import CHECK, Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Decision, Site, Undecided
+from pdcompile.passes.trace.constants import evaluate, read
+from pdcompile.passes.trace.interceptors.scalars import Scalar
 from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, parameter_share
 from pdcompile.passes.trace.tape.arguments import is_public
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import locate
-from pdcompile.passes.trace.values.constants import evaluate, read
-from pdcompile.passes.trace.values.scalars import Scalar
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key
-from pdcompile.passes.trace.merge.branch_merge import (
+from pdcompile.passes.trace.branch_merge import (
     BranchMerge,
     CannotMerge,
     MergedBranches,
@@ -25,7 +25,7 @@ from pdcompile.passes.trace.merge.branch_merge import (
     with_end,
     with_refs,
 )
-from pdcompile.passes.trace.merge.conditional_code import form_of
+from pdcompile.passes.trace.conditional_code import form_of
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording

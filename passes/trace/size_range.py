@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, SizeRange
-from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge
+from pdcompile.passes.trace.batch_sizes import DiffersBySize, SizeMerge
 from pdcompile.passes.trace.tape.run import Recording
 from pdcompile.warn import warn
 

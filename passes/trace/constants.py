@@ -15,8 +15,8 @@ from torch import Tensor
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref, walk, written_buffers
 from pdcompile.ir.value_checks import needed_ops
+from pdcompile.passes.trace.real_shapes import MAX_BYTES
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
-from pdcompile.passes.trace.values.real_shapes import MAX_BYTES
 from pdcompile.releases.torch_internals import no_dispatch_modes
 
 _BY_SHAPE = frozenset(

@@ -1,1 +1,0 @@
-"""State that calls of a model leave behind, and whether later calls depend on it."""

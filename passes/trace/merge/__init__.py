@@ -1,1 +1,0 @@
-"""Merges recordings into one graph: batch sizes, branches, sizes that depend on values."""

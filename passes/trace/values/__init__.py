@@ -1,1 +1,0 @@
-"""Values that Python reads from fake tensors, and sizes that depend on values."""
