@@ -6,7 +6,7 @@
 #   TORCH=2.15.0           another torch than the pinned one, in .venv-torch-2.15.0
 #   NEWEST=1               the newest transformers and timm instead of the pinned ones, in .venv…-newest
 #   ARGS=...               further arguments of pytest, the demo or the benchmarks
-#   SLOW=1                 make test runs the slow tests too
+#   SLOW=1                 make test runs the slow tests too, and those of benchmarks/published
 #   WORKERS=3              processes that share the tests (some wait for ranks that they start);
 #                          0: all in one, for a debugger
 
@@ -23,7 +23,7 @@ WORKERS ?= 3
 # What is not pinned in such an environment: torch wants a setuptools of its own, transformers others.
 LOOSE := $(if $(TORCH),torch setuptools) $(if $(NEWEST),transformers timm huggingface_hub tokenizers)
 PINS := $(if $(TORCH)$(NEWEST),$(VENV)/constraints.txt,constraints.txt)
-SELECTION := $(if $(SLOW),,-m "not slow")
+SELECTION := $(if $(SLOW),-o "testpaths=tests benchmarks/published/tests",-m "not slow")
 
 .PHONY: help venv demo test lint format docs bench clean
 help:

@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.published.tests.helpers.file_formats import MAKERS as PUBLISHED
 from tests.helpers.file_formats import MAKERS, formats
 from tests.helpers.fuzzing import Outcome, fuzz
 
+FORMATS = {**MAKERS, **PUBLISHED}
 BEGIN, END = "<!-- fuzzed files -->\n", "<!-- end of fuzzed files -->"
 
 
@@ -38,7 +40,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--files", type=int, default=5000, help="of each format")
-    parser.add_argument("--format", nargs="+", choices=MAKERS, default=list(MAKERS))
+    parser.add_argument("--format", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=Path("findings"), help="folder of findings")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a page whose table is replaced")
@@ -46,7 +48,8 @@ def main() -> int:
     logging.disable(logging.WARNING)  # a cached profile that is refused is only logged
     outcomes = []
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
-        for kind in formats(Path(folder), given.format):
+        chosen = {name: FORMATS[name] for name in given.format}
+        for kind in formats(Path(folder), chosen):
             task = bar.add_task(kind.name, total=given.files)
             outcomes.append(
                 fuzz(kind, given.files, given.seed, lambda task=task: bar.advance(task))

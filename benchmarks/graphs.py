@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pdcompile.passes.published.placement_model import (
+sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks.published
+
+from benchmarks.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

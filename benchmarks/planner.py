@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks.published
 
 from planning import page
 from planning.published import REFERENCE

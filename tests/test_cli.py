@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -498,3 +499,30 @@ def test_a_dry_run_says_what_would_be_done(tmp_path: Path, call: Call) -> None:
     code, out, _ = call("verify", *arguments, "--dry-run", "--json")
     assert code == 0
     assert json.loads(out)["would"][-1] == "written: nothing"
+
+
+def test_json_of_a_plan_has_its_certificate_and_stages(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = SimpleNamespace(plan=plan(), proof="", verification=None)
+    monkeypatch.setattr("pdcompile.cli.options.compiled", lambda *_, **__: (None, result))
+    code, out, _ = call("plan", "model.py:build", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document.pop("plan") == json.loads(
+        replace(plan(), command=("model.py:build",)).to_json()
+    )
+    stages = document.pop("stages")
+    assert [stage["members"] for stage in stages] == [list(stage.ops) for stage in plan().stages]
+    assert all(stage["replicas"] == 1 for stage in stages)
+    certificate = plan().certificate
+    assert document == {
+        "status": certificate.status,
+        "objective": certificate.objective_seconds,
+        "bound": certificate.bound_seconds,
+        "gap": certificate.gap,
+        "seconds": certificate.seconds,
+        "prover": certificate.prover,
+        "scope": certificate.scope,
+        "verification": None,  # switched off
+    }

@@ -87,7 +87,6 @@ def test_another_autocast_region_is_refused() -> None:
 #: text of the program that is exported, and names of methods of tensors
 OTHER_TEXT = {
     "pdcompile.passes.export.train_parts", "pdcompile.passes.trace.interceptors.loops",
-    "pdcompile.passes.published.placement_model",
 }  # fmt: skip
 
 

@@ -27,7 +27,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         15_000,
     ),
-    "published problems": (("passes/published",), 7_400),
     "plan": (("pdcompile/plan",), 3_500),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
@@ -42,7 +41,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_100),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 6_700),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 6_200),
     "export": (("passes/export", "pdcompile/export"), 2_000),
 }
 LINES_OF_A_FILE = 500

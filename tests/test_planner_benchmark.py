@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from pdcompile.passes.published import pipedream_model as profiles
-from pdcompile.passes.published.piper_model import (
+from benchmarks.published import pipedream_model as profiles
+from benchmarks.published.piper_model import (
     MenuEdge,
     MenuNode,
     MenuProblem,
     NodeVariant,
 )
-from pdcompile.passes.published.placement_model import (
+from benchmarks.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]  # of the checkout, where `benchmarks` is found
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +24,12 @@ class Run:
 
 
 def plan(*arguments: str) -> Run:
-    """``pdcompile plan ARGUMENTS --json``, on one core.
+    """``python -m benchmarks.published plan ARGUMENTS --json``, on one core.
 
     Raises:
         RuntimeError: it printed no JSON object; carries what it said.
     """
-    command = [sys.executable, "-m", "pdcompile", "plan", *arguments, "--json"]
+    command = [sys.executable, "-m", "benchmarks.published", "plan", *arguments, "--json"]
     code, out, error, cpu_seconds, peak_bytes = measured(command)
     try:
         answer = json.loads(out)
@@ -44,6 +47,7 @@ def measured(command: list[str]) -> tuple[int, str, str, float, int]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert child.stdout is not None
@@ -58,7 +62,7 @@ def measured(command: list[str]) -> tuple[int, str, str, float, int]:
 
 def startup() -> tuple[float, float]:
     """CPU seconds of a command that does nothing, and of the same with OR-Tools imported."""
-    program = "import pdcompile.cli{}"
+    program = "import benchmarks.published.command{}"
     plain, solver = (
         min(measured([sys.executable, "-c", program.format(more)])[3] for _ in range(3))
         for more in ("", "; from ortools.sat.python import cp_model")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 
-from pdcompile.passes.published import pipedream_model as profiles
-from pdcompile.passes.published.pipedream_model import ProfileGraph
+from benchmarks.published import pipedream_model as profiles
+from benchmarks.published.pipedream_model import ProfileGraph
 from planning import fresh, two_bw
 from planning.pipedream import arguments, configuration
 from planning.published import REFERENCE, SOSP, optimizer

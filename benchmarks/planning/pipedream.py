@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pdcompile.passes.published import pipedream_model as profiles
+from benchmarks.published import pipedream_model as profiles
 from planning import fresh
 from planning.published import REFERENCE, optimizer
 from planning.tables import Table, percent

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from benchmarks.published import piper_model
+from benchmarks.published.piper_model import MenuProblem
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.graph_free import straight_plan_of
-from pdcompile.passes.published import piper_model
-from pdcompile.passes.published.piper_model import MenuProblem
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Plan, Training

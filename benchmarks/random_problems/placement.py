@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
-from pdcompile.passes.published.placement_model import (
+from benchmarks.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,
@@ -105,7 +105,7 @@ def _load(problem: PlacementProblem, assigned: tuple[int, ...], stage: int, kind
 
 def compare(seed: int) -> tuple[bool, str]:
     """(feasible, how planner and brute force differ in words, "" when they do not)."""
-    from pdcompile.passes.published.placement import place
+    from benchmarks.published.placement import place
 
     problem = drawn(seed)
     answer, best = place(problem), brute_force(problem)

@@ -12,13 +12,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from benchmarks.published.placement import place
+from benchmarks.published.placement.ideal_program import all_ideals, best_chain
+from benchmarks.published.placement.node_groups import grouped
+from benchmarks.published.placement.placements import Placement, objective
+from benchmarks.published.placement.threshold_program import prove
+from benchmarks.published.placement_model import LoadProblem, PlacementProblem
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement import place
-from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
-from pdcompile.passes.published.placement.node_groups import grouped
-from pdcompile.passes.published.placement.placements import Placement, objective
-from pdcompile.passes.published.placement.threshold_program import prove
-from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 from random_problems import placement
 
 AGREE = placement.AGREE

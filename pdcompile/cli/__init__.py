@@ -6,6 +6,8 @@ import sys
 import warnings
 from contextlib import ExitStack
 
+from typer import Typer
+
 # Each verb adds itself to the application.
 from pdcompile.cli import (  # noqa: F401
     checkpoint,
@@ -30,8 +32,10 @@ __all__ = ["app", "main"]
 reflow_help()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit.
+def main(
+    arguments: list[str] | None = None, *, verbs: Typer = app, name: str = "pdcompile"
+) -> None:
+    """Run the command line, or that of other `verbs`, and exit.
 
     0: done, 2: bad input, 3: no plan within the limits, 130: interrupted.
     A `PdcompileError` is printed as its message, place and remedy; any other exception is a
@@ -45,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         around.enter_context(warnings.catch_warnings())
         warnings.showwarning = show_warning
         try:
-            app(given, prog_name="pdcompile")
+            verbs(given, prog_name=name)
         except PdcompileError as error:
             sys.exit(fail(error, as_json=as_json))
         except KeyboardInterrupt:

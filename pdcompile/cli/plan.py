@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli import importing as imports
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, PlanFlags, takes_flags
+from pdcompile.cli.options import AsJson, PlanFlags, Target, takes_flags
 from pdcompile.files import capture_beside
 from pdcompile.pass_runner import collecting_seldom
+
+if TYPE_CHECKING:
+    from pdcompile.plan import Plan
 
 
 @app.command()
 @takes_flags
 def plan(
-    target: imports.Target,
+    target: Target,
     flags: PlanFlags,
-    imported: imports.ImportFlags,
-    context: typer.Context,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -50,27 +50,10 @@ def plan(
       --schedule auto --max-staleness 1 -o plan.json
 
       pdcompile plan examples/gpt.py:build --cluster 1x2 --cut-at "blocks.*" --pin "tokens=0"
-
-    With --import, TARGET is a problem that others published, and the objective is exactly that
-    of their paper: the largest load of a device (device-placement), the slowest stage or
-    transfer (pipedream), the slowest stage (piper). Needs no torch. Ctrl-C ends the search with
-    the best plan so far. Exit code 3: no plan fits, or none was found in time.
-
-      pdcompile plan --import device-placement bert24_inference.json --time-limit 60 --json
-
-      pdcompile plan --import pipedream vgg16.txt --cluster 4x4 --bandwidth 10GB/s,1.25GB/s
-
-      pdcompile plan --import piper bert32.json --devices 64 --memory 8GiB --batch 1920
-      --bandwidth 25GiB/s
     """
-    imports.check_options(imported.imported, context)
-    if imported.imported is not None:
-        imports.run(imported.imported, context.params, output=output, as_json=as_json)
-        return
     from pdcompile.cli.options import compiled, words_of
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.report.plan_table import plan_report
-    from pdcompile.report.solution_table import solution_of
 
     beside = None if output is None else capture_beside(output)
     _, result = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
@@ -80,9 +63,8 @@ def plan(
     if as_json:
         verification = result.verification and json.loads(result.verification.to_json())
         with collecting_seldom():
-            answer = solution_of(made).to_json()
             plan_json = json.loads(made.to_json())
-            emit_json(answer | {"plan": plan_json, "verification": verification})
+            emit_json(summary(made) | {"plan": plan_json, "verification": verification})
         return
     console = stdout()
     console.print(plan_report(made))
@@ -91,3 +73,36 @@ def plan(
         console.print(str(result.verification), markup=False)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The certificate and the stages, of which members are names of ops in topological order.
+
+    Seconds of objective and bound are those of a step for schedules that flush, and of a
+    microbatch otherwise; `seconds` is the time of the search alone.
+    """
+    certificate = plan.certificate
+    memory = plan.forecast.ledgers if plan.forecast is not None else ()
+    stages = []
+    for stage in plan.stages:
+        stages.append(
+            {
+                "members": list(stage.ops),
+                "replicas": stage.replicas,
+                "ranks": list(stage.ranks),
+                "forward_seconds": stage.forward_seconds,
+                "backward_seconds": stage.backward_seconds,
+            }
+        )
+        if memory and stage.ranks:
+            stages[-1]["memory_bytes"] = max(memory[rank].total_bytes for rank in stage.ranks)
+    return {
+        "status": certificate.status,
+        "objective": certificate.objective_seconds,
+        "bound": certificate.bound_seconds,
+        "gap": certificate.gap,
+        "seconds": certificate.seconds,
+        "prover": certificate.prover,
+        "scope": certificate.scope,
+        "stages": stages,
+    }

@@ -6,7 +6,6 @@ every 30, with the pass, how far it is, and what is to come.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -18,8 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.published.solution import Progress as Reporter
-from pdcompile.passes.published.solution import relative_gap
 
 TITLE = "compiling"
 FIRST, EVERY = 10.0, 30.0  # seconds until the first line about one pass, and between further ones
@@ -80,23 +77,6 @@ def working(title: str, on: str) -> Iterator[Listener]:
     with compiling(lines=False, title=title) as listener:
         listener.starts(on)
         yield listener
-
-
-@contextmanager
-def searching() -> Iterator[Reporter]:
-    """A callback for solvers, which shows the best objective so far and the bound."""
-    with compiling(lines=False, title="planning") as listener:
-        yield lambda objective, bound: listener.found(found_text(objective, bound))
-
-
-def found_text(objective: float | None, bound: float) -> str:
-    """``best 3, bound 2, gap 33 %``."""
-    parts = ["no plan yet" if objective is None else f"best {objective:.6g}"]
-    if math.isfinite(bound) and bound > 0:
-        parts.append(f"bound {bound:.6g}")
-        if objective is not None:
-            parts.append(f"gap {100 * relative_gap(objective, bound):.2g} %")
-    return ", ".join(parts) + "  (Ctrl-C: stop with the best)"
 
 
 class _Bar(Listener):

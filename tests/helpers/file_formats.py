@@ -6,7 +6,7 @@ import json
 import shutil
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from pdcompile.ir.targets import resolve
 from pdcompile.options import Options
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, Profile
-from pdcompile.passes.published import pipedream_model, piper_model, placement_model
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import problem_of
 from pdcompile.schedule.registry import kind_of
@@ -45,7 +44,6 @@ from tests.helpers import mutants
 from tests.helpers.fuzzing import Format, unaudited
 from tests.helpers.graphs import residual
 from tests.helpers.planned import planned
-from tests.helpers.profiles import Writer
 from tests.helpers.report_data import plan as drawn_plan
 from tests.helpers.resuming import pipeline, train
 
@@ -90,17 +88,16 @@ class Training:
         return Training(compiled, folder / "saved")
 
 
-def formats(folder: Path, only: Collection[str] = ()) -> Iterator[Format]:
-    """All formats, or these; each with a folder of its own in `folder`."""
+def formats(folder: Path, makers: Mapping[str, Callable[..., Format]]) -> Iterator[Format]:
+    """The format of each maker, which gets a folder of its own in `folder`."""
     training = Training.make(folder)
-    for name, make in MAKERS.items():
-        if not only or name in only:
-            own = folder / name
-            own.mkdir()
-            yield make(own, training)
+    for name, make in makers.items():
+        own = folder / name
+        own.mkdir()
+        yield make(own, training)
 
 
-def _put(place: Path, data: bytes) -> Path:
+def put(place: Path, data: bytes) -> Path:
     with unaudited():
         place.write_bytes(data)
     return place
@@ -108,7 +105,7 @@ def _put(place: Path, data: bytes) -> Path:
 
 def _plan(folder: Path, training: Training) -> Format:
     def read(data: bytes) -> Plan:
-        plan = Plan.load(_put(folder / PLAN, data))
+        plan = Plan.load(put(folder / PLAN, data))
         plan.hash()
         Cluster.from_toml(plan.cluster)
         if plan.problem is not None:
@@ -166,7 +163,7 @@ def _schedule(folder: Path, _: Training) -> Format:
     place = folder / "mine.csv"
 
     def read(data: bytes) -> Any:
-        _put(place, data)
+        put(place, data)
         found = read_schedule(place)
         kind_of(str(found))
         return found
@@ -205,7 +202,7 @@ latency = 0.5
     mutate = mutants.chain(mutants.of_toml, mutants.of_toml, mutants.of_text, mutants.of_bytes)
     return Format(
         "cluster", tuple(text.encode() for text in seeds), mutate,
-        lambda data: Cluster.load(str(_put(folder / "cluster.toml", data))), folder,
+        lambda data: Cluster.load(str(put(folder / "cluster.toml", data))), folder,
         lambda found: (Cluster.from_toml(found.to_toml()), found),
     )  # fmt: skip
 
@@ -217,14 +214,14 @@ def _profile(folder: Path, _: Training) -> Format:
     whole = Profile("2.13", "cpu", 4, ENTRIES).to_json().encode()
     return Format(
         "profile", (whole,), JSON,
-        lambda data: Profile.load(_put(folder / "profile.json", data)), folder,
+        lambda data: Profile.load(put(folder / "profile.json", data)), folder,
         lambda found: (Profile.from_json(found.to_json()), found),
     )  # fmt: skip
 
 
 def _cached(folder: Path, _: Training) -> Format:
     def read(data: bytes) -> Any:
-        _put(place, data)
+        put(place, data)
         with patch.object(cache, "cache_folder", lambda: folder):
             return cache.load(ENVIRONMENT, ("one", "two"))
 
@@ -232,63 +229,6 @@ def _cached(folder: Path, _: Training) -> Format:
         cache.save(ENVIRONMENT, ("one", "two"), ENTRIES)
     (place,) = folder.iterdir()
     return Format("cached profile", (place.read_bytes(),), JSON, read, folder)
-
-
-def _placement(folder: Path, _: Training) -> Format:
-    node = {"fpgaLatency": 1.0, "cpuLatency": 2, "size": 3.5, "supportedOnFpga": 1}
-    data = {
-        "maxFPGAs": 2,
-        "maxSizePerFPGA": 16.0,
-        "maxCPUs": 1,
-        "nodes": [
-            node | {"id": 0, "isBackwardNode": 0},
-            node | {"id": 1, "colorClass": 7},
-            node | {"id": "two", "colorClass": 7, "isBackwardNode": 1},
-        ],
-        "edges": [
-            {"sourceId": 0, "destId": 1, "cost": 0.25},
-            {"sourceId": 1, "destId": "two", "cost": 4},
-        ],
-    }
-    return Format(
-        "placement", (json.dumps(data).encode(),), JSON,
-        lambda data: placement_model.read(_put(folder / "placement.json", data)), folder,
-    )  # fmt: skip
-
-
-def _piper(folder: Path, _: Training) -> Format:
-    plain = {
-        "id": "vanilla", "timePerSample": 1.0, "parameterSize": 2.0, "memoryUsageA": 3.0,
-        "memoryUsageB": 4.0, "syncTimeFw": {}, "syncTimeBw": {},
-    }  # fmt: skip
-    data = {
-        "maxDevices": 4,
-        "maxMemoryPerDevice": None,
-        "mbsInBatch": 8,
-        "bandwidth": 10.0,
-        "nodes": [
-            {"id": 7, "TMPCs": {"1": [plain | {"syncTimeBw": {"3": 5.0}}]}},
-            {"id": 3, "name": "last", "TMPCs": {"2": [plain | {"syncTimeFw": {"7": 6.0}}]}},
-        ],
-        "edges": [{"sourceId": 7, "destId": 3, "communicationCost": 9.0}],
-    }
-    return Format(
-        "piper", (json.dumps(data).encode(),), JSON,
-        lambda data: piper_model.read(_put(folder / "piper.json", data)), folder,
-    )  # fmt: skip
-
-
-def _pipedream(folder: Path, _: Training) -> Format:
-    graph = Writer(0)
-    first = graph.add("Input0", [])
-    second = graph.add("Linear(8, 8)", [first], time=1.0, activation=2.0, parameters=3.0)
-    third = graph.add("Split", [second], time=1.0, parts=(1.0, 2.0))
-    graph.add("__getitem__(0)", [third])
-    graph.add("Add", [second, third], time=2.0, activation=1.0)
-    return Format(
-        "pipedream", (graph.text().encode(),), TEXT,
-        lambda data: pipedream_model.read(_put(folder / "graph.txt", data)), folder,
-    )  # fmt: skip
 
 
 def _copied(folder: Path, training: Training) -> Path:
@@ -312,7 +252,7 @@ def _manifest(folder: Path, training: Training) -> Format:
             return changed
 
     def read(data: bytes) -> Manifest:
-        _put(place / MANIFEST, data)
+        put(place / MANIFEST, data)
         contents = open_checkpoint(place)
         try:
             _everything(contents)
@@ -347,9 +287,9 @@ def _saved_plan(folder: Path, training: Training) -> Format:
     manifest = replace(read_manifest(place), stages=(), aliases=(), schedulers=None)
 
     def read(data: bytes) -> Plan:
-        _put(place / PLAN, data)
+        put(place / PLAN, data)
         its = replace(manifest, plan_crc32=zlib.crc32(data))
-        _put(place / MANIFEST, its.to_text().encode())
+        put(place / MANIFEST, its.to_text().encode())
         return Plan.from_json(open_checkpoint(place).plan_text(), where=PLAN)
 
     return Format("saved plan", ((place / PLAN).read_bytes(),), JSON, read, folder)
@@ -360,7 +300,7 @@ def _pointer(folder: Path, training: Training) -> Format:
     saved = folder / "saved"
     return Format(
         "pointer", ((saved / LATEST).read_bytes(),), TEXT,
-        lambda data: open_checkpoint(_put(saved / LATEST, data).parent).position, folder,
+        lambda data: open_checkpoint(put(saved / LATEST, data).parent).position, folder,
     )  # fmt: skip
 
 
@@ -378,9 +318,9 @@ def _tensors(folder: Path, training: Training) -> Format:
     shard = place / weights.name
 
     def read(data: bytes) -> Any:
-        _put(shard, data)
+        put(shard, data)
         open_checkpoint(place).verify()
-        files = TensorFiles([_put(folder / "model.safetensors", data)])
+        files = TensorFiles([put(folder / "model.safetensors", data)])
         like = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in state.items()}
         found = [files.tensor(name, like.get(name, like["a"])) for name in files.files]
         files.close()
@@ -399,7 +339,7 @@ def _index(folder: Path, _: Training) -> Format:
     }
 
     def read(data: bytes) -> Any:
-        files = TensorFiles([_put(folder / INDEX, data).parent])
+        files = TensorFiles([put(folder / INDEX, data).parent])
         return [files.tensor(name, torch.empty(2)) for name in files.files]
 
     return Format("weights index", (json.dumps(data).encode(),), JSON, read, folder)
@@ -413,7 +353,7 @@ def _distributed(folder: Path, _: Training) -> Format:
     whole = place.read_bytes()
 
     def read(data: bytes) -> Any:
-        _put(place, data)
+        put(place, data)
         return reading(folder / "dcp")
 
     mutate = mutants.chain(mutants.of_pickle, mutants.of_pickle, mutants.of_bytes)
@@ -435,7 +375,7 @@ def _sources(folder: Path, training: Training) -> Format:
     options = Options.given({"sources": str(folder)})
 
     def read(data: bytes) -> Any:
-        _put(folder / "stage_0.py", data)
+        put(folder / "stage_0.py", data)
         return given_sources(options, generated).files
 
     seeds = (generated.files["stage_0.py"].encode(),)
@@ -449,9 +389,6 @@ MAKERS: dict[str, Callable[[Path, Training], Format]] = {
     "cluster": _cluster,
     "profile": _profile,
     "cached-profile": _cached,
-    "placement": _placement,
-    "pipedream": _pipedream,
-    "piper": _piper,
     "manifest": _manifest,
     "pointer": _pointer,
     "saved-plan": _saved_plan,

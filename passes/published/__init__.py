@@ -1,6 +1,0 @@
-"""Planners of problems that other people published: device placement, PipeDream, Piper.
-
-Each family has a module with the problem, the reader of its files and the evaluator that no search
-shares code with (`…_model`), and a folder with its search, on the engine of `passes/partition/`:
-down-closed sets and orders (`lattice`), chains of choices and bisection (`chain_program`).
-"""
