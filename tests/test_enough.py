@@ -79,8 +79,9 @@ def test_what_if_names_such_a_limit_too() -> None:
     with pytest.raises(InfeasibleError) as caught:
         whatif(plan, Scenario(memory_bytes=1000))
     enough = named(caught.value)
-    after = whatif(plan, Scenario(memory_bytes=enough)).after
-    assert max(use.memory_bytes for use in after.uses) <= enough
+    after = whatif(plan, Scenario(memory_bytes=enough))[1].plan
+    assert after.forecast is not None
+    assert max(ledger.total_bytes for ledger in after.forecast.ledgers) <= enough
 
 
 def test_constraints_that_contradict_each_other_ask_for_no_memory() -> None:

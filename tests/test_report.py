@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
-from pdcompile.passes.partition.alternatives import Relaxed
-from pdcompile.passes.planning.explain import explain
+from pdcompile.passes.planning.explain import Relaxed, explain
 from pdcompile.passes.simulate import drained, simulate
 from pdcompile.plan import Certificate, MemoryLedger
-from pdcompile.problem import ANY_CUT
+from pdcompile.problem import ANY_CUT, BY_RULE
 from pdcompile.report import chrome, labels, palette, picture, plan_table, svg, timeline
 from pdcompile.report.explain_table import relaxed_table
 from pdcompile.report.page.words import _eased
@@ -49,8 +48,8 @@ def test_a_limit_does_not_bind_where_the_fastest_plan_with_it_is_as_fast() -> No
     preferred = replace(made, certificate=replace(made.certificate, fastest_seconds=faster))
     found = explain(preferred, time_limit=0)
     assert found.fastest_seconds == faster
-    memory = Relaxed("memory", "no memory limit", "optimal", faster)
-    links = Relaxed("bandwidth", "links without cost", "optimal", 0.8 * faster)
+    memory = Relaxed("no memory limit", "optimal", faster)
+    links = Relaxed("links without cost", "optimal", 0.8 * faster)
     found = replace(found, relaxed=(memory, links))
     *_, said = relaxed_table(found).columns
     assert list(said.cells) == ["does not bind: other cuts are as fast with it", ""]
@@ -61,6 +60,14 @@ def test_a_limit_does_not_bind_where_the_fastest_plan_with_it_is_as_fast() -> No
     *_, said = relaxed_table(slow).columns
     assert list(said.cells) == [""]
     assert "no memory limit, 10 %" in "".join(_eased(slow))
+
+
+def test_microbatches_by_rule_are_told() -> None:
+    made = plan()
+    assert "by rule" not in plan_table.brief(made)
+    scope = f"{made.certificate.scope}; {made.training.num_microbatches} {BY_RULE}"
+    ruled = replace(made, certificate=replace(made.certificate, scope=scope))
+    assert "4 microbatches (by rule)" in plan_table.brief(ruled)
 
 
 def test_a_forecast_says_that_stages_of_one_process_take_turns() -> None:

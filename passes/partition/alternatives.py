@@ -1,54 +1,29 @@
-"""Why a plan is as it is: what binds each stage, what other cuts and looser limits would give.
+"""Why a plan is as it is: what binds each stage, and what other cuts would give.
 
 Loads, memory and objectives are the evaluator's; a neighbouring cut is measured as it stands,
-without moving anything else in answer to it.  A looser limit is the same problem with one limit
-gone or eased, which `partition` solves within a time limit.  The current assignment stays allowed
-in every one of them and is measured there too, so a search that ends early never makes a looser
-limit look worse than the plan.
-
-`partition` knows one rank a stage: limits of stages with a `Deployment` of their own (replicas,
-recomputation, several on a rank) are not eased, and a search of the whole space has to tell.
+without moving anything else in answer to it.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, Protocol
 
-from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.model import Model, build, single_moves
-from pdcompile.passes.partition.search import partition
 from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Certificate, Training
+from pdcompile.plan import Training
 from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.plan.makespan import Path, StagePair, critical_path
 from pdcompile.plan.times import round_trips
-from pdcompile.problem import (
-    OUTPUT_WISH,
-    MemoryRule,
-    Partition,
-    PartitionProblem,
-    StageLimits,
-    Wish,
-)
+from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 Breaks = Callable[[Evaluation], list[str]]
 """What an assignment breaks, in words."""
-
-
-class Solve(Protocol):
-    """`partition`, or something that keeps more than the limits of its formula."""
-
-    def __call__(
-        self, problem: PartitionProblem, *, time_limit: float, seed: int
-    ) -> tuple[Partition, Certificate]: ...
 
 
 #: steps of work for all neighbouring cuts together, about three seconds
@@ -255,17 +230,6 @@ def broken(plan: Evaluation) -> list[str]:
     return found
 
 
-def eased(
-    plan: Evaluation,
-    memory: Callable[[int | None], int | None] = lambda limit: limit,
-    link: Callable[[StageLimits], StageLimits] = lambda link: link,
-) -> Evaluation:
-    """The assignment with other limits of memory, and other links."""
-    stages = (link(one) for one in plan.problem.stages)
-    stages = (replace(one, memory_bytes=memory(one.memory_bytes)) for one in stages)
-    return Evaluation(replace(plan.problem, stages=tuple(stages)), plan.stage_of)
-
-
 def _moves(
     model: Model, stages: tuple[int, ...], boundary: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -342,147 +306,3 @@ def _crossing(problem: PartitionProblem, stage_of: Sequence[int], boundary: int)
             # Each stage beyond gets the value itself; the gradient comes back as one sum.
             size += value.forward_bytes * len(later) + value.backward_bytes
     return values, size
-
-
-MORE_MEMORY = 1.1
-FASTER = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Relaxation:
-    """The assignment with one limit less; `plan` is None where it cannot be taken back."""
-
-    kind: Literal["memory", "bandwidth", "warm-up", "constraint"]
-    text: str
-    plan: Evaluation | None
-    reason: str = ""  # why there is none
-
-
-@dataclass(frozen=True, slots=True)
-class Relaxed:
-    """The result of a relaxation: `objective_seconds` was found, no plan is below the bound.
-
-    `status` "not tried": time was up, or for the `reason` given.
-    """
-
-    kind: str
-    text: str
-    status: Literal["optimal", "feasible", "not tried"]
-    objective_seconds: float | None = None
-    bound_seconds: float | None = None
-    stage_of: tuple[int, ...] = ()
-    reason: str = ""
-
-
-def relaxations(plan: Evaluation, deeper: MemoryRule | None = None) -> Iterator[Relaxation]:
-    """Memory, links, warm-up (`deeper`: the rule of a deeper one), and each of the user's wishes.
-
-    A limit that is not there is not eased.
-    """
-    problem = plan.problem
-    if any(limit is not None for limit in plan.deployment.limits):
-        yield Relaxation("memory", "no memory limit", eased(plan, memory=lambda _: None))
-        text = f"{100 * (MORE_MEMORY - 1):.0f} % more memory on every device"
-        yield Relaxation("memory", text, eased(plan, memory=_roomier))
-    if any(_costs(stage) for stage in problem.stages) and len(problem.stages) > 1:
-        yield Relaxation("bandwidth", "links without cost", eased(plan, link=_free))
-        text = f"links {FASTER:g} times as fast"
-        yield Relaxation("bandwidth", text, eased(plan, link=_faster))
-    if deeper is not None and deeper != problem.memory:
-        text = f"a deeper warm-up (--warmup 1), {list(deeper.in_flight)} microbatches in flight"
-        yield Relaxation("warm-up", text, plan.of(plan.stage_of, replace(problem, memory=deeper)))
-    for wish in problem.wishes:
-        if wish.text == OUTPUT_WISH:
-            continue
-        loose = without(problem, wish)
-        reason = "" if loose else "what it asks for holds without it"
-        then = plan.of(plan.stage_of, loose) if loose else None
-        yield Relaxation("constraint", f"without {wish.text}", then, reason)
-
-
-def without(problem: PartitionProblem, wish: Wish) -> PartitionProblem | None:
-    """The problem without one of its wishes; what other wishes ask for too stays.
-
-    None where the problem has no entry of the wish.
-    """
-    others = [one for one in problem.wishes if one is not wish]
-
-    def left(name: str) -> tuple[tuple[int, ...], ...]:
-        kept = {entry for other in others for entry in getattr(other, name)}
-        gone = set(getattr(wish, name)) - kept
-        return tuple(entry for entry in getattr(problem, name) if entry not in gone)
-
-    lists = {name: left(name) for name in ("pins", "together", "apart", "forbidden")}
-    loose = replace(problem, **lists)  # type: ignore[arg-type]
-    if wish.max_stages is not None:
-        counts = [n for one in others if (n := one.max_stages) is not None]
-        empty = any(n < len(problem.stages) for n in counts)
-        loose = replace(loose, max_stages=min(counts, default=None), allow_empty=empty)
-    return None if loose == problem else replace(loose, wishes=tuple(others))
-
-
-def relax(
-    wanted: Sequence[Relaxation],
-    breaks: Breaks = broken,
-    solve: Solve = partition,
-    *,
-    time_limit: float,
-    seed: int = 0,
-) -> tuple[Relaxed, ...]:
-    """Solve each in turn; those for which no time is left are "not tried".
-
-    Args:
-        time_limit: wall seconds for all; a dynamic program that was begun is not interrupted.
-    """
-    end = time.monotonic() + time_limit
-    found = []
-    for i, one in enumerate(wanted):
-        left = end - time.monotonic()
-        if one.plan is None or left <= 0:
-            reason = one.reason or "no time was left"
-            found.append(Relaxed(one.kind, one.text, "not tried", reason=reason))
-            continue
-        here = None if breaks(one.plan) else one.plan.partition()
-        try:
-            answer = solve(one.plan.problem, time_limit=left / (len(wanted) - i), seed=seed)
-        except InfeasibleError:  # a deeper warm-up may not fit, or nothing was found in time
-            answer = None
-        found.append(_best(one, here, answer))
-    return tuple(found)
-
-
-def _best(
-    one: Relaxation, here: Partition | None, answer: tuple[Partition, Certificate] | None
-) -> Relaxed:
-    """The better one of the plan itself, where it is allowed, and of what was found."""
-    if answer is None:
-        if here is None:
-            return Relaxed(one.kind, one.text, "not tried", reason="no plan of it was found")
-        return Relaxed(one.kind, one.text, "feasible", here.objective, 0.0, here.stage_of)
-    best, certificate = answer
-    bound = certificate.bound_seconds
-    if here is not None and here.objective <= best.objective:
-        best = here
-    optimal = math.isclose(best.objective, bound, rel_tol=1e-5) or best.objective <= bound
-    status: Literal["optimal", "feasible"] = "optimal" if optimal else "feasible"
-    return Relaxed(one.kind, one.text, status, best.objective, bound, best.stage_of)
-
-
-def _costs(stage: StageLimits) -> bool:
-    return math.isfinite(stage.bytes_per_second) or stage.latency_seconds > 0
-
-
-def _roomier(limit: int | None) -> int | None:
-    return None if limit is None else int(limit * MORE_MEMORY)
-
-
-def _free(link: StageLimits) -> StageLimits:
-    return replace(link, bytes_per_second=math.inf, latency_seconds=0.0)
-
-
-def _faster(link: StageLimits) -> StageLimits:
-    return replace(
-        link,
-        bytes_per_second=link.bytes_per_second * FASTER,
-        latency_seconds=link.latency_seconds / FASTER,
-    )

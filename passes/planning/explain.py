@@ -5,47 +5,53 @@ from __future__ import annotations
 import math
 import shlex
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import PdcompileError
-from pdcompile.passes.partition import partition
+from pdcompile.errors import InfeasibleError, PdcompileError
 from pdcompile.passes.partition.alternatives import (
     Boundary,
     Breaks,
-    Relaxed,
     StageUse,
     bottleneck,
     boundaries,
     broken,
     chained,
     critical,
-    relax,
-    relaxations,
     seconds_of,
     stage_uses,
 )
-from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.planning.graph_free import (
-    MOST_INSTRUCTIONS,
-    ledgers_of,
-    plan_of,
-    straight_plan_of,
-)
-from pdcompile.passes.planning.memory_limits import excess, planned_within
-from pdcompile.passes.planning.search.freed_choices import Freed, freed, more_microbatches
+from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
 from pdcompile.passes.planning.solved_problem import placed, setting_of
+from pdcompile.passes.planning.whatif import solved_again
 from pdcompile.passes.schedules import rule_of, warmup
-from pdcompile.plan import Certificate, Plan, Training
-from pdcompile.plan.embedded import assignment, problem_of
+from pdcompile.plan import Plan, Training
+from pdcompile.plan.embedded import problem_of
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.problem import MemoryRule, Partition, PartitionProblem
+from pdcompile.problem import OUTPUT_WISH, PartitionProblem, StageLimits, Wish
 from pdcompile.problem.constraints import KINDS
 from pdcompile.units import format_bytes
 
 DEFAULT_SECONDS = 10.0
-FREEING = 0.3  # of the time, for choices that were fixed
+MORE_MEMORY = 1.1
+FASTER = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """The plan's problem with a limit less: what was found, and the bound of any plan then.
+
+    `status` "not tried": time was up, or for the `reason` given.
+    """
+
+    text: str
+    status: Literal["optimal", "feasible", "not tried"]
+    objective_seconds: float | None = None
+    bound_seconds: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,6 @@ class Explanation:
     edited: bool = False
     names: tuple[str, ...] = ()  # of the items
     seconds: float = 0.0  # wall time of explaining
-    freed: tuple[Freed, ...] = ()  # of the choices that were fixed, those that cost much
     more_than_cut: bool = False  # the planner chose more than a cut, and no limit is eased here
     commands: tuple[str, ...] = ()  # that plan again, each with a limit less
 
@@ -84,7 +89,7 @@ def explain(
 
     Args:
         time_limit: wall seconds for looser limits, which are solved anew, each with its share of
-            what is left, and for choices that were fixed; None: 10.
+            what is left; None: 10.
 
     Raises:
         PlanError: the plan holds no problem, or its stages tear an item apart.
@@ -96,10 +101,6 @@ def explain(
     edited = not math.isclose(objective, claimed, rel_tol=1e-6, abs_tol=1e-300)
     limit = DEFAULT_SECONDS if time_limit is None else time_limit
     cluster = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
-    costs_much = (
-        freed(plan, found, cluster, Budget(FREEING * limit)),
-        more_microbatches(plan, found),
-    ) if limit > 0 else ()  # fmt: skip
     breaks = _by_ledger(plan, found)
     return Explanation(
         objective_seconds=objective,
@@ -111,55 +112,97 @@ def explain(
         stages=uses if edited else with_ledgers(plan, uses),
         transfer_seconds=critical(found)[1] if chained(found) else 0.0,
         boundaries=boundaries(found, breaks, uses),
-        relaxed=() if found.placed else _relaxed(
-            plan, found, cluster, limit - (time.monotonic() - begin)
-        ),
+        relaxed=() if found.placed else tuple(_relaxed(plan, found, cluster, limit)),
         broken=tuple(broken(found)),
         edited=edited,
         names=tuple(item.name for item in problem.items),
         seconds=time.monotonic() - begin,
-        freed=tuple(one for one in costs_much if one is not None),
         more_than_cut=found.placed,
         commands=_commands(plan, where) if found.placed else (),
-    )  # fmt: skip
+    )
 
 
 def _relaxed(
     plan: Plan, found: Evaluation, cluster: Cluster, time_limit: float
-) -> tuple[Relaxed, ...]:
-    """A straight plan's problem with each limit eased, and memory kept as `whatif` keeps it."""
-    deeper, warm = _deeper(found.problem, plan.training) or (None, plan.training)
+) -> Iterator[Relaxed]:
+    """A straight plan's problem with each limit eased, solved again as `whatif` does."""
+    end, wanted = time.monotonic() + time_limit, list(relaxations(found, plan.training))
+    for i, (text, problem, training) in enumerate(wanted):
+        left = end - time.monotonic()
+        if problem is None or left <= 0:
+            reason = "no time was left" if problem else "what it asks for holds without it"
+            yield Relaxed(text, "not tried", reason=reason)
+            continue
+        share = left / (len(wanted) - i)
+        try:
+            answer = solved_again(plan, problem, training, cluster, time_limit=share)
+        except InfeasibleError:  # a deeper warm-up may not fit, or nothing was found in time
+            yield Relaxed(text, "not tried", reason="no plan of it was found")
+            continue
+        claim = answer.plan.certificate
+        yield Relaxed(text, claim.status, claim.objective_seconds, claim.bound_seconds)
 
-    def planned(problem: PartitionProblem, stage_of: tuple[int, ...], claim: Certificate) -> Plan:
-        training = warm if problem.memory == deeper else plan.training
-        return straight_plan_of(problem, stage_of, claim, training, cluster, plan)
 
-    def breaks(one: Evaluation) -> list[str]:
-        if (wrong := broken(one)) or not any(one.deployment.limits):
-            return wrong
-        own = planned(one.problem, tuple(one.stage_of), plan.certificate)
-        over = excess(one.problem, own) if own.forecast is not None else {}
-        return [f"stage {s} exceeds its memory by {format_bytes(n)}" for s, n in over.items()]
+def relaxations(
+    found: Evaluation, training: Training
+) -> Iterator[tuple[str, PartitionProblem | None, Training]]:
+    """In words, the problem with a limit less (None: it is the same), and what is trained then.
 
-    def solve(
-        problem: PartitionProblem, *, time_limit: float, seed: int
-    ) -> tuple[Partition, Certificate]:
-        if all(stage.memory_bytes is None for stage in problem.stages):
-            return partition(problem, time_limit=time_limit, seed=seed)
-        end = time.monotonic() + time_limit
+    Memory, links, a deeper warm-up, and each of the user's constraints; a limit that is not there
+    is not eased.
+    """
+    problem = found.problem
 
-        def once(limited: PartitionProblem) -> tuple[Plan, Partition]:
-            left = max(0.0, end - time.monotonic())
-            best, claim = partition(limited, time_limit=left, seed=seed)
-            return planned(problem, best.stage_of, claim), best
+    def eased(change: Callable[[StageLimits], StageLimits]) -> PartitionProblem:
+        return replace(problem, stages=tuple(map(change, problem.stages)))
 
-        best = planned_within(problem, once)
-        return Evaluation(problem, assignment(best)).partition(), best.certificate
+    if any(stage.memory_bytes is not None for stage in problem.stages):
+        yield "no memory limit", eased(lambda one: replace(one, memory_bytes=None)), training
+        text = f"{100 * (MORE_MEMORY - 1):.0f} % more memory on every device"
+        yield text, eased(_roomier), training
+    costs = any(
+        math.isfinite(one.bytes_per_second) or one.latency_seconds for one in problem.stages
+    )
+    if costs and len(problem.stages) > 1:
+        yield "links without cost", eased(lambda one: _faster(one, math.inf)), training
+        yield f"links {FASTER:g} times as fast", eased(lambda one: _faster(one, FASTER)), training
+    if deeper := _deeper(problem, training):
+        text = f"{list(deeper[0].memory.in_flight)} microbatches in flight"
+        yield f"a deeper warm-up (--warmup 1), {text}", *deeper
+    for wish in problem.wishes:
+        if wish.text != OUTPUT_WISH:
+            yield f"without {wish.text}", without(problem, wish), training
 
-    return relax(
-        tuple(relaxations(found, deeper)),
-        breaks, solve, time_limit=time_limit, seed=plan.training.seed,
-    )  # fmt: skip
+
+def _roomier(stage: StageLimits) -> StageLimits:
+    limit = stage.memory_bytes
+    return replace(stage, memory_bytes=None if limit is None else int(limit * MORE_MEMORY))
+
+
+def _faster(stage: StageLimits, factor: float) -> StageLimits:
+    rate, latency = stage.bytes_per_second * factor, stage.latency_seconds / factor
+    return replace(stage, bytes_per_second=rate, latency_seconds=latency)
+
+
+def without(problem: PartitionProblem, wish: Wish) -> PartitionProblem | None:
+    """The problem without one of its wishes; what other wishes ask for too stays.
+
+    None where the problem has no entry of the wish.
+    """
+    others = [one for one in problem.wishes if one is not wish]
+
+    def left(name: str) -> tuple[tuple[int, ...], ...]:
+        kept = {entry for other in others for entry in getattr(other, name)}
+        gone = set(getattr(wish, name)) - kept
+        return tuple(entry for entry in getattr(problem, name) if entry not in gone)
+
+    lists = {name: left(name) for name in ("pins", "together", "apart", "forbidden")}
+    loose = replace(problem, **lists)  # type: ignore[arg-type]
+    if wish.max_stages is not None:
+        counts = [n for one in others if (n := one.max_stages) is not None]
+        empty = any(n < len(problem.stages) for n in counts)
+        loose = replace(loose, max_stages=min(counts, default=None), allow_empty=empty)
+    return None if loose == problem else replace(loose, wishes=tuple(others))
 
 
 def _commands(plan: Plan, where: str) -> tuple[str, ...]:
@@ -213,12 +256,15 @@ def with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]
     return tuple(found)
 
 
-def _deeper(problem: PartitionProblem, training: Training) -> tuple[MemoryRule, Training] | None:
-    """The schedule's memory rule with one more microbatch in flight a boundary, where it can."""
+def _deeper(
+    problem: PartitionProblem, training: Training
+) -> tuple[PartitionProblem, Training] | None:
+    """With one more microbatch in flight a boundary; None where the schedule cannot."""
     try:
         depths = warmup(training.schedule, len(problem.stages), problem.num_microbatches, extra=1)
         rule = rule_of(setting_of(training), depths)
     except PdcompileError:
         return None  # a schedule that has no deeper form
-    more = sum(rule.in_flight) > sum(problem.memory.in_flight)
-    return (rule, replace(training, warmup=depths)) if more else None
+    if sum(rule.in_flight) <= sum(problem.memory.in_flight):
+        return None
+    return replace(problem, memory=rule), replace(training, warmup=depths)

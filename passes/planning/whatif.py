@@ -1,93 +1,53 @@
-"""Whatif: the problem inside a plan under other limits, solved again.
+"""Whatif: the problem inside a plan, solved again under other conditions.
 
-Costs are those of the plan: nothing is measured, and no plan comes out, since stages need the
-graph.  With the number of samples in a microbatch unchanged, the problem solved here is the one
-that planning anew with the same costs would solve.  Memory limits are kept as there by the
-ledger of the schedule, which of another cut is estimated (see `graph_free`), so where one is met
-closely planning anew may decide otherwise.
+Costs are those of the plan: nothing is measured, and what comes out is no plan that could run, as
+its stages would need the graph.  With the number of samples in a microbatch unchanged, the problem
+solved here is the one that planning anew with the same costs would solve.  Memory limits are kept
+as there by the ledger of the schedule, which of another cut is estimated (see `graph_free`), so
+where one is met closely planning anew may decide otherwise.
 """
 
 from __future__ import annotations
 
-import math
+import shlex
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.errors import ConfigError, InfeasibleError, PlanError, did_you_mean
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken, stage_uses
-from pdcompile.passes.planning.explain import with_ledgers
+from pdcompile.passes.partition.alternatives import broken
 from pdcompile.passes.planning.graph_free import straight_plan_of
-from pdcompile.passes.planning.memory_limits import excess, within_ledgers
+from pdcompile.passes.planning.memory_limits import excess, planned_within, within_ledgers
 from pdcompile.passes.planning.solved_problem import scaled, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
-from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.problem import Partition, PartitionProblem, Wish
+from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, option, read
 from pdcompile.problem.scenario import Scenario, changed_cluster
-from pdcompile.schedule.registry import KINDS, kind_of
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
-CLOSE = 0.1  # of a memory limit: ledgers without a graph were up to 7 % off at stages of real plans
 MOST_EXTRA = 4
-OPTIMAL = 1e-5  # gap that counts as none, as in `Certificate`
+DECIDED = ("stages", "warmup", "schedule", "max-staleness", "microbatches", "replicas", "recompute",
+           "cut-tolerance")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class SolvedScenario:
-    """One side: a problem, an answer to it, and what that means for a step.
+class Answer:
+    """The best plan found under changed conditions, and the plan's own cut under them.
 
-    `objective_seconds` are those of a step with a flush, else of a microbatch; `step_seconds`
-    are always those of a step (of a stream: in steady state).
+    `plan` and `own` have no graph, but the stages, objective and ledgers that follow from the
+    problem.  `own` is None where that cut is not allowed, for the reasons in `broken`.
     """
 
-    training: Training
-    cluster: Cluster
-    problem: PartitionProblem
-    stage_of: tuple[int, ...]
-    objective_seconds: float
-    bound_seconds: float
-    status: str
-    prover: str
-    uses: tuple[StageUse, ...]
-    bottleneck: int
-
-    @property
-    def flush(self) -> bool:
-        return self.problem.objective == "flush"
-
-    @property
-    def step_seconds(self) -> float:
-        return self.objective_seconds * (1 if self.flush else self.problem.num_microbatches)
-
-    @property
-    def samples_per_second(self) -> float:
-        seconds = self.step_seconds
-        return self.training.batch_size / seconds if seconds > 0 else math.inf
-
-    @property
-    def gap(self) -> float:
-        if self.objective_seconds <= 0:
-            return 0.0
-        return max(0.0, 1 - self.bound_seconds / self.objective_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Whatif:
-    """Before and after, and the present cut under the changed limits.
-
-    `kept_seconds`: the objective of the present cut, None where the number of stages differs or
-    it breaks a limit; `kept_broken` names what it would break.
-    """
-
-    before: SolvedScenario
-    after: SolvedScenario
-    kept_seconds: float | None
-    kept_broken: tuple[str, ...]
-    notes: tuple[str, ...]
+    plan: Plan
+    own: Plan | None
+    broken: tuple[str, ...]
 
 
 def whatif(
@@ -97,8 +57,8 @@ def whatif(
     time_limit: float | None = None,
     progress: Callable[[str], None] | None = None,
     where: str = "plan.json",
-) -> Whatif:
-    """Solve the plan's problem again under other limits, with the plan's seed.
+) -> tuple[Plan, Answer, tuple[str, ...]]:
+    """The plan as its problem has it, the answer under other limits, and what was assumed.
 
     Raises:
         PlanError: the plan holds no problem, its stages tear an item apart, or are not one rank
@@ -106,83 +66,93 @@ def whatif(
         ConfigError: the change names what is not there.
         InfeasibleError: no assignment satisfies the changed limits; says which conflict.
     """
-    _refuse_more_than_a_cut(plan, where)
-    problem = problem_of(plan, where)
-    stage_of = assignment(plan, where)
+    _refuse_more_than_a_cut(plan, change, where)
+    problem, stage_of = problem_of(plan, where), assignment(plan, where)
     now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
     changed, training, cluster, notes = changed_problem(plan, change, now)
+    answer = solved_again(
+        plan, changed, training, cluster, time_limit=time_limit, progress=progress, advises=True
+    )
+    seconds = Evaluation(problem, stage_of).seconds  # an edited plan claims another objective
+    claim = _claim(plan.certificate, seconds, plan.certificate.bound_seconds)
+    before = straight_plan_of(problem, stage_of, claim, plan.training, now, plan)
+    source = [f"times come from {plan.costs}, as those of the plan"] if plan.costs else []
+    return before, answer, (*source, *notes)
 
-    def planned(stages: tuple[int, ...], certificate: Certificate) -> Plan:
-        return straight_plan_of(changed, stages, certificate, training, cluster, plan)
+
+def solved_again(
+    plan: Plan,
+    problem: PartitionProblem,
+    training: Training,
+    cluster: Cluster,
+    *,
+    time_limit: float | None = None,
+    progress: Callable[[str], None] | None = None,
+    advises: bool = False,
+) -> Answer:
+    """Solve another form of a plan's problem by the planner's own search, with the plan's seed.
+
+    The plan's own cut is among the answers where it is allowed: none is slower than that.
+
+    Args:
+        advises: look for a limit on memory that would do, where none is found.
+
+    Raises:
+        InfeasibleError: no assignment was found that satisfies the limits.
+    """
+    end = None if time_limit is None else time.monotonic() + time_limit
+
+    def planned(stage_of: tuple[int, ...], certificate: Certificate) -> Plan:
+        return straight_plan_of(problem, stage_of, certificate, training, cluster, plan)
 
     def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
+        left = None if end is None else max(0.0, end - time.monotonic())
         best, certificate = partition(
-            limited, time_limit=time_limit, seed=training.seed, progress=progress
+            limited, time_limit=left, seed=training.seed, progress=progress
         )
         return planned(best.stage_of, certificate), best
 
-    own, wrong = _own_cut(changed, stage_of, planned, plan.certificate)
-    kept = None if own is None else own.certificate.objective_seconds
+    own, wrong = _own_cut(plan, problem, planned)
     try:
-        after = within_ledgers(changed, solve)
+        found = (within_ledgers if advises else planned_within)(problem, solve)
     except InfeasibleError:
         if own is None:
             raise
-        after = own
-    if own is not None and own.certificate.objective_seconds < after.certificate.objective_seconds:
-        bound = min(after.certificate.bound_seconds, own.certificate.objective_seconds)
-        after = replace(own, certificate=replace(own.certificate, bound_seconds=bound))
-    source = [f"times come from {plan.costs}, as those of the plan"] if plan.costs else []
-    return Whatif(
-        before=_state(
-            straight_plan_of(problem, stage_of, plan.certificate, plan.training, now, plan)
-        ),
-        after=_state(after),
-        kept_seconds=kept,
-        kept_broken=wrong,
-        notes=(*source, *notes, *_close(after)),
+        return Answer(own, own, wrong)
+    if own is not None and own.certificate.objective_seconds < found.certificate.objective_seconds:
+        claim, seconds = found.certificate, own.certificate.objective_seconds
+        found = replace(own, certificate=_claim(claim, seconds, claim.bound_seconds))
+    return Answer(found, own, wrong)
+
+
+def _claim(certificate: Certificate, seconds: float, bound: float) -> Certificate:
+    """A certificate of an objective and of a bound, which is optimal where they meet."""
+    bound = min(bound, seconds)
+    found = replace(
+        certificate, objective_seconds=seconds, bound_seconds=bound, fastest_seconds=None
     )
+    return replace(found, status="optimal" if found.gap == 0 else "feasible")
 
 
 def _own_cut(
+    plan: Plan,
     changed: PartitionProblem,
-    stage_of: tuple[int, ...],
     planned: Callable[[tuple[int, ...], Certificate], Plan],
-    certificate: Certificate,
 ) -> tuple[Plan | None, tuple[str, ...]]:
     """The plan's own cut under the changed limits, or what it would break."""
-    if len(changed.stages) <= max(stage_of):
+    stage_of = assignment(plan)
+    if len(changed.stages) != len(problem_of(plan).stages):
         return None, (f"there would be {len(changed.stages)} stages",)
-    own = Evaluation(changed, stage_of)
-    if wrong := broken(own):
+    evaluation = Evaluation(changed, stage_of)
+    if wrong := broken(evaluation):
         return None, tuple(wrong)
-    objective = own.seconds
-    unknown = replace(
-        certificate, objective_seconds=objective, bound_seconds=0.0, fastest_seconds=None
-    )
-    found = planned(stage_of, unknown)
-    over = excess(changed, found) if found.forecast is not None else {}
-    if over:
-        return None, tuple(
-            f"stage {s} would need {format_bytes(n)} more memory, by the ledger of its schedule"
-            for s, n in over.items()
-        )
-    return found, ()
-
-
-def _close(plan: Plan) -> tuple[str, ...]:
-    """A stage so full that the estimate of its memory may be wrong about it."""
-    problem = problem_of(plan)
-    if plan.forecast is None:
-        return ("the schedule is too long to walk: memory is the planner's formula, which is low",)
-    for s, limits in enumerate(problem.stages):
-        limit, held = limits.memory_bytes, plan.forecast.ledgers[s].total_bytes
-        if limit is not None and held > limit * (1 - CLOSE):
-            return (
-                f"stage {s} would be {100 * held / max(limit, 1):.0f} % full: planning anew counts "
-                "its memory exactly, and may cut elsewhere or find no plan that fits",
-            )
-    return ()
+    own = planned(stage_of, _claim(plan.certificate, evaluation.seconds, 0.0))
+    over = excess(changed, own) if own.forecast is not None else {}
+    wrong = [
+        f"stage {s} would need {format_bytes(n)} more memory, by the ledger of its schedule"
+        for s, n in over.items()
+    ]
+    return (None if wrong else own), tuple(wrong)
 
 
 def changed_problem(
@@ -195,7 +165,6 @@ def changed_problem(
     training = _training(before, change)
     num_stages = len(problem.stages) if change.devices is None else len(after.devices)
     if change.of_machines:
-        _refuse_odd_ranks(plan)
         problem = on_stages(problem, num_stages)
         problem = replace(problem, stages=stage_limits(after, num_stages))
     m = training.num_microbatches
@@ -203,13 +172,13 @@ def changed_problem(
     resized = num_stages != len(plan.problem.stages)
     if resized or (name, m) != (before.schedule, before.num_microbatches):
         depths = warmup(name, num_stages, m, extra=extra_warmup(before, len(plan.stages)))
+        training = replace(training, warmup=depths)
         problem = replace(
             problem,
             memory=rule_of(setting_of(training), depths),
             num_microbatches=m,
             objective=kind_of(name).objective,
         )
-        training = replace(training, warmup=depths)
     sizes = [-(-one.batch_size // one.num_microbatches) for one in (before, training)]
     if sizes[0] != sizes[1]:
         problem = scaled(problem, sizes[1] / sizes[0])
@@ -220,36 +189,26 @@ def changed_problem(
     return problem, training, after, notes
 
 
-def _refuse_more_than_a_cut(plan: Plan, where: str) -> None:
-    """Refuse replicas, recomputation and several stages on a rank: `partition` knows none."""
+def _refuse_more_than_a_cut(plan: Plan, change: Scenario, where: str) -> None:
+    """Refuse replicas, recomputation and shared ranks, which `partition` does not know; and other
+    machines for stages elsewhere than on the device of their number."""
     ranks = ranks_of(plan.stages)
     for s, stage in enumerate(plan.stages):
         shown = {
             "is replicated": stage.replicas > 1,
             "recomputes": stage.recompute,
             f"shares rank {ranks[s][0]} with another one": ranks.count(ranks[s]) > 1,
+            f"runs on rank {ranks[s][0]}": change.of_machines and ranks[s][0] != s,
         }
         for what in (what for what, is_so in shown.items() if is_so):
             raise PlanError(
                 f"stage {s} {what}, and whatif finds cuts for stages of one rank each that keep "
-                "their activations",
+                "their activations, stage s on rank s",
                 where=f"{where}: stages[{s}]",
                 remedy="pdcompile explain says of such a plan what binds it, what neighbouring "
                 "cuts cost, and which commands plan again without a limit; for faster links, more "
                 "memory, other machines, schedules or minibatches plan again and compare: "
                 "pdcompile diff a.json b.json",
-            )
-
-
-def _refuse_odd_ranks(plan: Plan) -> None:
-    """Refuses plans whose stage s is not on rank s: limits of position s are those of device s."""
-    for s, stage in enumerate(plan.stages):
-        if stage.ranks not in ((), (s,)):
-            raise PlanError(
-                f"stage {s} runs on rank {stage.ranks[0]}, and other machines can be asked for "
-                "only where stage s runs on rank s",
-                where=f"plan: stages[{s}].ranks",
-                remedy="plan again with the machines that you have in mind",
             )
 
 
@@ -263,45 +222,49 @@ def extra_warmup(training: Training, num_stages: int) -> int:
 
 
 def _training(training: Training, change: Scenario) -> Training:
-    name = change.schedule or training.schedule
-    if name not in KINDS:
-        raise ConfigError(
-            f"--schedule {name!r} is not available",
-            where="--schedule",
-            remedy=did_you_mean(name, KINDS) + f"one of {', '.join(KINDS)}",
-        )
-    batch, m = change.batch_size, change.microbatches
-    batch = training.batch_size if batch is None else batch
-    if m is None:
-        m = 1 if KINDS[name].updates_each else training.num_microbatches
-    for option, number in (("--batch-size", batch), ("--microbatches", m)):
-        if number < 1:
-            raise ConfigError(f"{option} {number} is below 1", where=option, remedy="1 or more")
+    kind = kind_of(change.schedule or training.schedule, "--schedule")
+    batch, m = change.batch_size or training.batch_size, change.microbatches
+    m = m or (1 if kind.updates_each else training.num_microbatches)
     if m > batch:
         raise ConfigError(
             f"{m} microbatches of a minibatch of {batch} samples",
             where="--microbatches",
             remedy=f"--microbatches {batch} or fewer, or a larger --batch-size",
         )
+    name = change.schedule or training.schedule
     return replace(training, schedule=name, num_microbatches=m, batch_size=batch)
 
 
-def _state(plan: Plan) -> SolvedScenario:
-    problem, certificate = problem_of(plan), plan.certificate
-    stage_of = assignment(plan)
-    found = Evaluation(problem, stage_of)
-    uses, objective = with_ledgers(plan, stage_uses(found)), found.seconds
-    bound = min(certificate.bound_seconds, objective)
-    optimal = objective - bound <= OPTIMAL * objective  # an edited plan has another status
-    return SolvedScenario(
-        training=plan.training,
-        cluster=Cluster.from_toml(plan.cluster, where="cluster"),
-        problem=problem,
-        stage_of=stage_of,
-        objective_seconds=objective,
-        bound_seconds=bound,
-        status="optimal" if optimal else "feasible",
-        prover=certificate.prover,
-        uses=uses,
-        bottleneck=bottleneck(uses),
-    )
+def command(plan: Plan, answer: Answer, change: Scenario, output: str, machines: str) -> str:
+    """The command that makes such a plan: that of the plan, with what has changed.
+
+    Args:
+        output: the file of the new plan.
+        machines: the file of the changed machines.
+    """
+    target, *made = plan.command or ("TARGET",)
+    after, stages = answer.plan.training, len(problem_of(answer.plan).stages)
+    others = change.of_machines or not any(word.startswith("--cluster=") for word in made)
+    gone = {*DECIDED, *(name.replace("_", "-") for name in KINDS)}
+    gone |= {"cluster", "memory"} if others else set()
+    words = [word for word in made if word.partition("=")[0].removeprefix("--") not in gone]
+    words += [f"--schedule={after.schedule}", f"--microbatches={after.num_microbatches}"]
+    words += [f"--cluster={machines}"] if others else []
+    extra = extra_warmup(after, stages)
+    if extra or stages < len(Cluster.from_toml(answer.plan.cluster).devices):
+        words += [f"--stages={stages}", f"--warmup={extra}"]
+    words.append("--cut-tolerance=0")  # whatif knows no modules, and prefers no cut
+    asked = [constraint for wish in problem_of(answer.plan).wishes if (constraint := _asked(wish))]
+    words += ["=".join(option(constraint)) for constraint in asked]
+    return shlex.join(["pdcompile", "plan", target, *words, "-o", output])
+
+
+def _asked(wish: Wish) -> Constraint | None:
+    """The constraint, with the stages that it is about in the changed problem."""
+    found = read(wish.text)
+    if isinstance(found, Pin):
+        return Pin(found.pattern, wish.pins[0][1]) if wish.pins else None
+    if isinstance(found, Forbid):
+        stages = sorted({stage for _, stage in wish.forbidden})
+        return Forbid(found.pattern, *stages) if stages else None
+    return found

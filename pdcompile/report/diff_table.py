@@ -27,11 +27,11 @@ PRINTS = {
 SECTIONS = (
     ("training", "training"),
     ("cluster", "cluster"),
+    ("forecast", "forecast"),
+    ("certificate", "certificate"),
+    ("memory", "memory"),
     ("stages", "stages"),
     ("edges", "traffic"),
-    ("forecast", "forecast"),
-    ("memory", "memory"),
-    ("certificate", "certificate"),
 )
 OF_UPDATES: dict[str, tuple[str, Callable[[Any], str]]] = {  # what costs of an update are called
     "optimizer_factor": ("optimizer state", lambda x: f"{x:g} x weights"),

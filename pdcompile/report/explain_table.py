@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdcompile.passes.partition.alternatives import Boundary, Move, Relaxed, StageUse
-from pdcompile.passes.planning.explain import Explanation
+from pdcompile.passes.partition.alternatives import Boundary, Move, StageUse
+from pdcompile.passes.planning.explain import Explanation, Relaxed
 from pdcompile.report import labels
 from pdcompile.units import format_bytes, format_seconds
 
@@ -26,7 +26,6 @@ BINDS = {
 def explain_report(found: Explanation) -> Group:
     """Limits of each stage, the next-best cuts, and the gain of looser limits."""
     parts: list[RenderableType] = [Text(""), stage_table(found), deciding(found)]
-    parts += [Text(str(one)) for one in found.freed]
     if found.edited:
         parts.append(
             Text(
