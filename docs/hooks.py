@@ -23,6 +23,7 @@ PAGES = {  # of the root -> on the site
 }
 EXAMPLES = "reference/examples.md"
 COMMANDS = "<!-- commands -->"
+OPTIONS = "<!-- options -->"
 _LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
 _BOLD = re.compile(r"\[bold\](.*?)\[/\]")
 _EXAMPLE = re.compile(r"(?<=\n\n)(?:  \S.*\n)+")  # the text of a verb indents them by two spaces
@@ -41,6 +42,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     uri = page.file.src_uri
     source = {site: root for root, site in PAGES.items()}.get(uri, f"docs/{uri}")
     text = markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
+    text = text.replace(OPTIONS, options()) if OPTIONS in text else text
     prose = _FENCED.split(text)  # every other part is a block of code
     prose[::2] = [
         _LINK.sub(lambda found: f"]({linked(found.group(1), source, uri)})", part)
@@ -100,6 +102,21 @@ def commands() -> str:
         first = (verb.help or "").partition("\n\n")[0]  # typer cuts it after a few words
         page = re.sub(rf"^(\* `{name}`: ).*", rf"\g<1>{first}", page, flags=re.MULTILINE)
     return _EXAMPLE.sub(_as_block, page)
+
+
+def options() -> str:
+    """The options of `compile`, and the flag of each."""
+    from pdcompile.options.table import PANELS, ROWS
+
+    parts = []
+    for panel in PANELS:
+        parts += [f"### {panel}", ""]
+        for row in ROWS.values():
+            flag = f" (`{row.written}`)" if row.flag is not None else ""
+            if row.panel == panel:
+                parts.append(f"- `{row.name}`{flag}: {row.help} {row.more}".rstrip())
+        parts.append("")
+    return "\n".join(parts)
 
 
 def _as_block(found: re.Match[str]) -> str:

@@ -39,9 +39,11 @@ from pdcompile.given import (
 )
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.training_check import check_loss
-from pdcompile.options import NOT_OPTIONS, Options, default_optimizer
+from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
 from pdcompile.options.option_checks import check_model, check_options
+from pdcompile.options.row import documented
+from pdcompile.options.table import ROWS, default_optimizer
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
@@ -272,6 +274,7 @@ def _largest(layout: BatchLayout, plan: Plan) -> int:
     return -(-layout.size // plan.training.num_microbatches)
 
 
+@documented(ROWS)
 def compile(
     model: nn.Module,
     example_inputs: Any = None,
@@ -319,105 +322,14 @@ def compile(
     Returns at once: the model is captured, planned and verified with the first minibatch
     (`step` or `prepare`), or now when `example_inputs` (and, for a loss_fn, `example_target`)
     are given.  In a plain process all stages run in this process; under torchrun one a rank.
-    With a `plan`, what is left out is as it was made with.
+    With a `plan`, what is left out is as it was made with.  Options are the rows of
+    `pdcompile.options.table`; `help(pdcompile.compile)` lists them.
 
     Args:
         model: any nn.Module.  In one process it is trained in place, as after torch.compile;
             under torchrun its other stages' parameters become meta tensors.
         example_inputs: one global minibatch: a tensor, a tuple (positional) or a dict (keyword).
         example_target: the target that belongs to it, for `loss_fn`.
-        loss_fn: (output, target) -> scalar; None: the model returns its loss (a scalar, an
-            output with ``.loss``, or a dict with ``"loss"``).
-        optimizer: called with this rank's parameters (``.named`` has their names), returns a
-            torch Optimizer, or a list of several (Muon for matrices, AdamW for the rest), which
-            become one; default AdamW at 3e-4; None: gradients only.  It steps once a stage, in
-            one process too: step hooks run once a stage, and one that couples parameters of
-            different stages (a norm of all gradients inside of step) is refused.
-        cluster: "auto", a Cluster, "2x4" (hosts x devices), "2x8:h100" (of machines with a name,
-            docs/clusters.md), "local:4" (stages in this process), or the path of a cluster.toml.
-        stages: how many; None: one a device (interleaved, zb-v: two).  Under "interleaved" and
-            "gpipe" a multiple of the devices too, which then take turns: stage s is on device s
-            mod R of R; under "zb-v" twice as many, out over the devices and back.  In one process
-            without a cluster these have two on a device.
-        schedule: "1f1b" (the default), "gpipe", "interleaved" (1F1B with several stages on each
-            device, which idle less), "zb-h1" and "zb-v" (a backward in two parts, to idle less
-            still) update as eager gradient accumulation does; "2bw" never drains and uses gradients
-            of weights one minibatch old; "stash" and "vsync" update after every microbatch, with
-            gradients of weights as old as the warm-up is deep; "auto": the planner decides schedule
-            (of those whose updates equal eager, and 2bw where `max_staleness` allows; two stages a
-            rank only where `stages` is left out), microbatches and warm-up, as ``pdcompile plan``
-            does.  Or the path of a .csv file with one of your own: stages, ranks and
-            microbatches are then what it says (``pdcompile schedule --help``).
-        replicas: devices of a stage (default 1), which take microbatches in turn ("stash":
-            minibatches, and the stage updates after one of each) and sum their gradients: a
-            number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
-            and the number of stages too where `stages` is None.  One stage with replicas is data
-            parallelism.  Where a device holds several stages, all have equally many.
-        recompute: stages that keep nothing of a microbatch but their inputs, and run forward
-            again just before its backward: less memory for more time, and the same results to
-            the last bit.  False: none, the default; True: all; a bool for each stage; "auto": the
-            planner decides, and lets those recompute that would not fit into their memory.
-        microbatches: pieces that a minibatch is split into (stash, vsync: 1).
-        memory: limit of every device in bytes, or as "16 GB".
-        constraints: CutAt("model.layers.*") (cuts between blocks alone), CutBefore, Pin, Forbid,
-            Together, Apart, MaxStages of `pdcompile.problem.constraints`.
-        cut_tolerance: how much slower than the fastest plan found one may be whose cuts lie at
-            borders of modules and send less; default 0.01, 1 %.  0: the fastest.
-        batch_dims: which dimension of each input counts samples; None: nothing is split.  A list
-            with an element for each sample is refused; {"levels": 0}: it is one of whole batches.
-        loss_reduction: "mean" (over samples, the default), "sum", or (args, kwargs, target) ->
-            items.
-        autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn
-            run in that region, as in ``with torch.autocast(…): loss = loss_fn(model(x), y)``.
-        grad_scaler: a torch.amp.GradScaler (True: with torch's defaults), for autocast in float16:
-            losses are scaled, and a minibatch with a gradient that is not finite on any stage makes
-            no update.  The pipeline does what its `scale`, `unscale_`, `step` and `update` do;
-            `get_scale()` and `state_dict()` are those after the last call.  For `step` alone.
-        max_grad_norm: clip by the global norm over all stages; None: no clipping.
-        linear_lr_scaling: under "stash", where a stage of r replicas averages r minibatches in an
-            update: learning rates in proportion, r times that of the optimizer divided by the
-            replicas of the first stage, as PipeDream has it (Narayanan et al., SOSP 2019).
-        seed: of dropout and all other random ops, and of the search; default 0.
-        costs: "measured" (kept in ~/.cache/pdcompile; PDCOMPILE_CACHE says where, or "off"),
-            "estimated", or a saved profile.
-        refine: time the planned stages, rescale the costs of their ops and plan again, at most
-            twice; "auto": with measured costs, when that takes seconds.
-        verify: "auto" compares the stages with eager before the first step; "full" also the
-            captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
-        outputs: what `result.outputs` of a training step has.  "last": what the last stage makes,
-            on its (first) rank; of a decoder's caches or hidden states those of earlier stages are
-            marks (`OmittedOutput`), and a note of the plan names them.  "everything": these too,
-            sent to the last stage.  "all": everything, on all ranks.  "none": nothing; what only
-            other outputs need is not even computed.  "evaluation": nothing, and of evaluation all
-            on all ranks.  Left out, in one process: "last".  Under torchrun too where they take at
-            most 2 % of what their rank holds, and no replicas would send them; else they are
-            dropped: a warning tells their bytes, and reading them raises.  Evaluation gives
-            everything; ranks that get no outputs have None.
-        keep_model: train a copy and leave `model` as it is.
-        max_staleness: with schedule="auto", 1 or "any" allows 2bw.
-        time_limit: seconds for the planner's search.
-        plan: a Plan or plan.json to use instead of planning.  Options that it records are then
-            the plan's where they are left out (schedule, stages, microbatches, replicas, recompute,
-            seed, max_grad_norm, autocast, …), and refused where they say something else.  Loss and
-            optimizer it does not hold, nor a function as loss_reduction.
-        sources: a folder that `dump` wrote; with allow_edited, also one that was edited since.
-        weights: for a model on the meta device, where its values come from: a .safetensors file,
-            a folder (Hugging Face layout) or a list of files; a function (name, tensor) that
-            fills one tensor in place; or a list of files and one function for what they do not
-            have.  Each process reads what its own stage holds, one tensor at a time.
-        resume: a folder that `pipe.save` wrote: training goes on from its last checkpoint, and
-            begins where it is empty or not there.  The plan is the checkpoint's where that fits,
-            and any other one where not; `pipe.position` says how many minibatches are over.
-        group: a torch.distributed group to run on instead of all ranks.
-        detect_nonfinite: look at the results of every op, and raise NonFiniteError at the first NaN
-            (or infinite gradient or loss) with op, stage and microbatch; several times as slow.
-        stall_timeout: seconds without a sign of life from a rank's process (stopped, host or
-            network gone, Python's lock held) after which all ranks end; None: never.
-        progress_timeout: seconds in which all ranks wait for each other and none goes on (a lost
-            message, a rank that never starts), after which they end; None: never.  A rank that
-            computes is only slow.
-        progress: "auto": a bar on stderr while a model is compiled, where that is a terminal;
-            True: elsewhere a line for each pass; False: nothing.
 
     Raises:
         PdcompileError: one of its children; the options that cannot be right are refused here,

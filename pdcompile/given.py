@@ -27,6 +27,7 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines
 from pdcompile.options.of_plan import completed, refuse_others
+from pdcompile.options.table import ROWS
 from pdcompile.passes import codegen
 from pdcompile.passes.costs.forecast import Progress
 from pdcompile.passes.planning.candidate_plan import taken_by_outputs
@@ -103,8 +104,8 @@ def with_given_plan(options: Options, model: nn.Module | None = None) -> Options
         plan = _plan_of(options)
         if plan is None:
             return options
-        for name in ("constraints", "cut_tolerance", "time_limit", "max_staleness"):
-            if getattr(options, name) not in (None, (), [], 0):
+        for name, row in ROWS.items():
+            if row.of_search and getattr(options, name) not in (None, (), [], 0):
                 raise ConfigError(
                     f"{name} would have no effect: it is an option of the search, and a plan is "
                     "given",

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError, PdcompileError, refuse_unknown
+from pdcompile.options import values
+from pdcompile.options.table import ROWS
+from pdcompile.user_functions import call, failed, load_function
 
 if TYPE_CHECKING:
     import torch
 
-FORMS = "`file.py:function` or `package.module:function`"
 AN_OPTION = (
     "it is an option: {0}=… of pdcompile.compile; of the command line, see pdcompile plan --help"
 )
 REQUIRED: Any = ...  # in place of a value that has to be given
 IN_BATCHES = "batches is a function that returns a fresh iterable of (inputs, target): `lambda: {}`"
-#: options of `pdcompile.compile` that say what a training is; the command line may say otherwise
-TRAINING = (
-    "optimizer", "batch_dims", "loss_reduction", "autocast", "grad_scaler", "max_grad_norm",
-    "linear_lr_scaling", "outputs", "seed",
-)  # fmt: skip
 # What people look for in a workload, and where it is.
 NOT_FIELDS = {
     **dict.fromkeys(("target", "targets"), "the example's target is example_target"),
@@ -59,7 +50,7 @@ class Workload:
             `pdcompile.compile`.
         example_target: what belongs to `example_inputs`; left out: the first of `batches` tells.
         **options: of a training, as `pdcompile.compile` takes them: optimizer, batch_dims,
-            loss_reduction, autocast, grad_scaler, max_grad_norm, linear_lr_scaling, outputs, seed.
+            loss_reduction, autocast, grad_scaler, max_grad_norm, linear_lr_scaling, seed, outputs.
             What the command line says takes their place.
     """
 
@@ -87,14 +78,13 @@ class Workload:
         if {"target", "options"} <= options.keys():  # dataclasses.replace gives every field
             example_target = options.pop("target")
             options |= options.pop("options")
-        training = {name: options.pop(name) for name in TRAINING if name in options}
+        of_training = [name for name, row in ROWS.items() if row.of_training]
+        training = {name: options.pop(name) for name in of_training if name in options}
         given = (model, example_inputs, loss_fn, batches, weights, example_target, training)
         known = tuple(field.name for field in fields(self))
         if options:
-            from pdcompile.options import Options
-
-            meant = {field.name: AN_OPTION.format(field.name) for field in fields(Options)}
-            taken = (*known[:-2], "example_target", *TRAINING)
+            meant = {name: AN_OPTION.format(name) for name in ROWS}
+            taken = (*known[:-2], "example_target", *of_training)
             refuse_unknown("Workload has no field", options, taken, meant | NOT_FIELDS)
         if missing := [n for n, one in zip(known[:2], given, strict=False) if one is REQUIRED]:
             raise ConfigError(
@@ -179,7 +169,7 @@ def _own_errors_named(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
             f"batches() raised at minibatch {count}",
             "iterate over batches() alone first",
         )
-        raise _failed(what, error, "Workload.batches", remedy) from error
+        raise failed(what, error, "Workload.batches", remedy) from error
 
 
 def _compare(model: torch.nn.Module, example_inputs: Any, inputs: Any) -> None:
@@ -225,136 +215,11 @@ def load_target(target: str) -> Workload:
         ConfigError: the text has another form; file, module or function is missing; the
             function wants arguments, raises (the cause is chained) or returns something else.
     """
-    return _as_workload(_call(load_function(target), target), target)
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """Import the function that ``file.py:function`` or ``package.module:function`` names.
-
-    Raises:
-        ConfigError: the text has another form; file, module or function is missing.
-    """
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name.isidentifier():
-        raise ConfigError(
-            f"the target '{target}' has not the form {FORMS}",
-            remedy="for example: pdcompile plan examples/gpt.py:build --cluster 1x2",
-        )
-    module = _load_file(Path(place), target) if _is_file(place) else _load_module(place, target)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"there is no function '{name}' in {place}",
-            where=target,
-            remedy=_suggest(module),
-        )
-    found: Callable[..., Any] = function
-    return found
-
-
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place or "\\" in place
-
-
-def _load_file(path: Path, target: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no file '{path}'",
-            where=target,
-            remedy=f"the path is relative to {Path.cwd()}",
-        )
-    # Under its plain name, as `import` would see it beside the file: pickles and generated
-    # sources refer to its classes by it.
-    folder = str(path.parent.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
-        return known
-    name = path.stem if known is None else f"pdcompile_target_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"'{path}' is not a Python file", where=target, remedy=f"write {FORMS}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except PdcompileError:
-        del sys.modules[name]
-        raise
-    except Exception as error:
-        del sys.modules[name]
-        raise _failed(f"importing '{path}' failed", error, target) from error
-    return module
-
-
-def _load_module(place: str, target: str) -> ModuleType:
-    # The command's own folder is not on the path of an installed script; python -m has it.
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        missing = error.name or place
-        if place != missing and not place.startswith(missing + "."):
-            raise _failed(f"importing '{place}' failed", error, target) from error
-        raise ConfigError(
-            f"there is no module '{missing}'",
-            where=target,
-            remedy=f"run in the folder that holds it, install it, or write {FORMS}",
-        ) from error
-    except PdcompileError:
-        raise
-    except Exception as error:
-        raise _failed(f"importing '{place}' failed", error, target) from error
-
-
-def _call(function: Callable[[], Any], target: str) -> Any:
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"the target function cannot be called without arguments: {error}",
-            where=target,
-            remedy="give its parameters defaults, or wrap it in a function without parameters",
-        ) from error
-    try:
-        return function()
-    except PdcompileError:
-        raise
-    except Exception as error:
-        raise _failed("the target function raised", error, target) from error
-
-
-def _failed(what: str, error: Exception, target: str, remedy: str | None = None) -> ConfigError:
-    """An error that quotes the user's own exception with the innermost place of it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    where = target
-    if frame is not None:
-        where = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename}:{error.lineno}"
-    return ConfigError(
-        f"{what}: {type(error).__name__}: {error}",
-        where=where,
-        remedy=remedy or f"make `{_python_of(target)}` work first",
-    )
-
-
-def _python_of(target: str) -> str:
-    place, _, name = target.rpartition(":")
-    if _is_file(place):
-        path = Path(place)
-        return f"cd {path.parent} && python -c 'import {path.stem}; {path.stem}.{name}()'"
-    return f"python -c 'import {place} as m; m.{name}()'"
+    return _as_workload(call(load_function(target), target), target)
 
 
 def _as_workload(value: Any, target: str) -> Workload:
     from torch import nn
-
-    from pdcompile.options.option_checks import check_loss_fn
 
     if isinstance(value, nn.Module):
         raise ConfigError(
@@ -387,7 +252,7 @@ def _as_workload(value: Any, target: str) -> Workload:
                 if field == "batches"
                 else "loss_fn is a function (output, target) -> scalar",
             )
-    check_loss_fn(value.loss_fn)
+    values.loss_fn("loss_fn", value.loss_fn)
     return value
 
 
@@ -398,14 +263,3 @@ def _kind(value: Any) -> str:
         return f"a tuple of {len(value)}"
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _suggest(module: ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
-    ]
-    if not names:
-        return f"define one there; a target is {FORMS}"
-    return f"it defines: {', '.join(sorted(names)[:12])}"

@@ -222,7 +222,7 @@ def test_bad_targets_end_with_two(arguments: tuple[str, ...], message: str, call
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--microbatches", "many", "neither a number nor auto"),
+        ("--microbatches", "many", "--microbatches many is not a valid value"),
         ("--optimizer", "Adomw", "no optimizer 'Adomw'"),
         ("--cluster", "local:none", "no number of stages"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError, InputError
-from pdcompile.options.option_texts import optimizer_of
+from pdcompile.options.texts import optimizer_of
 from pdcompile.runtime.failure.first_cause import raised_by_op
 from tests.helpers.alike import Call
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, InputError, PdcompileError, TraceError
-from pdcompile.options.option_texts import optimizer_of
+from pdcompile.options.texts import optimizer_of
 from pdcompile.schedule import registry
 from tests.helpers.alike import Call
 

@@ -17,7 +17,7 @@ from tests.test_imports import modules, runtime_imports
 ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "front door and options": (
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
-        4_800,
+        5_200,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_200),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_600),
@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_100),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 6_000),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_750),
     "export": (("passes/export", "pdcompile/export"), 2_000),
 }
 LINES_OF_A_FILE = 500
@@ -49,7 +49,7 @@ LINES_OF_A_CLASS = 250
 LINES_OF_A_FUNCTION = 60  # of its body, without the docstring
 STILL_TOO_LONG: set[str] = set()
 FILES_STILL_TOO_LONG = {
-    "pdcompile/cli/options.py", "pdcompile/plan/makespan.py", "passes/schedules/lower_comm.py",
+    "pdcompile/plan/makespan.py", "passes/schedules/lower_comm.py",
 }  # fmt: skip
 
 

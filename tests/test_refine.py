@@ -273,6 +273,6 @@ def test_refining_is_left_out_where_it_cannot_be() -> None:
 def test_the_command_line_says_when_to_refine(text: str, value: object) -> None:
     model = models.mlp()
     workload = Workload(model, models.batch_for(model, 8)[0])
-    assert Flags(refine=text).to_options(workload).refine == value
+    assert Flags({"refine": text}).to_options(workload).refine == value
     with pytest.raises(ConfigError, match="--refine often"):
-        Flags(refine="often").to_options(workload)
+        Flags({"refine": "often"}).to_options(workload)

@@ -216,13 +216,13 @@ def test_it_takes_what_a_training_is() -> None:
         "loss_reduction": "sum", "max_grad_norm": 1.0, "batch_dims": 0,
         "optimizer": torch.optim.SGD,
     }  # fmt: skip
-    options = Flags().to_options(workload)
+    options = Flags({}).to_options(workload)
     assert (options.loss_reduction, options.max_grad_norm) == ("sum", 1.0)
     assert options.optimizer is torch.optim.SGD
     assert {"loss_reduction", "max_grad_norm"} <= options.said
-    said = Flags(loss_reduction="mean", optimizer="none").to_options(workload)
+    said = Flags({"loss_reduction": "mean", "optimizer": "none"}).to_options(workload)
     assert (said.loss_reduction, said.max_grad_norm, said.optimizer) == ("mean", 1.0, None)
     with pytest.raises(ConfigError, match="TARGET has an optimizer of its own"):
-        Flags(lr=0.1).to_options(workload)
+        Flags({"lr": 0.1}).to_options(workload)
     with pytest.raises(ConfigError, match="no field 'stages'"):
         Workload(nn.Linear(1, 1), x, stages=2)

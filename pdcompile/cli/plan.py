@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, PlanFlags, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 from pdcompile.files import capture_beside
 from pdcompile.pass_runner import collecting_seldom
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @takes_flags
 def plan(
     target: Target,
-    flags: PlanFlags,
+    flags: Flags,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -51,13 +51,13 @@ def plan(
 
       pdcompile plan examples/gpt.py:build --cluster 1x2 --cut-at "blocks.*" --pin "tokens=0"
     """
-    from pdcompile.cli.options import compiled, words_of
+    from pdcompile.cli.options import compiled
     from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.report.plan_table import plan_report
 
     beside = None if output is None else capture_beside(output)
     _, result = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
-    made = replace(result.plan, command=(target, *words_of(flags)))
+    made = replace(result.plan, command=(target, *flags.words()))
     if output is not None:
         write_text(output, made.to_json() + "\n")
     if as_json:

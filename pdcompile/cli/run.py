@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,11 +16,10 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.dry_run import intended, show
-from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 from pdcompile.errors import ConfigError
 
 saving = partial(typer.Option, rich_help_panel="Checkpoints")
-failing = partial(typer.Option, rich_help_panel="Failures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +58,6 @@ class Saves:
 
 
 @dataclass(frozen=True, slots=True)
-class RunTime:
-    """Options of `compile` that nothing but a run has."""
-
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="For a model on the meta device: a .safetensors file, an index or a folder of "
-            "such files; may be given several times. Each process reads its own stage.",
-        ),
-    ] = None
-    detect_nonfinite: Annotated[
-        bool,
-        failing(
-            "--detect-nonfinite",
-            help="Name the first op that makes NaN; several times as slow.",
-        ),
-    ] = False
-    stall_timeout: Annotated[
-        float, failing(metavar="SECONDS", help="End when a rank gives no sign of life for so long.")
-    ] = 30.0
-    progress_timeout: Annotated[
-        float, failing(metavar="SECONDS", help="End when all ranks wait for each other so long.")
-    ] = 300.0
-
-
-@dataclass(frozen=True, slots=True)
 class Told:
     """What a run tells of itself."""
 
@@ -107,9 +79,7 @@ class Told:
 def run(
     target: Target,
     flags: Flags,
-    given: GivenSources,
     saves: Saves,
-    run_time: RunTime,
     told: Told,
     steps: Annotated[
         int,
@@ -139,12 +109,11 @@ def run(
 
     flags.check()
     workload = load_target(target)
-    files = given.to_options()
-    more = asdict(run_time) | ({"resume": saves.folder} if saves.resume else {})
-    more["weights"] = more["weights"] or workload.weights
-    options = flags.to_options(workload, command_target=target, **files, **more)
+    more = flags.given() | {"weights": flags.said.get("weights") or workload.weights}
+    more |= {"resume": saves.folder} if saves.resume else {}
+    options = flags.to_options(workload, command_target=target, **more)
     inputs, expected = workload.example()
-    if flags.dry_run:
+    if "dry_run" in flags.said:
         show(intended(workload, options, inputs, expected), saves.folder, as_json=as_json)
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)

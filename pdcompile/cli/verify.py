@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 
 if TYPE_CHECKING:
     from pdcompile.passes.verify import Verification
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 def verify(
     target: Target,
     flags: Flags,
-    given: GivenSources,
     as_json: AsJson = False,
 ) -> None:
     """Compare the stages with the model in plain PyTorch, in one process, bit for bit.
@@ -48,7 +47,7 @@ def verify(
     from pdcompile.cli.output import EXIT_DIFFERENT, emit_json, stdout
     from pdcompile.report.verify_table import verify_report
 
-    _, result = compiled(target, flags, given, as_json=as_json, verify="full")
+    _, result = compiled(target, flags, as_json=as_json, verify="full")
     found = result.verification
     assert found is not None, "verify='full' always compares"
     if as_json:

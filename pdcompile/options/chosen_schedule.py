@@ -104,19 +104,6 @@ def microbatches_of(options: Options) -> Any:
     return kind.written.num_microbatches if kind and kind.written else options.microbatches
 
 
-def check_count(name: str, given: Any, otherwise: str) -> None:
-    """Raise ConfigError unless it is a number from 1 up, or what `otherwise` says."""
-    if given is None and otherwise.startswith("None"):
-        return
-    whole = isinstance(given, int) and not isinstance(given, bool)
-    if not whole or given < 1:
-        problem = "below 1" if whole else "not a whole number"
-        raise ConfigError(
-            f"{name}={given!r} is {problem}",
-            remedy=f"a whole number from 1 up, such as {name}=4, or {otherwise}",
-        )
-
-
 def updates_each(options: Options) -> bool:
     """Is every microbatch a minibatch with an update of its own?"""
     return options.schedule != "auto" and kind_of(options.schedule).updates_each

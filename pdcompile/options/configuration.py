@@ -8,19 +8,19 @@ from typing import Any
 
 from pdcompile.batch import nothing_splits
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
-from pdcompile.clusters import FORMS, cluster_of
+from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import (
-    check_count,
     chosen_schedule,
     counts_of,
     microbatches_of,
     updates_each,
 )
+from pdcompile.options.values import SEARCHED, count, not_a_cluster
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
@@ -36,7 +36,6 @@ MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m 
 MOST_COUNTS = 5  # microbatch counts that "auto" tries
 SENT = ("everything", "all")  # choices of outputs that earlier stages send to the last one
 NOT_KEPT = ("none", "evaluation")  # and those without any of training
-SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
 SPREAD = 4  # from a quarter of the usual count to four times
 
 
@@ -173,7 +172,7 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
 
 def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int]:
     """(stages, ranks); where the planner decides, as many as there can be."""
-    check_count("stages", options.stages, "None: one a device")
+    count("None: one a device")("stages", options.stages)
     stages, replicas, plan = options.stages, options.replicas, options.plan
     if isinstance(plan, Plan):
         stages, ranks = stages or len(plan.stages), plan.num_ranks
@@ -274,15 +273,6 @@ def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
     raise not_a_cluster(given)
 
 
-def not_a_cluster(given: Any) -> ConfigError:
-    """The error for what describes no machines."""
-    hint = f"; for {given} stages: stages={given}" if type(given) is int and given > 0 else ""
-    return ConfigError(
-        f"cluster={given!r} is not a cluster",
-        remedy=f"Cluster.local(4), {FORMS}{hint}",
-    )
-
-
 def _auto(num_ranks: int) -> Cluster:
     """The cluster that torchrun started; a group of some of its ranks counts as one host."""
     cluster = Cluster.auto()
@@ -294,7 +284,7 @@ def _auto(num_ranks: int) -> Cluster:
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
     given = microbatches_of(options)
     if not splits and given != "auto":
-        check_count("microbatches", given, "'auto'")
+        count("'auto'")("microbatches", given)
         if given > 1:
             raise nothing_splits(int(given))
     if not splits or updates_each(options):
@@ -303,7 +293,7 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
-    check_count("microbatches", given, "'auto'")
+    count("'auto'")("microbatches", given)
     if given > batch_size:
         raise ConfigError(
             f"{given} microbatches of a minibatch of {batch_size} samples",

@@ -10,13 +10,10 @@ from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.options.table import ROWS
 from pdcompile.plan import Plan
 from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.schedule.registry import name_of
-
-PLACES = {"stages": "stages", "replicas": "stages: replicas", "recompute": "stages: recompute"}
-# of options that `Training` calls by another one
-NAMES = {"microbatches": "num_microbatches", "grad_scaler": "loss_scaling"}
 
 
 def completed(options: Options, plan: Plan) -> Options:
@@ -49,7 +46,7 @@ def refuse_others(options: Options, plan: Plan) -> None:
         unlike, one = " with other tasks" if stated == other else "", len(differing) == 1
         raise ConfigError(
             f"the plan has {name}={stated!r}, but the options ask for {other!r}{unlike}",
-            where=f"plan: {PLACES.get(name, f'training.{NAMES.get(name, name)}')}",
+            where=f"plan: {ROWS[name].plan}",
             remedy=f"leave {', '.join(differing)} out, as the plan says {'it' if one else 'them'}; "
             "or plan again with these options",
         )
@@ -60,17 +57,13 @@ def _recorded(plan: Plan) -> dict[str, Any]:
     training, counts = plan.training, tuple(stage.replicas for stage in plan.stages)
     sent = "everything" if training.sends_outputs else "last"
     found = {
-        "schedule": training.schedule,
-        "microbatches": training.num_microbatches,
+        name: getattr(training, place)
+        for name, (of, _, place) in ((n, row.plan.partition(".")) for n, row in ROWS.items())
+        if of == "training"
+    } | {
         "stages": len(plan.stages),
         "replicas": counts[0] if len(set(counts)) == 1 else counts,
         "recompute": tuple(stage.recompute for stage in plan.stages),
-        "loss_reduction": training.loss_reduction,
-        "autocast": training.autocast,
-        "grad_scaler": training.loss_scaling,
-        "max_grad_norm": training.max_grad_norm,
-        "linear_lr_scaling": training.linear_lr_scaling,
-        "seed": training.seed,
         "outputs": sent if training.keeps_outputs else "none",
     }
     if training.loss_reduction == "callable":
@@ -82,9 +75,8 @@ def _recorded(plan: Plan) -> dict[str, Any]:
 
 def _said(options: Options, name: str) -> bool:
     """Whether the user decided this one, and did not leave it to the planner."""
-    if name in ("stages", "microbatches"):
-        return getattr(options, name) not in (None, "auto")
-    return name in options.said and getattr(options, name) not in ("auto", "any")
+    left = getattr(options, name) in ("auto", "any")
+    return not left and (name in options.said or not ROWS[name].is_open)
 
 
 def _asked(options: Options, name: str, stated: Any, stages: int) -> Any:

@@ -32,18 +32,13 @@ from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.options import Options
+from pdcompile.options.table import ROWS
 from pdcompile.runtime.transport.launch import from_rank0
 from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
 from pdcompile.runtime.watch.attribute_watch import attribute, owners
 from pdcompile.runtime.watch.same_model import check_alike, planned_beside
 from pdcompile.weights import slots
 
-# Options that say what is trained.  The others say where, how it is planned and what is shown, of
-# which rank 0 decides or which may differ.
-_COMPARED = (
-    "stages", "schedule", "replicas", "recompute", "microbatches", "constraints", "cut_tolerance",
-    "batch_dims", "loss_reduction", "max_grad_norm", "linear_lr_scaling", "seed", "max_staleness",
-)  # fmt: skip
 _PLACES = re.compile(r"^(cpu|cuda|xpu|mps|hip|meta)(:\d+)?$|/|\\")  # devices and paths
 _KERNELS = ("foreach", "fused", "capturable", "differentiable", "params", "param_names")
 _CODE = f"under Python {platform.python_version()}"
@@ -76,7 +71,9 @@ def compiled_alike(
 
 def facts_of_start(model: nn.Module, options: Options, flat: FlatCall | None) -> Facts:
     """What is compared before anything is built: options, model, loss, optimizer, example."""
-    found = {f"option {name}": text(getattr(options, name)) for name in _COMPARED}
+    found = {
+        f"option {name}": text(getattr(options, name)) for name, row in ROWS.items() if row.compared
+    }
     if callable(options.loss_reduction):
         found |= _of_code("loss_reduction", options.loss_reduction)
     found["option autocast"] = str(autocast_text(options.autocast, HOST_KIND)).rpartition(":")[2]

@@ -140,9 +140,9 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(tmp_path: Path, c
     [
         (("--replicas", "2,0"), "--replicas 2,0 is not a valid value"),
         (("--recompute", "some"), "--recompute some is not a valid value"),
-        (("--microbatches", "2,x"), "neither auto nor numbers"),
+        (("--microbatches", "2,x"), "--microbatches 2,x is not a valid value"),
         (("--microbatches", "2,9"), "9 microbatches of a minibatch of 8"),
-        (("--warmup", "-1"), "neither auto nor numbers"),
+        (("--warmup", "-1"), "--warmup -1 is not a valid value"),
         (("--max-staleness", "2"), "--max-staleness 2 is not a valid value"),
     ],
 )

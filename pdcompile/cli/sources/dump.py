@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, GivenPlan, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 from pdcompile.files import capture_beside
 
 
@@ -17,7 +17,6 @@ from pdcompile.files import capture_beside
 def dump(
     target: Target,
     flags: Flags,
-    given: GivenPlan,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
     ] = Path("stages"),
@@ -36,10 +35,9 @@ def dump(
     from pdcompile.cli.options import compiled
     from pdcompile.cli.output import emit_json, stdout
 
-    beside = None if given.plan is None else capture_beside(given.plan)
-    workload, result = compiled(
-        target, flags, given, writes=output, as_json=as_json, capture_file=beside
-    )
+    plan = flags.said.get("plan")
+    beside = None if plan is None else capture_beside(plan)
+    workload, result = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
     result.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
     if as_json:
