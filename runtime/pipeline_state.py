@@ -1,8 +1,8 @@
-"""PipelineState: what a prepared pipeline knows of itself, its parameters and its state."""
+"""PipelineState: answers of a prepared pipeline about itself, and its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,18 +14,11 @@ from pdcompile.hardware import devices
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_unscaled
 from pdcompile.plan import Plan
-from pdcompile.position import (
-    Position,
-    accumulated_of,
-    as_position,
-    position_of,
-    with_position,
-)
+from pdcompile.position import Position
 from pdcompile.runtime.calls import check_size, needed_paths
 from pdcompile.runtime.device.rank_device import DeviceMemory
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard, shards
-from pdcompile.runtime.state.accumulated import check_accumulated, gathered, held, resume
 from pdcompile.runtime.transport.norms import check_max_norm
 from pdcompile.runtime.watch.same_model import settle_others
 
@@ -215,7 +208,7 @@ class PipelineState(ModuleHints):
                 session.agree(kind, self._num_minibatches)
                 yield session
 
-    # -- parameters and state ----------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters with the model's names: tied ones on their owner only."""
@@ -242,59 +235,3 @@ class PipelineState(ModuleHints):
         with self._call("clip_grad_norm_") as session:
             session.drain(self._num_minibatches, together=False)
             return session.clip(self._num_minibatches, max_norm)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This process's part of the state, detached, under the model's names: the tensors
-        themselves, which where minibatches overlap are of this moment (later updates go to other
-        memory).
-
-        Flushes first, so every rank calls it.  Its ``_metadata`` has the `position`.
-        """
-        with self._call("state_dict") as session:
-            session.drain(self._num_minibatches)
-            session.refresh(self._num_minibatches)
-            waiting = held(session, self._num_minibatches)
-        return with_position(session.state.part(), self.position, waiting)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
-
-        Flushes first, so every rank calls it; {} on the others.  Its ``_metadata``, which
-        torch.save keeps, has the `position`.
-        """
-        with self._call("full_state_dict") as session:
-            session.drain(self._num_minibatches)
-            state = session.state.gather(session.share)
-            waiting = gathered(session, self._num_minibatches)
-        return with_position(state, self.position, waiting) if state else state
-
-    def load_state_dict(
-        self, state: Mapping[str, Tensor], *, position: Position | int | None = None
-    ) -> None:
-        """Load weights and buffers, all or a part; schedules with older weights start afresh.
-
-        Training goes on at the `position` that the state was saved at: minibatches to come draw
-        the random numbers that they would have drawn then.  Give `position` (a number of
-        minibatches) for a state that has lost its own: one from safetensors, or a dict made of
-        it.  With neither, counting goes on.
-
-        Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
-        model does not have.
-        """
-        self.flush()
-        found = as_position(position) or position_of(state) or self.position
-        accumulated = accumulated_of(state, found)
-        check_accumulated(self._running, accumulated)
-        self._running.load(state, found.minibatches)
-        resume(self._running, found.minibatches, accumulated)
-        self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
-        self._running.end_call()
-
-    def to_model(self) -> nn.Module | None:
-        """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
-        session = self._running
-        if session.world is None:
-            self.flush()
-            return self._model
-        state = self.full_state_dict()
-        return session.state.whole_model(state) if session.world.rank == 0 else None

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdcompile.checkpoint.contents import Contents
 from pdcompile.checkpoint.folder import OwnCheckpoints, foreign, newest
 from pdcompile.errors import CheckpointError, ConfigError, some
 from pdcompile.files import is_path
 from pdcompile.options import Options
+from pdcompile.position import Position, accumulated_of, as_position, position_of, with_position
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.recording import Recording, together
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.checkpoint_parts import part_again, replicas_apart
-from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.accumulated import check_accumulated, resume
+from pdcompile.runtime.state.exchange import Exchange, Refused
+from pdcompile.runtime.state.holdings import held, replica_buffers
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import Asked, save
-from pdcompile.runtime.state.whole_optimizer import Numbers, gather_optimizer, load_optimizer
+from pdcompile.runtime.state.whole_state import gather_optimizer, gather_state, load_optimizer
 from pdcompile.schedule.recorded import RecordedEvent
 from pdcompile.warn import warn
 
@@ -35,7 +38,6 @@ class Saving(PipelineState):
     def __init__(self, model: nn.Module, options: Options) -> None:
         super().__init__(model, options)
         self._exchange: Exchange | None = None
-        self._numbers: Numbers = {}
         self._own = OwnCheckpoints()
         self._left: tuple[str, ...] = ()  # schedulers that were saved, and not handed over yet
         self._resumed: Contents | None = None  # what the pipeline goes on from when it starts
@@ -78,20 +80,19 @@ class Saving(PipelineState):
         if any(parameter.grad is not None for parameter in self.parameters()):
             warn("gradients in .grad are in no checkpoint: save after optimizer.step()")
         place = _place(folder)
-        with self._call("save") as session:
+        with self._refusable("save") as session:
             session.drain(self._num_minibatches, together=False)
-            apart = replicas_apart(session)
+            buffers = [*replica_buffers(session)] if session.replicas_apart else []
+            apart = [row._replace(tensor=row.tensor.clone()) for row in buffers]
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
-            saved = save(
-                session, self._told(session), place, self.position,
-                Asked(keep, verify, named, self._own), apart,
-            )  # fmt: skip
-            part_again(session, apart)
-        if saved.error is not None:
-            raise saved.error
-        assert saved.place is not None
-        return saved.place
+            asked = Asked(keep, verify, named, self._own)
+            try:
+                return save(session, self._told(session), place, self.position, asked, apart)
+            finally:  # each replica goes on with its own
+                for row, own in zip(buffers, apart, strict=True):
+                    row.tensor.copy_(own.tensor)
+                session.replicas_apart = bool(apart) or session.replicas_apart
 
     def load(
         self,
@@ -117,17 +118,26 @@ class Saving(PipelineState):
         return self._load(_place(folder), Wanted(optimizer, random_state, _named(schedulers)))
 
     def _load(self, place: Path, wanted: Wanted) -> Path:
-        with torch.inference_mode(False), self._call("load") as session:
+        with torch.inference_mode(False), self._refusable("load") as session:
             session.drain(self._num_minibatches)
-            loaded = load(session, self._told(session), place, wanted)
-        if loaded.error is not None:
-            raise loaded.error
-        assert loaded.place is not None
-        self._own.took(loaded.place)
+            contents = load(session, self._told(session), place, wanted)
+        self._own.took(contents.place)
         self._left = ()
-        self._num_minibatches = loaded.position.minibatches
-        self._num_evaluations = loaded.position.evaluations
-        return loaded.place
+        position = contents.position
+        self._num_minibatches, self._num_evaluations = position.minibatches, position.evaluations
+        return contents.place
+
+    @contextmanager
+    def _refusable(self, kind: str) -> Iterator[Session]:
+        """A call that all ranks may refuse together, after which the pipeline goes on."""
+        refused: Refused | None = None
+        with self._call(kind) as session:
+            try:
+                yield session
+            except Refused as error:
+                refused = error
+        if refused is not None:
+            raise refused.error
 
     def _resume(self) -> None:
         """Go on from where `resume=` says, when the pipeline has started."""
@@ -141,6 +151,62 @@ class Saving(PipelineState):
             warn(note_on_schedulers(self._left))
             self._left = ()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's part of the state, detached, under the model's names: the tensors
+        themselves, which where minibatches overlap are of this moment (later updates go to other
+        memory).
+
+        Flushes first, so every rank calls it.  Its ``_metadata`` has the `position`.
+        """
+        with self._call("state_dict") as session:
+            session.drain(self._num_minibatches)
+            session.refresh(self._num_minibatches)
+            waiting = held(session, self._num_minibatches)
+        return with_position(session.state.part(), self.position, waiting)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
+
+        Flushes first, so every rank calls it; {} on the others.  Its ``_metadata``, which
+        torch.save keeps, has the `position`.
+        """
+        with self._call("full_state_dict") as session:
+            session.drain(self._num_minibatches)
+            told = self._told(session)
+            state, waiting = gather_state(session, told, self._num_minibatches)
+        return with_position(state, self.position, waiting) if state else state
+
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], *, position: Position | int | None = None
+    ) -> None:
+        """Load weights and buffers, all or a part; schedules with older weights start afresh.
+
+        Training goes on at the `position` that the state was saved at: minibatches to come draw
+        the random numbers that they would have drawn then.  Give `position` (a number of
+        minibatches) for a state that has lost its own: one from safetensors, or a dict made of
+        it.  With neither, counting goes on.
+
+        Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
+        model does not have.
+        """
+        self.flush()
+        found = as_position(position) or position_of(state) or self.position
+        accumulated = accumulated_of(state, found)
+        check_accumulated(self._running, accumulated)
+        self._running.load(state, found.minibatches)
+        resume(self._running, found.minibatches, accumulated)
+        self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
+        self._running.end_call()
+
+    def to_model(self) -> nn.Module | None:
+        """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
+        session = self._running
+        if session.world is None:
+            self.flush()
+            return self._model
+        state = self.full_state_dict()
+        return session.state.whole_model(state) if session.world.rank == 0 else None
+
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The state of the optimizer of the whole model on rank 0, by the names of parameters.
 
@@ -149,7 +215,7 @@ class Saving(PipelineState):
         """
         with self._call("full_optimizer_state_dict") as session:
             session.drain(self._num_minibatches)
-            return gather_optimizer(session, self._told(session), self._numbers)
+            return gather_optimizer(session, self._told(session))
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer of the whole model, on every rank: this process's part.

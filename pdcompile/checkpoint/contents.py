@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pdcompile.checkpoint.folder import newest
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.manifest import (
     ANOTHER,
     PLAN,
@@ -41,19 +42,14 @@ class Contents:
         self.manifest: Manifest = read_manifest(place)
         self._files: dict[str, TensorFile] = {}
         self._read: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by file
-        self._weights: dict[str, tuple[StoredFile, StoredTensor]] = {}
+        self._weights: dict[str, StoredTensor] = {}
         self._trained: dict[str, StoredStage] = {}
-        self._kept: dict[str, StoredFile] = {}  # what is in no state dict, by name
+        self._placed: dict[tuple[str, str], StoredFile] = {}  # by `Holding.place`
         for stage in self.manifest.stages:
-            self._weights |= {one.name: (stage.weights, one) for one in stage.weights.tensors}
+            self._weights |= {one.name: one for one in stage.weights.tensors}
             self._trained |= dict.fromkeys(stage.trained, stage)
-            if stage.rest is not None:
-                self._kept |= dict.fromkeys([t.name for t in stage.rest.tensors], stage.rest)
-        self._replicas = {
-            tensor.name: stage.replicas
-            for stage in self.manifest.stages
-            for tensor in (stage.replicas[0].tensors if stage.replicas else ())
-        }
+            for ending, file in stage.placed.items():
+                self._placed |= {(ending, one.name): file for one in file.tensors}
         self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
 
     @property
@@ -62,7 +58,7 @@ class Contents:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters and buffers, tied ones under their first name alone."""
+        """Names of all parameters and buffers, tied ones under their first name alone."""
         return [*self._weights]
 
     def check_model(self, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
@@ -84,14 +80,13 @@ class Contents:
                 remedy=f"load a checkpoint of this model{hint}",
             )
         for name, (shape, dtype) in tensors.items():
-            stored = self._weights[self._first[name]][1]
+            stored = self._weights[self._first[name]]
             if (stored.shape, stored.dtype) != (shape, dtype):
                 raise self._unlike(name, (stored.dtype, stored.shape), (dtype, shape))
 
-    def _unlike(self, name: str, stored: tuple[Any, ...], here: tuple[Any, ...]) -> CheckpointError:
+    def _unlike(self, name: str, stored: tuple[Any, Any], own: tuple[Any, Any]) -> CheckpointError:
         return CheckpointError(
-            f"{name} is {stored[0]} {stored[1]} in the checkpoint, in the model {here[0]} "
-            f"{here[1]}",
+            f"{name} is {stored[0]} {stored[1]} in the checkpoint, in the model {own[0]} {own[1]}",
             where=str(self.place),
             remedy="build the model with the sizes and dtypes that it was saved with",
         )
@@ -113,68 +108,47 @@ class Contents:
             )
         return found.pop()
 
-    def weight(self, name: str) -> Tensor:
-        """The newest value of a parameter or buffer, by its first name."""
-        return self._file(self._weights[name][0]).tensor(name)
+    def __contains__(self, holding: Holding) -> bool:
+        return holding.place in self._placed
 
-    # -- what state dicts leave out ------------------------------------------------------------
+    def tensor(self, holding: Holding, like: Tensor | None = None) -> Tensor:
+        """A tensor by its first name; `like`: one of its shape and dtype."""
+        key = holding.place[1]
+        if holding not in self:
+            raise CheckpointError(f"{key} is in no file", where=str(self.place), remedy=ANOTHER)
+        found = self._file(self._placed[holding.place]).tensor(key)
+        if like is not None:
+            stored, own = ((dtype_name(one), tuple(one.shape)) for one in (found, like))
+            if stored != own:
+                raise self._unlike(holding.name, stored, own)
+        return found
 
     def versions(self, name: str) -> list[int]:
         """The numbers of the weights that are stored of a parameter: the newest is the last."""
         stage = self._trained.get(name)
         return [] if stage is None else [*stage.older, stage.updates]
 
-    def older(self, name: str, version: int) -> Tensor:
-        """Weights W_version of a parameter."""
-        return self._rest(f"older/{version}/{name}")
-
-    def buffer(self, names: Sequence[str], like: Tensor) -> Tensor | None:
-        """A buffer of these names that state dicts leave out, None where it was not saved."""
-        key = next((key for name in names if (key := f"buffer/{name}") in self._kept), None)
-        if key is None:
-            return None
-        found = self._rest(key)
-        stored, here = ((dtype_name(one), tuple(one.shape)) for one in (found, like))
-        if stored != here:
-            raise self._unlike(names[0], stored, here)
-        return found
-
     def has_replicas(self, name: str, count: int) -> bool:
-        """Whether each of so many replicas has a buffer of its own of this name."""
-        files = self._replicas.get(name, ())
-        return len(files) == count and all(
-            name in [tensor.name for tensor in file.tensors] for file in files
-        )
-
-    def replica(self, name: str, index: int) -> Tensor:
-        """A replica's own buffer."""
-        return self._file(self._replicas[name][index]).tensor(name)
+        """Whether each of so many replicas, and no other, has a buffer of its own of this name."""
+        there = [Holding(HoldingKind.REPLICA, name, n) in self for n in range(count + 1)]
+        return there == [True] * count + [False]
 
     def accumulated(self, name: str) -> Accumulated | None:
         """The gradient of a parameter that waits for the rest of its group; None: none does."""
-        stage, key = self._trained.get(name), f"gradient/{name}"
+        stage, holding = self._trained.get(name), Holding(HoldingKind.ACCUMULATED, name)
         if stage is None or not stage.waiting:
             return None
-        return Accumulated(stage.waiting, self._rest(key) if key in self._kept else None)
-
-    def _rest(self, key: str) -> Tensor:
-        if key not in self._kept:
-            raise CheckpointError(f"{key} is in no file", where=str(self.place), remedy=ANOTHER)
-        return self._file(self._kept[key]).tensor(key)
+        return Accumulated(stage.waiting, self.tensor(holding) if holding in self else None)
 
     # -- the optimizer -------------------------------------------------------------------------
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps of a parameter; {}: nothing."""
+        """State that the optimizer keeps of a parameter; {}: none."""
+        where = f"{self.place}: optimizer state of {name}"
         for stage in self.manifest.stages:
             if name in stage.state:
-                where = f"{self.place}: optimizer state of {name}"
-                found = decode(stage.state[name], where, self._tensors_of(stage))
-                if not isinstance(found, dict):
-                    raise CheckpointError(
-                        "the optimizer's state is malformed", where=where, remedy=ANOTHER
-                    )
-                return found
+                tensors = self._tensors_of(stage)
+                return _dict(stage.state[name], where, "the optimizer's state is", tensors)
         return {}
 
     def groups(self) -> list[NamedGroup]:
@@ -183,11 +157,8 @@ class Contents:
         for stage in self.manifest.stages:
             for n, group in enumerate(stage.groups):
                 where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
-                values = decode(group.values, where, self._tensors_of(stage))
-                if not isinstance(values, dict):
-                    raise CheckpointError(
-                        "the optimizer's settings are malformed", where=where, remedy=ANOTHER
-                    )
+                tensors = self._tensors_of(stage)
+                values = _dict(group.values, where, "the optimizer's settings are", tensors)
                 kind = group.kind or self.manifest.optimizer
                 found.append(NamedGroup(n, group.names, values, kind))
         return found
@@ -210,7 +181,7 @@ class Contents:
         return self._inline(self.manifest.schedulers, "schedulers")
 
     def extra_states(self) -> dict[str, Any]:
-        """What modules keep beside tensors, by their keys in a state dict."""
+        """Values that modules keep beside tensors, by their keys in a state dict."""
         return self._inline(self.manifest.extra_states, "extra_states")
 
     def _inline(self, data: Any, kind: str) -> dict[str, Any]:
@@ -247,7 +218,7 @@ class Contents:
         return text
 
     def verify(self) -> list[CheckpointError]:
-        """Read everything: what is damaged, [] where all is as it was written."""
+        """Errors of all that is damaged; reads everything."""
         found = []
         try:
             self.plan_text()
@@ -272,6 +243,16 @@ class Contents:
         self._read.clear()
         for file in self._files.values():
             file.close()
+
+
+def _dict(
+    data: Any, where: str, what: str, tensors: Callable[[str], Tensor] | None
+) -> dict[str, Any]:
+    """Values by key.  Raises CheckpointError where `data` has others."""
+    found = decode(data, where, tensors)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} malformed", where=where, remedy=ANOTHER)
+    return found
 
 
 def scheduler_parts(contents: Contents) -> dict[str, list[SchedulerPart]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.errors import CheckpointError, PdcompileError, some
 from pdcompile.files import write_whole
 from pdcompile.weights.tensor_files import INDEX
@@ -62,7 +63,10 @@ def convert(source: Path, output: Path, prefix: str = "") -> list[str]:
 
 def _of_stages(contents: Contents) -> Iterator[dict[str, Tensor]]:
     for stage in contents.manifest.stages:
-        yield {one.name: contents.weight(one.name) for one in stage.weights.tensors}
+        yield {
+            one.name: contents.tensor(Holding(HoldingKind.WEIGHT, one.name))
+            for one in stage.weights.tensors
+        }
 
 
 def _single(output: Path, parts: Iterable[Mapping[str, Tensor]]) -> list[str]:

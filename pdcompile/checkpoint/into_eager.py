@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.extra_states import set_extra_states
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
 from pdcompile.checkpoint.tensor_file import dtype_name
 from pdcompile.eager.optimizers import Optimizers
@@ -50,10 +51,12 @@ def load_checkpoint(
     }
     contents.check_model(tensors)
     stored = {fqn: contents.first_name(slot.names) for fqn, slot in kept.items()}
-    values = {fqn: contents.weight(name) for fqn, name in stored.items()}
+    held = {fqn: Holding(HoldingKind.WEIGHT, name) for fqn, name in stored.items()}
     for fqn, slot in every.items():
-        hidden = None if slot.persistent else contents.buffer(slot.names, slot.tensor)
-        values |= {} if hidden is None else {fqn: hidden}
+        for name in () if slot.persistent else slot.names:
+            if (hidden := Holding(HoldingKind.BUFFER, name)) in contents:
+                held.setdefault(fqn, hidden)
+    values = {fqn: contents.tensor(one, every[fqn].tensor) for fqn, one in held.items()}
     parts = None
     if isinstance(optimizer, Sequence):
         optimizer = Optimizers(optimizer)
@@ -80,7 +83,7 @@ def optimizer_parts(
     stored: Mapping[str, str],
     made: Sequence[NamedGroup] = (),
 ) -> tuple[dict[int, str], list[NamedGroup], dict[str, dict[str, Any]]]:
-    """What `load_named` takes, of a checkpoint: names, groups and state.
+    """Names, groups and state of a checkpoint, as `load_named` takes them.
 
     Args:
         tensors: of the model, by name; `stored`: the name of each in the checkpoint.

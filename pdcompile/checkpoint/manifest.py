@@ -97,9 +97,16 @@ class StoredStage:
     schedulers: tuple[StoredScheduler, ...] = ()
 
     @property
+    def placed(self) -> dict[str, StoredFile]:
+        """Files by the ending of their names, see `Holding.place`."""
+        found = {"": self.weights, "-optimizer": self.optimizer, "-rest": self.rest}
+        found |= {f"-replica-{n:03d}": one for n, one in enumerate(self.replicas)}
+        return {ending: one for ending, one in found.items() if one is not None}
+
+    @property
     def files(self) -> tuple[StoredFile, ...]:
-        found = (self.weights, self.optimizer, self.rest, *self.replicas)
-        return tuple(one for one in found if one is not None)
+        """All files of the stage."""
+        return tuple(self.placed.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +157,7 @@ class Manifest:
         return _checked(encode(self)).decode()
 
     def files(self) -> Iterator[StoredFile]:
-        """All safetensors files."""
+        """All safetensors files, stage by stage."""
         for stage in self.stages:
             yield from stage.files
 

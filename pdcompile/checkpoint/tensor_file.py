@@ -6,7 +6,8 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pdcompile.checkpoint.manifest import StoredFile, StoredTensor
 from pdcompile.eager.digest import flat_bytes
-from pdcompile.errors import CheckpointError, os_errors_as
+from pdcompile.errors import CheckpointError, PdcompileError, os_errors_as
 
 _LENGTH = 8  # bytes that hold the header's length
 _MAX_HEADER = 100 * 2**20  # as the library has it
@@ -36,16 +37,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: str) -> S
         memory = value.untyped_storage().data_ptr()
         plain[name] = value.clone() if memory in memories else value
         memories.add(memory)
-    try:
+    with unwritten(path, Exception):  # the library has several kinds
         save_file(plain, path, {"format": "pt", "pdcompile": identity})
         synced(path)
         with path.open("rb") as file:
             header = zlib.crc32(_header(file.read(_LENGTH), file.read, path))
         size = path.stat().st_size
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library has several kinds
-        raise unwritten(path, error) from error
     listed = (
         StoredTensor(name, dtype_name(value), tuple(value.shape), _checksum(value))
         for name, value in plain.items()
@@ -53,14 +50,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: str) -> S
     return StoredFile(path.name, size, header, tuple(listed))
 
 
-def unwritten(path: Path, error: BaseException) -> CheckpointError:
-    """The error of a file that could not be written."""
-    return CheckpointError(
-        f"the checkpoint cannot be written: {error}",
-        where=str(path),
-        remedy="make room or give another folder, and save again; earlier checkpoints are as they "
-        "were",
-    )
+@contextmanager
+def unwritten(path: Path, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Raises CheckpointError in place of errors of a kind while files are written."""
+    try:
+        yield
+    except PdcompileError:
+        raise
+    except kind as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be written: {error}",
+            where=str(path),
+            remedy="make room or give another folder, and save again; earlier checkpoints are as "
+            "they were",
+        ) from error
 
 
 def synced(path: Path) -> None:

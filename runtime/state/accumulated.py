@@ -8,87 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
 from pdcompile.errors import InputError
-from pdcompile.hardware import devices
 from pdcompile.position import Accumulated
-from pdcompile.runtime.interpreter import Box, Worker
+from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.transport.contract import Expected
-from pdcompile.schedule import Kind
-from pdcompile.schedule.spec import Broadcast
 from pdcompile.warn import warn
-
-
-def held(session: Session, minibatches: int) -> dict[str, Accumulated]:
-    """What waits on the stages of this process; after a drain, `minibatches` so far."""
-    found: dict[str, Accumulated] = {}
-    for worker in session.workers:
-        count = worker.weights.numbers.waiting(minibatches)
-        if worker.replicas is not None and count:
-            shown = worker.replicas.shown
-            found |= {f: Accumulated(count, shown.get(f)) for f in worker.weights.owned}
-    return found
-
-
-def gathered(session: Session, minibatches: int) -> dict[str, Accumulated]:
-    """What waits on all stages, on rank 0; elsewhere {}.
-
-    A channel has tensors of one shape for ever: whichever stages wait, each gradient has a number
-    of its own, after those of the state.
-    """
-    own = held(session, minibatches)
-    if session.world is None:
-        return own
-    box, broadcasts, asked = Box({}, {}), [], dict[int, list[str]]()
-    trainable = session.state.trainable()
-    following = len(session.state.dtypes)
-    for stage, ranks in enumerate(session.spec.ranks):
-        names = [f for f in session.compiled.interfaces[stage].parameters if f in trainable]
-        first, following = following, following + 1 + len(names)
-        if minibatches % session.spec.group(stage) == 0:
-            continue
-        tensors = [torch.zeros(1 + len(names), dtype=torch.int64), *(trainable[f] for f in names)]
-        given = _told(names, tensors, own) if ranks[0] in session.ranks else tensors
-        for item, tensor in enumerate(given, first):
-            if ranks[0] in session.ranks:
-                box.tensors[item, -1] = tensor
-            else:
-                box.expected[item, -1] = Expected(tuple(tensor.shape), tensor.dtype, 0)
-            receivers = (0,) if ranks[0] else ()
-            broadcasts.append(Broadcast(Kind.STATE, item, -1, ranks[0], receivers))
-        asked[first] = names
-    session.share(tuple(broadcasts), box)
-    return _heard(asked, box) if 0 in session.ranks else {}
-
-
-def _told(names: list[str], tensors: list[Tensor], own: Mapping[str, Accumulated]) -> list[Tensor]:
-    """How many minibatches, and which parameters have a gradient; then the gradients."""
-    nothing = Accumulated(0, None)
-    waiting = [own.get(name, nothing) for name in names]
-    counts = max((one.minibatches for one in waiting), default=0)
-    present = [int(one.gradient is not None) for one in waiting]
-    return [
-        torch.tensor([counts, *present]),
-        *(
-            torch.zeros_like(like) if one.gradient is None else one.gradient
-            for one, like in zip(waiting, tensors[1:], strict=True)
-        ),
-    ]
-
-
-def _heard(asked: Mapping[int, list[str]], box: Box) -> dict[str, Accumulated]:
-    """`asked`: the names of a stage's parameters, by the number of what comes before them."""
-    found = dict[str, Accumulated]()
-    for first, names in asked.items():
-        count, *present = box.tensors[first, -1].tolist()
-        for item, (name, has) in enumerate(zip(names, present, strict=True), first + 1):
-            gradient = devices.to_host(box.tensors[item, -1].detach()).clone() if has else None
-            if count:
-                found[name] = Accumulated(count, gradient)
-    return found
 
 
 def check_accumulated(session: Session, accumulated: Mapping[str, Accumulated]) -> None:

@@ -1,20 +1,36 @@
-"""Texts that ranks tell each other while they save or load: what each has done, and the verdict.
+"""Exchange: values and tensors that ranks tell each other while they save or load.
 
-The texts go through the store.  That they are there is told by a program that meets all ranks: who
-waits for one that has died hears of it at once, as in every call.
+Values go through the store as JSON.  That they are there is told by a program that meets all ranks:
+who waits for one that has died hears of it at once, as in every call.
 """
 
 from __future__ import annotations
 
-import torch
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from pdcompile.checkpoint.tensor_file import dtype_name
+from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.state.model_state import dtype_of
 from pdcompile.runtime.transport.contract import MAX_EDGES, Expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
 
-_HERE = MAX_EDGES - 1  # the number of what is sent: no tensor of the state has it
+_MEETING = MAX_EDGES - 1  # the number of what is sent to meet: no tensor has it
+
+
+class Refused(Exception):
+    """Every rank refuses a call with `error`: nothing was changed, and the pipeline goes on."""
+
+    def __init__(self, error: PdcompileError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Exchange:
@@ -24,36 +40,92 @@ class Exchange:
         self._session = session
         self._number = 0
         self._announced: list[str] = []  # keys that all ranks have read when they meet again
+        self._channels: dict[tuple[Any, ...], int] = {}  # by rank, name, dtype and shape
 
-    def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, on rank 0; elsewhere []."""
-        world = self._session.world
+    # -- values --------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on rank 0; elsewhere []."""
+        world, text = self._session.world, json.dumps(value)
         if world is None:
-            return [text]
+            return [json.loads(text)]
         self._number += 1
         world.store.set(self._key(world.rank), text)
         others = range(1, world.size)
-        self._meet([Broadcast(Kind.STATE, _HERE, rank, rank, (0,)) for rank in others])
+        self._meet([Broadcast(Kind.STATE, _MEETING, rank, rank, (0,)) for rank in others])
         if world.rank:
             return []
-        found = [str(world.store.get(self._key(rank)), "utf-8") for rank in range(world.size)]
+        found = [json.loads(world.store.get(self._key(rank))) for rank in range(world.size)]
         for key in (*map(self._key, range(world.size)), *self._announced):
             world.store.delete_key(key)
         self._announced.clear()
         return found
 
-    def announce(self, text: str) -> str:
-        """The text of rank 0, on every rank."""
-        world = self._session.world
+    def announce(self, value: Any) -> Any:
+        """The value of rank 0, on every rank."""
+        world, text = self._session.world, json.dumps(value)
         if world is None:
-            return text
+            return json.loads(text)
         self._number += 1
         if world.rank == 0:
             world.store.set(self._key(0), text)
             self._announced.append(self._key(0))
         everyone = tuple(range(1, world.size))
-        self._meet([Broadcast(Kind.STATE, _HERE, 0, 0, everyone)] if everyone else [])
-        return str(world.store.get(self._key(0)), "utf-8")
+        self._meet([Broadcast(Kind.STATE, _MEETING, 0, 0, everyone)] if everyone else [])
+        return json.loads(world.store.get(self._key(0)))
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        found: list[Any] = self.announce(self.gather(value))
+        return found
+
+    def of_first(self, make: Callable[[], Any], own: PdcompileError | None = None) -> Any:
+        """The value that rank 0 makes, on every rank.
+
+        Raises:
+            Refused: rank 0 could not, with its error; with this rank's `own` if it has one.
+        """
+        told = None
+        if 0 in self._session.ranks:
+            told, error = attempted(make)
+            own = own or error
+        heard = self.announce(told)
+        if "error" in heard:
+            raise Refused(own or _error_of(heard))
+        return heard["value"]
+
+    def agreed(
+        self,
+        part: Callable[[], Any],
+        failed: str,
+        then: Callable[[list[Any]], Any] = lambda parts: None,
+        undo: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """The value that rank 0 makes `then` of the values of all ranks' `part`, on every rank.
+
+        Args:
+            failed: says of a rank that it could not make its part.
+            undo: called on rank 0 after an error, before others hear of it.
+
+        Raises:
+            Refused: a rank could not, with its own error there.
+        """
+        told, own = attempted(part)
+        parts = self.gather(told)
+
+        def close() -> Any:
+            wrong = [(rank, _error_of(one)) for rank, one in enumerate(parts) if "error" in one]
+            try:
+                for rank, error in wrong:
+                    if self._session.world is not None:
+                        error.message = f"rank {rank} {failed}: {error.message}"
+                    raise error
+                return then([one["value"] for one in parts])
+            except (PdcompileError, OSError):
+                undo()
+                raise
+
+        return self.of_first(close, own)
 
     def _key(self, rank: int) -> str:
         return f"told/{self._number}/{rank}"
@@ -65,3 +137,53 @@ class Exchange:
             box.tensors[place] = torch.ones(1, dtype=torch.int64)
             box.expected[place] = Expected((1,), torch.int64, 0)
         self._session.share(tuple(broadcasts), box)
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def collect(
+        self, value: Any, tensors: Mapping[str, Tensor]
+    ) -> list[tuple[Any, Mapping[str, Tensor]]]:
+        """Each rank's value and tensors by name, on rank 0; elsewhere [].
+
+        A channel has tensors of one shape for ever: each name, dtype and shape has its own.
+        """
+        session = self._session
+        if session.world is None:
+            return [(json.loads(json.dumps(value)), tensors)]
+        listed = [(name, dtype_name(one), one.shape) for name, one in tensors.items()]
+        parts = self.everywhere([value, listed])
+        box, broadcasts = Box({}, {}), []
+        places: list[dict[str, tuple[int, int]]] = []
+        for rank, (_, theirs) in enumerate(parts):
+            places.append({})
+            for name, dtype, shape in theirs:
+                key = rank, name, dtype, *shape
+                place = self._channels.setdefault(key, len(self._channels)), -1
+                places[rank][name] = place
+                if rank in session.ranks:
+                    box.tensors[place] = tensors[name]
+                else:
+                    box.expected[place] = Expected(tuple(shape), dtype_of(dtype), 0)
+                receivers = (0,) if rank else ()
+                broadcasts.append(Broadcast(Kind.STATE, *place, rank, receivers))
+        session.share(tuple(broadcasts), box)
+        if 0 not in session.ranks:
+            return []
+        return [
+            (said, {name: box.tensors[place].detach() for name, place in there.items()})
+            for (said, _), there in zip(parts, places, strict=True)
+        ]
+
+
+def attempted(make: Callable[[], Any]) -> tuple[dict[str, Any], PdcompileError | None]:
+    """What others are told of a value that is made here, or of the error, and the error."""
+    try:
+        return {"value": make()}, None
+    except (PdcompileError, OSError) as error:
+        ours = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
+        return {"error": [ours.message, ours.where, ours.remedy]}, ours
+
+
+def _error_of(told: Mapping[str, Sequence[Any]]) -> CheckpointError:
+    message, where, remedy = told["error"]
+    return CheckpointError(message, where=where, remedy=remedy)

@@ -9,36 +9,32 @@ beginning of a training, and a note says so.
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from pdcompile.checkpoint.contents import Contents, open_checkpoint, scheduler_parts
 from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.generators import restore, states_of
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.into_eager import optimizer_parts
 from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.checkpoint.scheduler_states import merged_state, scheduler_groups
-from pdcompile.errors import CheckpointError, PdcompileError, some
-from pdcompile.position import Accumulated, Position
-from pdcompile.runtime.interpreter import Worker
+from pdcompile.errors import CheckpointError, some
+from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.accumulated import resume
-from pdcompile.runtime.state.checkpoint_parts import (
+from pdcompile.runtime.state.exchange import Exchange, Refused
+from pdcompile.runtime.state.holdings import (
+    Row,
     all_parameters,
-    hidden,
+    holdings,
     made_groups,
     older_versions,
     owners,
-    written_buffers,
 )
-from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.save_checkpoint import error_of, told_of
 from pdcompile.warn import warn
 
 
@@ -54,25 +50,17 @@ class Wanted(NamedTuple):
     resumes: bool = False
 
 
-class Loaded(NamedTuple):
-    """What became of a load, on every rank: place and position, or why there is none."""
-
-    place: Path | None
-    position: Position
-    error: PdcompileError | None
-
-
 @dataclass
 class Prepared:
     """Everything that was read and checked before anything is changed.
 
-    `source`: the stored name of each tensor that this process holds; `history`: whether earlier
-    weights are taken.
+    `rows`: of the tensors here that the checkpoint has, `stored`: the stored name of each in the
+    model; `apart`: replicas have buffers of their own.
     """
 
     contents: Contents
-    source: dict[str, str] = field(default_factory=dict)
-    history: bool = False
+    stored: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
     accumulated: dict[str, Accumulated] = field(default_factory=dict)
     groups: list[NamedGroup] | None = None  # of the optimizer; None: it is left as it is
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -80,62 +68,57 @@ class Prepared:
     kept: set[int] = field(default_factory=set)  # ids of groups that keep their own rates
     schedulers: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
-    apart: bool = False  # replicas have buffers of their own
+    apart: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def of(self, row: Row) -> Holding:
+        """The holding in the checkpoint whose values a row takes."""
+        kind, name, number = row.holding
+        return Holding(kind, self.stored.get(name, name), number)
 
-def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> Loaded:
-    """Load a checkpoint; nothing is in flight, and all ranks are in this call."""
-    opened = json.loads(exchange.announce(_opened(folder) if 0 in session.ranks else ""))
-    if "error" in opened:
-        return Loaded(None, Position(), error_of(opened))
+    def of_kinds(self, *kinds: HoldingKind) -> list[Row]:
+        """Rows of these kinds."""
+        return [row for row in self.rows if row.holding.kind in kinds]
+
+
+def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> Contents:
+    """Load a checkpoint; nothing is in flight, and all ranks are in this call.
+
+    Raises:
+        Refused: a rank cannot load its part, on every rank.
+    """
+
+    def opened() -> list[str]:
+        found = open_checkpoint(folder)
+        return ["" if found.place == folder else found.place.name, found.manifest.identity]
+
+    name, identity = exchange.of_first(opened)
     made = _made(session, exchange)
-    prepared: Prepared | None = None
-    own: PdcompileError | None = None
-    told: dict[str, Any] = {}
     before: dict[str, Any] = {}
-    try:
-        contents = Contents(folder / opened["name"])
-        if contents.manifest.identity != opened["identity"]:
+    prepared: list[Prepared] = []
+
+    def part() -> None:
+        contents = Contents(folder / name)
+        if contents.manifest.identity != identity:
             raise CheckpointError(
                 "this rank sees another checkpoint than rank 0",
                 where=str(contents.place),
                 remedy="give every rank the path of one folder that all hosts share",
             )
-        prepared = prepare(session, contents, wanted, made)
-        _load_schedulers(prepared, wanted, before)
-    except PdcompileError as error:
-        own, told = error, told_of(error)
-    texts = exchange.gather(json.dumps(told))
-    closed = json.loads(exchange.announce(_verdict(session, texts)))
-    if "error" in closed or prepared is None:
-        for name, state in before.items():
-            wanted.schedulers[name].load_state_dict(state)
-        return Loaded(None, Position(), own or error_of(closed))
-    apply(session, prepared, wanted)
-    for note in prepared.notes if 0 in session.ranks else ():
-        warn(note)
-    return Loaded(prepared.contents.place, prepared.contents.position, None)
+        prepared.append(prepare(session, contents, wanted, made))
+        _load_schedulers(prepared[0], wanted, before)
 
-
-def _opened(folder: Path) -> str:
     try:
-        found = open_checkpoint(folder)
-    except (PdcompileError, OSError) as error:
-        ours = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
-        return json.dumps(told_of(ours))
-    name = "" if found.place == folder else found.place.name
-    return json.dumps({"name": name, "identity": found.manifest.identity})
-
-
-def _verdict(session: Session, texts: Sequence[str]) -> str:
-    for rank, text in enumerate(texts):
-        part = json.loads(text)
-        if "error" in part:
-            if session.world is not None:
-                part["error"][0] = f"rank {rank} cannot load its part: {part['error'][0]}"
-            return json.dumps(part)
-    return "{}"
+        exchange.agreed(part, "cannot load its part")
+    except Refused:
+        for one, state in before.items():
+            wanted.schedulers[one].load_state_dict(state)
+        raise
+    (found,) = prepared
+    apply(session, found)
+    for note in found.notes if 0 in session.ranks else ():
+        warn(note)
+    return found.contents
 
 
 def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
@@ -144,12 +127,11 @@ def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
     if session.world is None:
         return own
     encoder = Encoder(inline=True)
-    text = json.dumps([[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own])
-    texts = json.loads(exchange.announce(json.dumps(exchange.gather(text))))
+    told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
     return [
         NamedGroup(place, tuple(names), decode(values, "groups"), kind)
-        for one in texts
-        for place, names, values, kind in json.loads(one)
+        for groups in exchange.everywhere(told)
+        for place, names, values, kind in groups
     ]
 
 
@@ -168,24 +150,34 @@ def prepare(
     contents.check_model(
         {key: (infos[f].shape, infos[f].dtype) for f, keys in state.names.items() for key in keys}
     )
-    stored = {fqn: contents.first_name(keys) for fqn, keys in state.names.items()}
-    found = Prepared(contents, made=made)
-    found.source = {f: one for f, one in stored.items() if not state.tensors[f].is_meta}
-    for name in found.source.values():
-        contents.weight(name)
-    _prepare_history(session, found, stored)
+    found = Prepared(contents, {f: contents.first_name(keys) for f, keys in state.names.items()})
+    found.made = made
+    history = _has_history(session, found)
+    for row in holdings(session, contents.position.minibatches):
+        kind, name, _ = row.holding
+        count = len(session.spec.ranks[row.worker.stage])
+        if (
+            (kind is HoldingKind.WEIGHT and not row.tensor.is_meta)
+            or (kind is HoldingKind.OLDER and history)
+            or (kind is HoldingKind.BUFFER and row.holding in contents)
+            or (kind is HoldingKind.REPLICA and contents.has_replicas(name, count))
+        ):  # fmt: skip
+            contents.tensor(found.of(row), row.tensor)
+            found.rows.append(row)
     for worker in session.workers:
         for fqn in worker.weights.owned:
-            waiting = contents.accumulated(stored[fqn])
+            waiting = contents.accumulated(found.stored[fqn])
             if waiting is not None:
                 found.accumulated[fqn] = waiting
-        for fqn in hidden(session, worker.stage):
-            contents.buffer([fqn], state.tensors[fqn])
     if wanted.optimizer:
-        _prepare_optimizer(session, found, stored)
-    found.apart = _prepare_replicas(session, contents)
+        _prepare_optimizer(session, found)
+    found.apart = any(
+        len(ranks) > 1 and contents.has_replicas(fqn, len(ranks))
+        for stage, ranks in enumerate(session.spec.ranks)
+        for fqn in session.compiled.written_buffers(stage)
+    )
     _prepare_loss_scale(session, found)
-    _prepare_schedulers(session, found, wanted, stored)
+    _prepare_schedulers(session, found, wanted)
     contents.extra_states()
     saved, own = contents.manifest.seed, session.plan.training.seed
     if saved not in (None, own):
@@ -198,18 +190,18 @@ def prepare(
     return found
 
 
-def _prepare_history(session: Session, found: Prepared, stored: Mapping[str, str]) -> None:
+def _has_history(session: Session, found: Prepared) -> bool:
+    """Whether the checkpoint has all earlier weights that the plan computes on; notes say so."""
     contents, position = found.contents, found.contents.position
     owner, missing, surplus = owners(session), [], []
     for fqn in session.state.trainable():
-        there = set(contents.versions(stored[fqn]))
+        there = set(contents.versions(found.stored[fqn]))
         older = older_versions(session, owner[fqn], position.minibatches)
         if older and not {*older, older.stop} <= there:
             missing.append(fqn)
         if there and min(there) < older.start:
             surplus.append(fqn)
     schedule, new = contents.manifest.schedule, session.spec.name
-    found.history = not missing
     if missing:
         found.notes.append(
             f"the checkpoint (schedule {schedule}) does not have all earlier weights that "
@@ -221,20 +213,7 @@ def _prepare_history(session: Session, found: Prepared, stored: Mapping[str, str
             f"the checkpoint was saved under schedule {schedule}, with earlier weights that "
             f"schedule {new} of this plan does not compute on: training goes on from the newest"
         )
-    for _, fqn, version in _older(session, found) if found.history else ():
-        contents.older(stored[fqn], version)
-
-
-def _older(session: Session, found: Prepared) -> Iterator[tuple[Worker, str, int]]:
-    """Earlier weights that this process computes on: on which stage, of what, and which."""
-    trained = session.state.trainable()
-    for worker in session.workers:
-        held = session.compiled.interfaces[worker.stage].parameters
-        minibatches = found.contents.position.minibatches
-        for version in older_versions(session, worker.stage, minibatches):
-            for fqn in held:
-                if fqn in trained:
-                    yield worker, fqn, version
+    return not missing
 
 
 def _prepare_loss_scale(session: Session, found: Prepared) -> None:
@@ -245,7 +224,7 @@ def _prepare_loss_scale(session: Session, found: Prepared) -> None:
         found.notes.append("the checkpoint has no loss scale: that of grad_scaler= stays as it is")
 
 
-def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, str]) -> None:
+def _prepare_optimizer(session: Session, found: Prepared) -> None:
     contents, optimizer = found.contents, session.optimizer
     saved = contents.manifest.optimizer
     if optimizer is None:
@@ -253,7 +232,8 @@ def _prepare_optimizer(session: Session, found: Prepared, stored: Mapping[str, s
     if not saved:
         found.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
         return
-    parts = optimizer_parts(contents, optimizer, all_parameters(session), stored, found.made)
+    parameters = all_parameters(session)
+    parts = optimizer_parts(contents, optimizer, parameters, found.stored, found.made)
     names, found.groups, found.state = parts
     chosen = check_named(optimizer, names, found.groups, found.state, found.made)
     groups = zip(optimizer.param_groups, chosen, strict=True)
@@ -268,32 +248,7 @@ def _prepare_generators(session: Session, found: Prepared) -> None:
     found.generators = states_of(others.get(session.ranks[0], manifest.random_state), where)
 
 
-def _prepare_replicas(session: Session, contents: Contents) -> bool:
-    """Read the own buffers of replicas here; whether any replicas of the plan take theirs."""
-    counts = [len(ranks) for ranks in session.spec.ranks]
-    several = [
-        (stage, fqn)
-        for stage, count in enumerate(counts)
-        for fqn in session.compiled.written_buffers(stage)
-        if count > 1 and contents.has_replicas(fqn, count)
-    ]
-    for _, fqn, index, _ in _own_buffers(session, contents):
-        contents.replica(fqn, index)
-    return bool(several)
-
-
-def _own_buffers(session: Session, contents: Contents) -> Iterator[tuple[int, str, int, Tensor]]:
-    """Stage, name, replica and tensor of buffers here whose replicas take their own."""
-    for worker in session.workers:
-        ranks = session.spec.ranks[worker.stage]
-        for fqn, tensor in written_buffers(session, worker).items() if len(ranks) > 1 else ():
-            if contents.has_replicas(fqn, len(ranks)):
-                yield worker.stage, fqn, ranks.index(worker.transport.rank), tensor
-
-
-def _prepare_schedulers(
-    session: Session, found: Prepared, wanted: Wanted, stored: Mapping[str, str]
-) -> None:
+def _prepare_schedulers(session: Session, found: Prepared, wanted: Wanted) -> None:
     saved = scheduler_parts(found.contents)
     missing = [name for name in wanted.schedulers if name not in saved]
     if missing:
@@ -307,15 +262,15 @@ def _prepare_schedulers(
     if left and not wanted.resumes:
         found.notes.append(note_on_schedulers(left))
     for name, kind in found.contents.manifest.scheduler_types:
-        here = type(wanted.schedulers.get(name)).__name__
-        if name in wanted.schedulers and here != kind:
+        present = type(wanted.schedulers.get(name)).__name__
+        if name in wanted.schedulers and present != kind:
             raise CheckpointError(
-                f"scheduler {name} was a {kind} when it was saved, and is a {here} now",
+                f"scheduler {name} was a {kind} when it was saved, and is a {present} now",
                 where=f"{found.contents.place}: schedulers",
                 remedy="make the scheduler that was saved, or leave it out",
             )
     parameters = all_parameters(session)
-    names = {id(parameters[fqn]): one for fqn, one in stored.items() if fqn in parameters}
+    names = {id(parameters[fqn]): one for fqn, one in found.stored.items() if fqn in parameters}
     same_plan = found.contents.manifest.plan == session.plan.hash()
     for name, one in wanted.schedulers.items():
         held = scheduler_groups(one, session.optimizer, names)
@@ -353,37 +308,29 @@ def _load_schedulers(prepared: Prepared, wanted: Wanted, before: dict[str, Any])
             ) from error
 
 
-def apply(session: Session, prepared: Prepared, wanted: Wanted) -> None:
+def apply(session: Session, prepared: Prepared) -> None:
     """Copy what was read into the pipeline."""
     contents, minibatches = prepared.contents, prepared.contents.position.minibatches
     held = [worker.weights for worker in session.workers]
     session.updating = minibatches  # should it end here, weights are half loaded
-    for fqn, name in prepared.source.items():
-        session.state.put(fqn, contents.weight(name), held)
+    for row in prepared.of_kinds(HoldingKind.WEIGHT, HoldingKind.BUFFER):
+        session.state.put(row.holding.name, contents.tensor(prepared.of(row)), held)
     set_extra_states(session.model, contents.extra_states())
-    for stage in session.stages:
-        for fqn in hidden(session, stage):
-            value = contents.buffer([fqn], session.state.tensors[fqn])
-            if value is not None:
-                session.state.put(fqn, value, held)
     session.load({}, minibatches)
     if session.loss_scale is not None:
         session.loss_scale.restart(minibatches, contents.manifest.loss_scale)
     session.end_call()  # all versions are new: what was known of them says nothing
     session.updating = minibatches
-    if prepared.history:
-        stored = {f: contents.first_name(keys) for f, keys in session.state.names.items()}
-        for worker, fqn, version in _older(session, prepared):
-            slot = worker.weights.parameter(version, fqn)
-            slot.data.copy_(contents.older(stored[fqn], version))
-            worker.weights.starts_anew = False
+    for row in prepared.of_kinds(HoldingKind.OLDER):
+        row.tensor.data.copy_(contents.tensor(prepared.of(row)))
+        row.worker.weights.starts_anew = False
     resume(session, minibatches, prepared.accumulated)
     if prepared.groups is not None:
         assert session.optimizer is not None
         names = names_of(all_parameters(session))
         load_named(session.optimizer, names, prepared.groups, prepared.state, prepared.made)
-    for _, fqn, index, tensor in _own_buffers(session, contents):
-        tensor.copy_(contents.replica(fqn, index))
+    for row in prepared.of_kinds(HoldingKind.REPLICA):
+        row.tensor.copy_(contents.tensor(prepared.of(row)))
     session.replicas_apart = prepared.apart  # from here on: an optimizer that loads would flush
     if prepared.generators is not None:
         restore(prepared.generators)

@@ -1,8 +1,8 @@
-"""The model's tensors by name: who holds them, and what the user gets and gives as state."""
+"""State: the model's tensors by name, and the ranks that hold each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,11 @@ from pdcompile.checkpoint.extra_states import extra_states, set_extra_states, te
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
-from pdcompile.hardware import devices
 from pdcompile.ir.records import TensorInfo
 from pdcompile.runtime.device.rank_device import RankDevice
-from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.given_state import check_state
-from pdcompile.runtime.transport.contract import Expected
 from pdcompile.runtime.watch.same_model import allow_forward
-from pdcompile.schedule import Kind
-from pdcompile.schedule.spec import Broadcast
 from pdcompile.weights import set_tensor
 
 
@@ -34,7 +29,7 @@ class State:
     def __init__(self, model: nn.Module, compiled: Compiled, ranks: list[int]) -> None:
         self._model = model
         self._ranks = ranks
-        self._keys = tensor_keys(model)
+        self.keys = tensor_keys(model)  # of a state dict
         graphs = compiled.capture.eval, compiled.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
         self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
@@ -67,7 +62,7 @@ class State:
     def names(self) -> dict[str, tuple[str, ...]]:
         """The keys of state dicts under which each of their tensors is, by its first name."""
         found: dict[str, tuple[str, ...]] = {}
-        for key in self._keys:
+        for key in self.keys:
             fqn = self._canonical[key]
             found[fqn] = (*found.get(fqn, ()), key)
         return found
@@ -142,7 +137,7 @@ class State:
     def part(self) -> dict[str, Tensor]:
         """What this process holds, live and detached, under the model's names."""
         mine = set(self._ranks)
-        named = [(key, self._canonical[key]) for key in self._keys]
+        named = [(key, self._canonical[key]) for key in self.keys]
         own = {
             key: self.tensors[fqn].detach()
             for key, fqn in named
@@ -150,37 +145,12 @@ class State:
         }
         return {**own, **extra_states(self._model)}
 
-    def gather(self, share: Callable[[tuple[Broadcast, ...], Box], None]) -> dict[str, Tensor]:
-        """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}.
-
-        `share` runs broadcasts, each from the owner of a tensor in another process.
-        """
-        box, broadcasts = Box({}, {}), []
-        infos = [(fqn, info) for fqn, info in self._infos.items() if info.kind != "constant"]
-        for number, (fqn, info) in enumerate(infos):
-            owner = self._holders[fqn][0]
-            if owner != 0 and len(self._ranks) == 1:  # else all of it is in this process
-                broadcasts.append(Broadcast(Kind.STATE, number, -1, owner, (0,)))
-            if owner in self._ranks:
-                box.tensors[number, -1] = self.tensors[fqn]
-            else:
-                box.expected[number, -1] = Expected(info.shape, self.dtypes[fqn], 0)
-        share(tuple(broadcasts), box)
-        if 0 not in self._ranks:
-            return {}
-        found = {
-            fqn: _copied(box.tensors[number, -1], owned=(number, -1) in box.expected)
-            for number, (fqn, _) in enumerate(infos)
-        }
-        tensors = {key: found[self._canonical[key]] for key in self._keys}
-        return {**tensors, **extra_states(self._model)}
-
     def load(self, state: Mapping[str, Tensor], stages: list[StageWeights]) -> None:
         """Copy values into what this process holds, every version of it.
 
         Raises InputError, before anything is changed, for a name or shape of another model.
         """
-        shapes = {key: self._infos[self._canonical[key]].shape for key in self._keys}
+        shapes = {key: self._infos[self._canonical[key]].shape for key in self.keys}
         extra = extra_states(self._model)
         check_state(state, shapes, extra)
         set_extra_states(self._model, state)
@@ -205,12 +175,6 @@ class State:
                 whole.setdefault(fqn, _like(self.tensors[fqn], state[name]))
                 set_tensor(model, name, whole[fqn])
         return model
-
-
-def _copied(tensor: Tensor, *, owned: bool) -> Tensor:
-    """In host memory, and nobody else's; `owned`: it is that already."""
-    found = devices.to_host(tensor.detach())
-    return found if owned or found.data_ptr() != tensor.data_ptr() else found.clone()
 
 
 def dtype_of(name: str) -> torch.dtype:

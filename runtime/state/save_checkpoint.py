@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import zlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from pdcompile.checkpoint import folder as checkpoints
 from pdcompile.checkpoint.extra_states import encoded_extra_states
 from pdcompile.checkpoint.generators import generator_states
-from pdcompile.checkpoint.manifest import VERSION, Manifest, StoredFile, StoredStage
-from pdcompile.checkpoint.tensor_file import TensorFile, unwritten
-from pdcompile.errors import CheckpointError, PdcompileError
+from pdcompile.checkpoint.holding import HoldingKind
+from pdcompile.checkpoint.manifest import (
+    VERSION,
+    Manifest,
+    StoredFile,
+    StoredGroup,
+    StoredScheduler,
+    StoredStage,
+)
+from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of, settings
+from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.checkpoint.scheduler_states import scheduler_groups
+from pdcompile.checkpoint.tensor_file import TensorFile, unwritten, write_tensors
+from pdcompile.errors import CheckpointError
 from pdcompile.jsonio import decode, dumps, encode
 from pdcompile.position import Position
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.accumulated import held
-from pdcompile.runtime.state.checkpoint_parts import Apart, write_replicas, write_stages
 from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.holdings import (
+    Row,
+    all_parameters,
+    held,
+    holdings,
+    older_versions,
+    owners,
+    writes,
+)
 from pdcompile.schedule.registry import name_of
 from pdcompile.warn import warn
 
-
-class Saved(NamedTuple):
-    """What became of a save, on every rank: its place, or why there is none."""
-
-    place: Path | None
-    error: PdcompileError | None
+Written = list[tuple[int, str, StoredFile]]  # stage, ending of the file's name (`Holding.place`)
 
 
 class Asked(NamedTuple):
-    """How many of the `own` checkpoints of this training stay, whether what was written is read
-    back, and schedulers by name."""
+    """Arguments of `save`, and the checkpoints of this training, which `keep` counts."""
 
     keep: int | None
     verify: bool
@@ -49,54 +63,54 @@ def save(
     folder: Path,
     position: Position,
     asked: Asked,
-    apart: Apart,
-) -> Saved:
+    replicas: Sequence[Row],
+) -> Path:
     """Write a checkpoint; nothing is in flight, and all ranks are in this call.
 
-    `apart`: what replicas here have of their own.
+    `replicas`: the buffers that replicas here have of their own.
+
+    Raises:
+        Refused: it cannot be written, on every rank.
     """
-    first = 0 in session.ranks
     generators = generator_states()
-    opened = json.loads(exchange.announce(_opened(folder, generators) if first else ""))
-    if "error" in opened:
-        return Saved(None, error_of(opened))
-    written, identity = folder / opened["name"], opened["identity"]
-    failed: PdcompileError | None = None
-    told: dict[str, Any] = {}
-    try:
+
+    def begin() -> list[Any]:
+        with unwritten(folder):
+            made = checkpoints.begin(folder)
+        return [made.name, secrets.token_hex(16), _checksum(generators)]
+
+    name, identity, first_generators = exchange.of_first(begin)
+    written = folder / name
+
+    def part() -> dict[str, Any]:
         if not written.is_dir():
             raise CheckpointError(
                 "this rank does not see the folder that rank 0 has made",
                 where=str(written),
                 remedy="give every rank the path of one folder that all hosts share",
             )
-        waiting = held(session, position.minibatches)
-        stages = write_stages(
-            session, written, identity, position.minibatches, waiting, asked.schedulers
-        )
-        replicas = write_replicas(session, written, identity, apart)
-        if asked.verify:
-            files = [file for stage in stages for file in stage.files]
-            _read_back(written, [*files, *(file for _, _, file in replicas)], identity)
-        told["stages"] = [encode(stage) for stage in stages]
-        told["replicas"] = encode(replicas)
-        if _checksum(generators) != opened["generators"]:
-            told["generators"] = generators
-    except (PdcompileError, OSError) as error:
-        failed = error if isinstance(error, PdcompileError) else unwritten(written, error)
-        told = told_of(failed)
-    texts = exchange.gather(json.dumps(told))
-    verdict = ""
-    if first:
-        parts = [json.loads(text) for text in texts]
-        verdict = _closed(session, written, identity, position, parts, asked.schedulers)
-    closed = json.loads(exchange.announce(verdict))
-    if "error" in closed:
-        return Saved(None, failed or error_of(closed))
-    place = folder / closed["name"]
-    if first:
+        rows = [*holdings(session, position.minibatches)]
+        rows = [row for row in rows if row.holding.kind is not HoldingKind.REPLICA]
+        with unwritten(written):
+            files, stages = write_stages(
+                session, written, identity, position.minibatches, [*rows, *replicas], asked
+            )
+        for stored in [file for *_, file in files] if asked.verify else ():
+            _read_back(TensorFile(written, stored, identity))
+        told = None if _checksum(generators) == first_generators else generators
+        return {"files": encode(files), "stages": stages, "generators": told}
+
+    def close(parts: list[Any]) -> str:
+        manifest = _manifest(session, identity, position, parts, asked.schedulers, str(written))
+        with unwritten(written):
+            return checkpoints.finish(written, manifest, session.plan.to_json()).name
+
+    failed = "could not write its part"
+    undo = partial(checkpoints.discard, written)
+    place: Path = folder / exchange.agreed(part, failed, close, undo)
+    if 0 in session.ranks:
         _keep(place, asked.keep, asked.own)
-    return Saved(place, None)
+    return place
 
 
 def _keep(place: Path, keep: int | None, own: checkpoints.OwnCheckpoints) -> None:
@@ -109,68 +123,140 @@ def _keep(place: Path, keep: int | None, own: checkpoints.OwnCheckpoints) -> Non
         warn(f"old checkpoints cannot be found or removed: {error}")
 
 
-def _opened(folder: Path, generators: Any) -> str:
-    try:
-        made = checkpoints.begin(folder)
-    except OSError as error:
-        return json.dumps(told_of(unwritten(folder, error)))
-    told = {"name": made.name, "identity": secrets.token_hex(16)}
-    return json.dumps({**told, "generators": _checksum(generators)})
-
-
 def _checksum(generators: Any) -> int:
     return zlib.crc32(dumps(generators).encode())
 
 
-def _closed(
+def _read_back(file: TensorFile) -> None:
+    """Raise CheckpointError where a file is not what was written."""
+    for name in file.stored:
+        file.tensor(name)
+    file.close()
+
+
+def write_stages(
     session: Session,
-    written: Path,
+    folder: Path,
     identity: str,
-    position: Position,
-    parts: list[dict[str, Any]],
+    minibatches: int,
+    rows: Sequence[Row],
+    asked: Asked,
+) -> tuple[Written, list[dict[str, Any]]]:
+    """Write the files of all stages here: what was written, and the fields of `StoredStage` but for
+    its files, of those of which this process is the first replica.
+
+    Raises:
+        CheckpointError: a file cannot be written, or a value has no place in one.
+        InputError: the optimizer keeps something that belongs to no parameter.
+    """
+    encoders = {w.stage: Encoder() for w in session.workers if writes(session, w)}
+    files = defaultdict[tuple[int, str], dict[str, Tensor]](dict)
+    for stage in encoders:
+        files[stage, ""] = {}  # there in any case
+    for row in rows:
+        if row.owned:
+            ending, key = row.holding.place
+            files[row.worker.stage, ending][key] = row.tensor
+    stages = _stages(session, minibatches, encoders, asked.schedulers)
+    for stage, encoder in encoders.items():
+        if encoder.tensors:
+            files[stage, HoldingKind.OPTIMIZER.value[0]] = encoder.tensors
+    return [
+        (stage, ending, write_tensors(_path(folder, stage, ending), tensors, identity))
+        for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
+    ], stages
+
+
+def _path(folder: Path, stage: int, ending: str) -> Path:
+    return folder / f"stage-{stage:03d}{ending}.safetensors"
+
+
+def _stages(
+    session: Session,
+    minibatches: int,
+    encoders: Mapping[int, Encoder],
     schedulers: Mapping[str, Any],
-) -> str:
-    """Rank 0: make a checkpoint of what all have written; the verdict for all."""
-    failed = [(rank, part) for rank, part in enumerate(parts) if "error" in part]
-    try:
-        if failed:
-            rank, part = failed[0]
-            error = error_of(part)
-            if session.world is not None:
-                error.message = f"rank {rank} could not write its part: {error.message}"
-            raise error
-        where = str(written)
-        told = [tuple(one) for part in parts for one in part["replicas"]]
-        replicas = sorted(told, key=lambda one: one[:2])
-        stages = [
-            decode(
-                StoredStage,
-                one | {"replicas": [file for stage, _, file in replicas if stage == one["stage"]]},
-                where=where,
-                error=CheckpointError,
-            )
-            for part in parts
-            for one in part["stages"]
+) -> list[dict[str, Any]]:
+    """Stages without files; `encoders` get the tensors of the optimizer's state of each."""
+    owner, optimizer, waiting = owners(session), session.optimizer, held(session, minibatches)
+    names = names_of(all_parameters(session))
+    state = {} if optimizer is None else named_state(optimizer, names)
+    groups = [] if optimizer is None else named_groups(optimizer, names)
+    told = {}
+    for name, one in schedulers.items():
+        theirs = [held for _, held in scheduler_groups(one, optimizer, names)]
+        told[name] = theirs, _state_of(name, one)
+    owned = {w.stage: w.weights.owned for w in session.workers if writes(session, w)}
+    found = []
+    for stage, encoder in encoders.items():
+
+        def own(names: Sequence[str], stage: int = stage) -> tuple[str, ...]:
+            return tuple(name for name in names if owner.get(name) == stage)
+
+        values = session.updater.values_of(stage) if groups else []
+        stored = [
+            StoredGroup(own(one.names), encoder.encode(settings(v), f"groups/{n}"), one.kind)
+            for n, (one, v) in enumerate(zip(groups, values, strict=True))
         ]
-        manifest = _manifest(session, identity, position, stages, schedulers)
-        others = ((rank, p["generators"]) for rank, p in enumerate(parts) if "generators" in p)
-        manifest = replace(manifest, random_states=tuple(others))
-        place = checkpoints.finish(written, manifest, session.plan.to_json())
-    except (PdcompileError, OSError) as error:
-        checkpoints.discard(written)
-        ours = error if isinstance(error, PdcompileError) else unwritten(written, error)
-        return json.dumps(told_of(ours))
-    return json.dumps({"name": place.name})
+        found.append(
+            {
+                "stage": stage,
+                "trained": owned[stage],
+                "updates": minibatches // session.spec.group(stage),
+                "older": [*older_versions(session, stage, minibatches)],
+                "waiting": max(
+                    (one.minibatches for f, one in waiting.items() if owner[f] == stage), default=0
+                ),
+                "groups": encode(stored),
+                "state": {f: encoder.encode(dict(state[f]), f) for f in own([*state])},
+                "schedulers": [
+                    encode(StoredScheduler(name, tuple(map(own, held)), its))
+                    for name, (held, its) in told.items()
+                ],
+            }
+        )
+    return found
+
+
+def _state_of(name: str, scheduler: Any) -> Any:
+    """JSON of a scheduler's state.
+
+    Raises:
+        CheckpointError: it gives none, or one that no file without code can hold.
+    """
+    try:
+        state = scheduler.state_dict()
+    except Exception as error:  # the user's
+        raise CheckpointError(
+            f"scheduler {name} ({type(scheduler).__name__}) gives no state: "
+            f"{type(error).__name__}: {error}",
+            where="schedulers",
+            remedy="hand over schedulers whose state_dict() works, or save it yourself",
+        ) from error
+    return Encoder(inline=True).encode(state, f"schedulers/{name}")
 
 
 def _manifest(
     session: Session,
     identity: str,
     position: Position,
-    stages: list[StoredStage],
+    parts: Sequence[Mapping[str, Any]],
     schedulers: Mapping[str, Any],
+    where: str,
 ) -> Manifest:
+    """The manifest of what all ranks have written."""
     plan, names = session.plan, session.state.names
+    files = sorted((stage, ending, file) for p in parts for stage, ending, file in p["files"])
+    stages = []
+    for one in sorted((s for p in parts for s in p["stages"]), key=lambda one: one["stage"]):
+        there = {ending: file for stage, ending, file in files if stage == one["stage"]}
+        weights, optimizer, rest = (
+            there.pop(kind.value[0], None)
+            for kind in (HoldingKind.WEIGHT, HoldingKind.OPTIMIZER, HoldingKind.BUFFER)
+        )
+        one |= {"weights": weights, "optimizer": optimizer, "rest": rest}
+        one |= {"replicas": [*there.values()]}
+        stages.append(decode(StoredStage, one, where=where, error=CheckpointError))
     return Manifest(
         version=VERSION,
         identity=identity,
@@ -183,29 +269,14 @@ def _manifest(
         plan_crc32=zlib.crc32(plan.to_json().encode()),
         optimizer=" and ".join(sorted({one.kind for stage in stages for one in stage.groups})),
         aliases=tuple((one, fqn) for fqn, keys in names.items() for one in keys if one != fqn),
-        stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
+        stages=tuple(stages),
         schedulers={one.name: one.state for stage in stages[:1] for one in stage.schedulers},
         scheduler_types=tuple((name, type(one).__name__) for name, one in schedulers.items()),
         random_state=generator_states(),
         seed=plan.training.seed,
         loss_scale=() if session.loss_scale is None else session.loss_scale.saved(),
         extra_states=encoded_extra_states(session.model),
+        random_states=tuple(
+            (rank, p["generators"]) for rank, p in enumerate(parts) if p["generators"] is not None
+        ),
     )
-
-
-def _read_back(folder: Path, files: list[StoredFile], identity: str) -> None:
-    """Raise CheckpointError where a file is not what was written."""
-    for stored in files:
-        file = TensorFile(folder, stored, identity)
-        for tensor in stored.tensors:
-            file.tensor(tensor.name)
-        file.close()
-
-
-def told_of(error: PdcompileError) -> dict[str, Any]:
-    return {"error": [error.message, error.where, error.remedy]}
-
-
-def error_of(told: Mapping[str, Any]) -> CheckpointError:
-    message, where, remedy = told["error"]
-    return CheckpointError(message, where=where, remedy=remedy)

@@ -18,6 +18,7 @@ import torch
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.folder import LATEST, newest
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.errors import CheckpointError, PdcompileError
 from tests.helpers.launch import processes, torchrun
 from tests.helpers.pipelines import states_equal
@@ -101,7 +102,7 @@ def killed_saves(folder: Path, kills: int, seed: int) -> Outcome:
 def _compare(contents: Contents, states: list[Any], outcome: Outcome) -> None:
     outcome.wrong += [str(error) for error in contents.verify()]
     expected = states[contents.position.minibatches]
-    state = {name: contents.weight(name) for name in contents.names}
+    state = {name: contents.tensor(Holding(HoldingKind.WEIGHT, name)) for name in contents.names}
     if states_equal(state, {name: expected[name] for name in contents.names}):
         outcome.wrong.append(f"{contents.place} is not the training after its minibatches")
 

@@ -20,6 +20,7 @@ from pdcompile import jsonio
 from pdcompile.checkpoint.contents import open_checkpoint, scheduler_parts
 from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.generators import states_of
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, StoredStage, read_manifest
 from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.cluster import Cluster
@@ -274,11 +275,11 @@ def _everything(contents: Any) -> None:
     if contents.manifest.random_state is not None:
         states_of(contents.manifest.random_state, "random_state")
     for name in contents.names:
-        contents.weight(name)
+        contents.tensor(Holding(HoldingKind.WEIGHT, name))
         contents.optimizer_state(name)
         contents.accumulated(name)
         for version in contents.versions(name)[:-1]:
-            contents.older(name, version)
+            contents.tensor(Holding(HoldingKind.OLDER, name, version))
 
 
 def _saved_plan(folder: Path, training: Training) -> Format:

@@ -1,14 +1,16 @@
-"""The optimizer's state of the whole model, gathered on rank 0 and loaded on every rank."""
+"""States of the whole model and its optimizer, gathered on rank 0 and loaded on every rank."""
 
 from __future__ import annotations
 
 import copy
-import json
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.checkpoint.extra_states import extra_states
+from pdcompile.checkpoint.holding import HoldingKind
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
     load_named,
@@ -19,26 +21,65 @@ from pdcompile.checkpoint.named_optimizer import (
     whole_state,
 )
 from pdcompile.checkpoint.plain_values import Encoder, decode
-from pdcompile.checkpoint.tensor_file import dtype_name
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError
-from pdcompile.runtime.interpreter import Box
+from pdcompile.hardware import devices
+from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.checkpoint_parts import all_parameters, made_groups, owners, writers
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.model_state import dtype_of
-from pdcompile.runtime.transport.contract import Expected
-from pdcompile.schedule import Kind
-from pdcompile.schedule.spec import Broadcast
+from pdcompile.runtime.state.holdings import (
+    all_parameters,
+    held,
+    holdings,
+    made_groups,
+    owners,
+    writes,
+)
 
-Numbers = dict[tuple[str, str, tuple[int, ...]], int]  # by name, dtype and shape of a tensor
+
+def gather_state(
+    session: Session, exchange: Exchange, minibatches: int
+) -> tuple[dict[str, Any], dict[str, Accumulated]]:
+    """All of the state with the model's keys, copied to the CPU, and gradients that wait for the
+    rest of their group, on rank 0; elsewhere {} and {}."""
+    gathered = (HoldingKind.WEIGHT, HoldingKind.ACCUMULATED)
+    rows = [row for row in holdings(session, minibatches) if row.owned]
+    own = {
+        f"{row.holding.kind.name} {row.holding.name}": row.tensor
+        for row in rows
+        if row.holding.kind in gathered
+    }
+    trained = [f for w in session.workers if writes(session, w) for f in w.weights.owned]
+    waiting = held(session, minibatches)
+    counts = {fqn: waiting[fqn].minibatches for fqn in trained if fqn in waiting}
+    weights: dict[str, Tensor] = {}
+    accumulated: dict[str, Accumulated] = {}
+    for rank, (theirs, tensors) in enumerate(exchange.collect(counts, own)):
+        host = {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}
+        weights |= {
+            key: host[f"{HoldingKind.WEIGHT.name} {fqn}"]
+            for fqn, keys in session.state.names.items()
+            for key in keys
+            if f"{HoldingKind.WEIGHT.name} {fqn}" in host
+        }
+        for fqn, count in theirs.items():
+            gradient = host.get(f"{HoldingKind.ACCUMULATED.name} {fqn}")
+            accumulated[fqn] = Accumulated(count, gradient)
+    if not weights:
+        return {}, {}
+    found = {key: weights[key] for key in session.state.keys}
+    return {**found, **extra_states(session.model)}, accumulated
 
 
-def gather_optimizer(session: Session, exchange: Exchange, numbers: Numbers) -> dict[str, Any]:
+def _on_host(tensor: Tensor, *, live: bool) -> Tensor:
+    """In host memory, and nobody else's; `live`: it is the pipeline's."""
+    found = devices.to_host(tensor.detach())
+    return found.clone() if live and found.data_ptr() == tensor.data_ptr() else found
+
+
+def gather_optimizer(session: Session, exchange: Exchange) -> dict[str, Any]:
     """The state of an optimizer of the whole model, by name, on rank 0; elsewhere {}.
-
-    `numbers`: of the tensors that were sent so far, each on a channel of its own.
 
     Raises:
         ConfigError: there is no optimizer, or none can be made for the whole model.
@@ -54,14 +95,15 @@ def gather_optimizer(session: Session, exchange: Exchange, numbers: Numbers) -> 
         )
     order = whole_order(session)
     names = names_of(all_parameters(session))
-    mine, owner = {worker.stage for worker in writers(session)}, owners(session)
+    mine = {worker.stage for worker in session.workers if writes(session, worker)}
+    owner = owners(session)
     state = {f: one for f, one in named_state(optimizer, names).items() if owner[f] in mine}
     groups = [
         one._replace(names=tuple(f for f in one.names if owner.get(f) in mine))
         for one in named_groups(optimizer, names)
     ]
     if session.world is not None:
-        groups, state = _received(session, exchange, groups, state, numbers)
+        groups, state = _received(exchange, groups, state)
     if 0 not in session.ranks:
         return {}
     found = [_merged(own, groups) for own in order]
@@ -70,52 +112,21 @@ def gather_optimizer(session: Session, exchange: Exchange, numbers: Numbers) -> 
 
 
 def _received(
-    session: Session, exchange: Exchange, groups: list[NamedGroup], state: Any, numbers: Numbers
+    exchange: Exchange, groups: list[NamedGroup], state: Any
 ) -> tuple[list[NamedGroup], Any]:
     """Groups and state of all ranks, on rank 0."""
     encoder = Encoder()
-    told: dict[str, Any] = {
-        "groups": [[g.place, g.names, encoder.encode(g.values, f"{g.place}")] for g in groups],
-        "state": {f: encoder.encode(dict(one), f) for f, one in state.items()},
-    }
-    told["tensors"] = [[n, dtype_name(t), list(t.shape)] for n, t in encoder.tensors.items()]
-    texts = json.loads(exchange.announce(json.dumps(exchange.gather(json.dumps(told)))))
-    parts = [json.loads(text) for text in texts]
-    box, broadcasts, places = Box({}, {}), [], dict[tuple[int, str], int]()
-    first = _first_number(session)
-    for rank, part in enumerate(parts):
-        for name, dtype, shape in part["tensors"]:
-            key = f"{rank}/{name}", dtype, tuple(shape)
-            number = places[rank, name] = numbers.setdefault(key, first + len(numbers))
-            if rank in session.ranks:
-                box.tensors[number, -1] = encoder.tensors[name]
-            else:
-                box.expected[number, -1] = Expected(tuple(shape), dtype_of(dtype), 0)
-            receivers = (0,) if rank else ()
-            broadcasts.append(Broadcast(Kind.STATE, number, -1, rank, receivers))
-    session.share(tuple(broadcasts), box)
-    if 0 not in session.ranks:
-        return [], {}
+    told = [
+        [[g.place, g.names, encoder.encode(g.values, f"{g.place}")] for g in groups],
+        {f: encoder.encode(dict(one), f) for f, one in state.items()},
+    ]
     every: list[NamedGroup] = []
     found: dict[str, Any] = {}
-    for rank, part in enumerate(parts):
-
-        def tensor(name: str, rank: int = rank) -> Tensor:
-            return box.tensors[places[rank, name], -1].detach()
-
-        where = f"rank {rank}"
-        every += [
-            NamedGroup(place, tuple(names), decode(values, where, tensor))
-            for place, names, values in part["groups"]
-        ]
-        found |= {name: decode(one, where, tensor) for name, one in part["state"].items()}
+    for rank, ((theirs, states), tensors) in enumerate(exchange.collect(told, encoder.tensors)):
+        value = partial(decode, where=f"rank {rank}", tensor=tensors.__getitem__)
+        every += [NamedGroup(place, tuple(names), value(one)) for place, names, one in theirs]
+        found |= {name: value(one) for name, one in states.items()}
     return every, found
-
-
-def _first_number(session: Session) -> int:
-    """The first that no tensor of the state has, nor a gradient that waits beside it."""
-    stages = session.compiled.interfaces
-    return len(session.state.dtypes) + sum(1 + len(one.parameters) for one in stages)
 
 
 def _merged(own: NamedGroup, groups: list[NamedGroup]) -> NamedGroup:

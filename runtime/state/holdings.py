@@ -1,0 +1,115 @@
+"""Table of the tensors that this process holds of a pipeline; states are loops over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pdcompile.checkpoint.holding import Holding, HoldingKind
+from pdcompile.checkpoint.named_optimizer import NamedGroup, named_groups, names_of
+from pdcompile.position import Accumulated
+from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.session import Session
+
+
+class Row(NamedTuple):
+    """One tensor that this process holds; `owned`: of all ranks this one shows and saves it."""
+
+    holding: Holding
+    tensor: Tensor
+    worker: Worker
+    owned: bool
+
+
+def holdings(session: Session, minibatches: int) -> Iterator[Row]:
+    """Rows of all kinds but the optimizer's, whose tensors lie in values of its own."""
+    owner, state = owners(session), session.state
+    by_replica = sorted(session.workers, key=partial(writes, session))
+    first = {worker.stage: worker for worker in by_replica}  # of each stage here
+    names = state.names
+    for fqn in (fqn for fqn in state.infos if fqn in names):
+        owned = writes(session, first.get(owner.get(fqn, 0)))
+        if owned or not state.tensors[fqn].is_meta:
+            worker = first.get(owner.get(fqn, 0), session.workers[0])
+            yield Row(Holding(HoldingKind.WEIGHT, fqn), state.tensors[fqn], worker, owned)
+    for stage, worker in first.items():
+        for fqn in hidden(session, stage):
+            buffer = Holding(HoldingKind.BUFFER, fqn)
+            yield Row(buffer, state.tensors[fqn], worker, writes(session, worker))
+    waiting, trained = held(session, minibatches), state.trainable()
+    for worker in session.workers:
+        weights, saves = worker.weights, writes(session, worker)
+        for version in older_versions(session, worker.stage, minibatches):
+            for fqn in session.compiled.interfaces[worker.stage].parameters:
+                if fqn in trained:
+                    older = Holding(HoldingKind.OLDER, fqn, version)
+                    owned = saves and fqn in weights.owned
+                    yield Row(older, weights.parameter(version, fqn), worker, owned)
+        for fqn in weights.owned if saves else ():
+            if fqn in waiting and (gradient := waiting[fqn].gradient) is not None:
+                yield Row(Holding(HoldingKind.ACCUMULATED, fqn), gradient, worker, True)
+    yield from replica_buffers(session)
+
+
+def replica_buffers(session: Session) -> Iterator[Row]:
+    """Rows of the buffers that training writes on stages with replicas, of each replica here."""
+    for worker in session.workers:
+        ranks = session.spec.ranks[worker.stage]
+        names = session.compiled.written_buffers(worker.stage) if len(ranks) > 1 else ()
+        for fqn, tensor in worker.weights.buffers(names).items():
+            index = ranks.index(worker.transport.rank)
+            yield Row(Holding(HoldingKind.REPLICA, fqn, index), tensor, worker, True)
+
+
+def owners(session: Session) -> dict[str, int]:
+    """The first stage that holds each tensor of the model."""
+    found: dict[str, int] = {}
+    for stage, one in enumerate(session.compiled.interfaces):
+        for fqn in (*one.parameters, *one.buffers, *one.constants):
+            found.setdefault(fqn, stage)
+    return found
+
+
+def writes(session: Session, worker: Worker | None) -> bool:
+    """Whether a worker is the first replica of its stage."""
+    return worker is not None and worker.transport.rank == session.spec.ranks[worker.stage][0]
+
+
+def hidden(session: Session, stage: int) -> list[str]:
+    """Tensors of a stage that training writes, and that state dicts leave out."""
+    kept = session.state.names
+    return sorted(fqn for fqn in session.compiled.written_buffers(stage) if fqn not in kept)
+
+
+def older_versions(session: Session, stage: int, minibatches: int) -> range:
+    """The numbers of the weights, but for the newest, that later minibatches run on."""
+    newest = minibatches // session.spec.group(stage)
+    return range(max(newest - session.spec.lag(stage), 0), newest)
+
+
+def held(session: Session, minibatches: int) -> dict[str, Accumulated]:
+    """Gradients that wait on the stages of this process; after a drain, `minibatches` so far."""
+    found: dict[str, Accumulated] = {}
+    for worker in session.workers:
+        count = worker.weights.numbers.waiting(minibatches)
+        if worker.replicas is not None and count:
+            shown = worker.replicas.shown
+            found |= {f: Accumulated(count, shown.get(f)) for f in worker.weights.owned}
+    return found
+
+
+def made_groups(session: Session) -> list[NamedGroup]:
+    """The groups of this process's optimizer as the user's callable has made them."""
+    if session.optimizer is None:
+        return []
+    present = named_groups(session.optimizer, names_of(all_parameters(session)))
+    return [g._replace(values=v) for g, v in zip(present, session.made_groups, strict=False)]
+
+
+def all_parameters(session: Session) -> dict[str, Tensor]:
+    """All of the model's parameters, frozen ones too."""
+    infos = session.state.infos
+    return {fqn: session.state.tensors[fqn] for fqn in infos if infos[fqn].kind == "parameter"}
