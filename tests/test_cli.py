@@ -337,14 +337,14 @@ def test_the_shell_completes(typed: str, offered: str) -> None:
 
 
 def test_simulate_draws_and_writes(plan_file: Path, tmp_path: Path, call: Call) -> None:
-    names = {"--html": "r.html", "--trace": "t.json", "--picture": "p.svg"}
+    names = {"--html": "r.html", "--trace": "t.json"}
     options = [part for key, name in names.items() for part in (key, str(tmp_path / "new" / name))]
     code, out, err = call("simulate", str(plan_file), "--steps", "2", *options)
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("rank 0 F0")
     assert lines[1].startswith("rank 1 ··")
-    assert err.count("written: ") == 3
+    assert err.count("written: ") == 2
     page = (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
     assert "What limits this plan" in page

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import pdcompile
-from pdcompile.cli.hardware import self_test
-from pdcompile.cli.hardware.doctor import report
+from pdcompile.cli import self_test
+from pdcompile.cli.doctor import report
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.hardware import checkup as module
 from pdcompile.hardware import host

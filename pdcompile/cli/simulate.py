@@ -1,4 +1,4 @@
-"""``pdcompile simulate``: time and memory of a plan, as a picture."""
+"""``pdcompile simulate``: time and memory of a plan, on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -41,10 +41,6 @@ def simulate(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")
     ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the timeline: .svg, or .png with matplotlib."),
-    ] = None,
     overlay: Annotated[
         Path | None,
         typer.Option(
@@ -72,11 +68,9 @@ def simulate(
     from pdcompile.report.page.compose import simulated
     from pdcompile.report.page.measured_run import compared, run_of
     from pdcompile.report.page.words import path_in_words
-    from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.progress import working
-    from pdcompile.report.svg import Panel
-    from pdcompile.schedule.registry import kind_of, name_of
+    from pdcompile.schedule.registry import kind_of
     from pdcompile.schedule.spec import spec_of
 
     loaded = Plan.load(plan)
@@ -93,9 +87,6 @@ def simulate(
         write_text(trace, json.dumps(chrome.trace(drawn)))
     if html is not None:
         write_page(loaded, made, html, title=plan.name)
-    if picture is not None:
-        write_text(picture, "")  # the same errors for a place that cannot be written
-        save([Panel(name_of(loaded.training.schedule), events)], picture)
     shown = timeline.bars(events)
     rows = [] if run is None else list(compared(loaded, run))
     if as_json:
@@ -123,7 +114,7 @@ def simulate(
         console.print(comparison_table(rows))
         if run.note:
             console.print(f"note: {run.note}")
-    for written in (trace, html, picture):
+    for written in (trace, html):
         if written is not None:
             stderr().print(f"written: {written}", soft_wrap=True)
 

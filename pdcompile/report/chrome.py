@@ -5,7 +5,6 @@ The one format of timelines in files, of simulations and of runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
@@ -13,21 +12,13 @@ from typing import Any
 
 from pdcompile.errors import ConfigError, os_errors_as
 from pdcompile.files import read_limited
-from pdcompile.jsonio import loads
+from pdcompile.jsonio import decode, encode, loads
 from pdcompile.report.timeline import COMPUTE, Event
 from pdcompile.schedule.recorded import RecordedEvent
 
 FORMAT = "pdcompile.trace/1"
 COMPUTE_TRACK, LINK_TRACK = 0, 1
-COLOURS = {
-    "F": "thread_state_running",
-    "B": "good",
-    "I": "good",
-    "W": "rail_response",
-    "STEP": "thread_state_iowait",
-}
 REMEDY = "give a file that `pdcompile run --trace` or `pdcompile simulate --trace` wrote"
-ARGUMENTS = ("stage", "minibatch", "microbatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +32,40 @@ class Trace:
     plan: str = ""
 
 
-def trace(made: Trace | Iterable[Event]) -> dict[str, Any]:
-    """The JSON object that Perfetto opens: one process a rank, compute and communication tracks.
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What a file says of itself, as its ``otherData``."""
 
-    Times are microseconds, as the format wants.
-    """
+    format: str
+    measured: bool
+    apart: bool
+    plan: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    action: str
+    stage: int
+    minibatch: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A complete event of the format; `pid` is the rank, `ts` and `dur` are microseconds."""
+
+    ph: str
+    name: str
+    cat: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float
+    args: _Arguments
+
+
+def trace(made: Trace | Iterable[Event]) -> dict[str, Any]:
+    """The JSON object that Perfetto opens: one process a rank, compute and communication tracks."""
     source = made if isinstance(made, Trace) else Trace(tuple(made))
     listed = source.events
     records: list[dict[str, Any]] = []
@@ -55,42 +75,24 @@ def trace(made: Trace | Iterable[Event]) -> dict[str, Any]:
         records.append(_meta("process_name", rank, 0, name))
         records.append(_meta("thread_name", rank, COMPUTE_TRACK, "compute"))
         records.append(_meta("thread_name", rank, LINK_TRACK, "communication"))
-    records.extend(_record(event) for event in listed)
-    about = {
-        "format": FORMAT,
-        "measured": source.measured,
-        "apart": source.apart,
-        "plan": source.plan,
-    }
-    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": records}
+    records.extend(encode(_span(event)) for event in listed)
+    about = _About(FORMAT, source.measured, source.apart, source.plan)
+    return {"displayTimeUnit": "ms", "otherData": encode(about), "traceEvents": records}
 
 
 def _meta(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def _record(event: Event) -> dict[str, Any]:
+def _span(event: Event) -> _Span:
     action = str(event.action)
-    compute = action in COMPUTE
+    category, track = "communication", LINK_TRACK
+    if action in COMPUTE:
+        category, track = "compute", COMPUTE_TRACK
     label = f"{action} {event.microbatch}" if event.microbatch >= 0 else action
-    record = {
-        "ph": "X",
-        "name": label,
-        "cat": "compute" if compute else "communication",
-        "pid": event.rank,
-        "tid": COMPUTE_TRACK if compute else LINK_TRACK,
-        "ts": event.start_seconds * 1e6,
-        "dur": (event.end_seconds - event.start_seconds) * 1e6,
-        "args": {
-            "action": action,
-            "stage": event.stage,
-            "minibatch": event.minibatch,
-            "microbatch": event.microbatch,
-        },
-    }
-    if action in COLOURS:
-        record["cname"] = COLOURS[action]
-    return record
+    begin, length = event.start_seconds * 1e6, (event.end_seconds - event.start_seconds) * 1e6
+    arguments = _Arguments(action, event.stage, event.minibatch, event.microbatch)
+    return _Span("X", label, category, event.rank, track, begin, length, arguments)
 
 
 def load(path: str | PathLike[str]) -> Trace:
@@ -100,45 +102,33 @@ def load(path: str | PathLike[str]) -> Trace:
         ConfigError: the file cannot be read, or is no such trace; names the place in it.
     """
     where = str(path)
-    with os_errors_as(ConfigError, "cannot read the trace", where, REMEDY):
-        content = read_limited(path)
-    data = loads(content, where=where, error=ConfigError, remedy=REMEDY)
-    about = data.get("otherData") if isinstance(data, dict) else None
-    records = data.get("traceEvents") if isinstance(data, dict) else None
-    if (
-        not isinstance(about, dict)
-        or about.get("format") != FORMAT
-        or not isinstance(records, list)
-    ):
-        raise ConfigError("this is not a trace of pdcompile", where=where, remedy=REMEDY)
-    events = tuple(
-        _event(one, f"{where}: traceEvents[{n}]")
-        for n, one in enumerate(records)
-        if not (isinstance(one, dict) and one.get("ph") == "M")
-    )
-    return Trace(
-        events, about.get("measured") is True, about.get("apart") is True, str(about.get("plan"))
-    )
+    try:
+        with os_errors_as(ConfigError, "cannot read the trace", where, REMEDY):
+            content = read_limited(path)
+        data = loads(content, where=where, error=ConfigError)
+        said = data.get("otherData") if isinstance(data, dict) else None
+        records = data.get("traceEvents") if isinstance(data, dict) else None
+        known = isinstance(said, dict) and said.get("format") == FORMAT
+        if not known or not isinstance(records, list):
+            raise ConfigError("this is not a trace of pdcompile", where=where)
+        about = decode(_About, said, where=f"{where}: otherData", error=ConfigError)
+        events = tuple(
+            _event(one, f"{where}: traceEvents[{n}]")
+            for n, one in enumerate(records)
+            if not (isinstance(one, dict) and one.get("ph") == "M")
+        )
+    except ConfigError as error:
+        error.remedy = REMEDY
+        raise
+    return Trace(events, about.measured, about.apart, about.plan)
 
 
-def _event(one: Any, where: str) -> RecordedEvent:
-    arguments = one.get("args") if isinstance(one, dict) else None
-    if not isinstance(arguments, dict):
-        raise ConfigError("an event without args", where=where, remedy=REMEDY)
-    numbers = [one.get("pid"), *map(arguments.get, ARGUMENTS)]
-    times, action = [one.get("ts"), one.get("dur")], arguments.get("action")
-    for name, value in zip(("pid", *ARGUMENTS), numbers, strict=True):
-        if type(value) is not int:
-            raise ConfigError(f"{name} is {value!r}, no whole number", where=where, remedy=REMEDY)
-    for name, time in zip(("ts", "dur"), times, strict=True):
-        if (
-            type(time) not in (int, float)
-            or not math.isfinite(time)
-            or (name == "dur" and time < 0)
-        ):
-            raise ConfigError(f"{name} is {time!r}, no time", where=where, remedy=REMEDY)
-    if not isinstance(action, str):
-        raise ConfigError(f"action is {action!r}, no text", where=where, remedy=REMEDY)
-    rank, stage, minibatch, microbatch = numbers
-    start, length = (time / 1e6 for time in times)
-    return RecordedEvent(rank, stage, action, minibatch, microbatch, start, start + length)
+def _event(data: Any, where: str) -> RecordedEvent:
+    span = decode(_Span, data, where=where, error=ConfigError)
+    if span.dur < 0:
+        raise ConfigError(f"dur is {span.dur}, no time", where=where)
+    args, start = span.args, span.ts / 1e6
+    end = start + span.dur / 1e6
+    return RecordedEvent(
+        span.pid, args.stage, args.action, args.minibatch, args.microbatch, start, end
+    )

@@ -15,7 +15,7 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from pdcompile.cli.hardware.self_test import Outcome
+    from pdcompile.cli.self_test import Outcome
     from pdcompile.hardware.checkup import Line
     from pdcompile.passes.probe.probed import Probed
 
@@ -103,8 +103,8 @@ def doctor(
 
 def tested() -> tuple[Probed, list[Outcome]]:
     """The self-test; all ranks call it, rank 0 has the outcomes."""
-    from pdcompile.cli.hardware.self_test import self_test
     from pdcompile.cli.output import is_first_rank, stderr
+    from pdcompile.cli.self_test import self_test
     from pdcompile.passes.probe.links import alone, job
     from pdcompile.passes.probe.probed import probe
 
@@ -138,7 +138,7 @@ def report(
     lines: Sequence[Line], probed: Probed, outcomes: Sequence[Outcome], seconds: float
 ) -> str:
     """The report of a self-test, as Markdown."""
-    from pdcompile.cli.hardware.probe import lines as measured
+    from pdcompile.cli.probe import lines as measured
     from pdcompile.units import format_bytes, format_seconds
 
     memories = [

@@ -1,0 +1,167 @@
+"""``pdcompile checkpoint``: look at checkpoints, and turn them into plain safetensors files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson
+from pdcompile.units import format_bytes
+
+group = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Look at the checkpoints of a training, and turn them into plain safetensors files.\n\n"
+    "Example:\n\n  pdcompile checkpoint show checkpoints --verify",
+)
+app.add_typer(group, name="checkpoint")
+
+
+@group.command()
+def show(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", show_default=False, help="What pipe.save wrote, or one of them."
+        ),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything, and compare it with its checksums.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the last checkpoint in FOLDER holds, stage by stage.
+
+    With --verify every byte is read; the exit code is 2 where something is damaged.
+
+    Example:
+
+      pdcompile checkpoint show checkpoints --verify
+    """
+    from pdcompile.checkpoint.contents import open_checkpoint
+    from pdcompile.checkpoint.folder import complete
+    from pdcompile.cli.output import emit_json, stdout
+
+    contents = open_checkpoint(folder)
+    damaged = contents.verify() if verify else []
+    document = described(contents)
+    document["checkpoints"] = [place.name for place in complete(folder)]
+    if verify:
+        document["damaged"] = [f"{one.where}: {one.message}" for one in damaged]
+        document["status"] = "damaged" if damaged else "whole"
+    if as_json:
+        emit_json(document)
+    else:
+        stdout().print(checkpoint_report(document), markup=False)
+    if damaged:
+        sys.exit(2)
+
+
+def described(contents: Any) -> dict[str, Any]:
+    """A checkpoint in words and numbers."""
+    manifest = contents.manifest
+    return {
+        "checkpoint": str(contents.place),
+        "minibatches": manifest.minibatches,
+        "evaluations": manifest.evaluations,
+        "schedule": manifest.schedule,
+        "microbatches": manifest.microbatches,
+        "ranks": manifest.ranks,
+        "plan": manifest.plan,
+        "optimizer": manifest.optimizer,
+        "schedulers": [*contents.schedulers()],
+        "bytes": manifest.num_bytes,
+        "tied": [list(pair) for pair in manifest.aliases],
+        "stages": [
+            {
+                "stage": stage.stage,
+                "tensors": len(stage.weights.tensors),
+                "weights_bytes": stage.weights.num_bytes,
+                "optimizer_bytes": stage.optimizer.num_bytes if stage.optimizer else 0,
+                "rest_bytes": sum(one.num_bytes for one in (*stage.replicas, stage.rest) if one),
+                "weights": [*stage.older, stage.updates],
+                "waiting": stage.waiting,
+            }
+            for stage in manifest.stages
+        ],
+    }
+
+
+def checkpoint_report(document: Mapping[str, Any]) -> str:
+    """The text of `pdcompile checkpoint show`, of the document that --json prints."""
+    optimizer = document["optimizer"] or "no optimizer"
+    lines = [
+        f"{document['checkpoint']}: {document['minibatches']} minibatches, "
+        f"{format_bytes(document['bytes'])}",
+        f"saved under {document['schedule']} with {document['microbatches']} microbatches on "
+        f"{document['ranks']} ranks, {optimizer}"
+        + "".join(f", scheduler {name}" for name in document["schedulers"]),
+        "stage  tensors     weights   optimizer        rest  weights of update",
+    ]
+    for stage in document["stages"]:
+        sizes = (stage[f"{kind}_bytes"] for kind in ("weights", "optimizer", "rest"))
+        cells = "".join(f"{format_bytes(size):>12}" for size in sizes)
+        waits = f", gradients of {stage['waiting']} wait" if stage["waiting"] else ""
+        versions = ", ".join(map(str, stage["weights"]))
+        lines.append(f"{stage['stage']:>5}  {stage['tensors']:>7}{cells}  {versions}{waits}")
+    lines += [f"tied: {name} is {first}" for name, first in document["tied"]]
+    if len(document["checkpoints"]) > 1:
+        lines.append(f"in this folder: {', '.join(document['checkpoints'])}")
+    if "damaged" in document:
+        lines += [f"damaged: {one}" for one in document["damaged"]] or ["every byte is as written"]
+    return "\n".join(lines)
+
+
+@group.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            show_default=False,
+            help="What pipe.save wrote, or torch.distributed.checkpoint.save.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            show_default=False,
+            help="A .safetensors file, or a folder for several with their index.",
+        ),
+    ],
+    prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Of names in a torch.distributed.checkpoint: only these, without it (model.).",
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write the weights in FOLDER as plain safetensors, under the model's names.
+
+    transformers reads them (from_pretrained, with the model's config.json beside them), and so
+    does --weights. Of tied parameters there is one.
+
+    Examples:
+
+      pdcompile checkpoint convert checkpoints -o model.safetensors
+
+      pdcompile checkpoint convert dcp_folder --prefix model. -o model/
+    """
+    from pdcompile.checkpoint.conversion import convert as converted
+    from pdcompile.cli.output import emit_json, stdout
+
+    names = converted(source, output, prefix)
+    if as_json:
+        emit_json({"status": "done", "output": str(output), "tensors": len(names)})
+    else:
+        stdout().print(f"{len(names)} tensors in {output}", markup=False)
