@@ -78,7 +78,8 @@ class Plain:
 
     def gradients(self, x: Tensor, target: Tensor) -> Tensor:
         with torch.enable_grad(), in_mode(self.model, True):
-            return accumulate(self.model, x, target, min(self.count, len(x)), self.loss_fn)
+            count = _count(self.model, self.count, len(x))
+            return accumulate(self.model, x, target, count, self.loss_fn)
 
     def evaluate(self, x: Tensor, target: Tensor) -> Tensor:
         total: Any = None
@@ -105,11 +106,18 @@ class Referenced:
     a weight on two stages."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        self.model, self.count = model, options["microbatches"]
         self.pipe = pdcompile.reference(model, **options)
         self.optimizer = self.pipe.optimizer
 
     def step(self, x: Tensor, target: Tensor) -> Tensor:
-        return self.pipe.step(x, target=target).loss.wait()
+        with in_mode(self.model, True):
+            count = _count(self.model, self.count, len(x))
+        self.pipe._num_microbatches = count  # an option of a whole training, as users give it
+        try:
+            return self.pipe.step(x, target=target).loss.wait()
+        finally:
+            self.pipe._num_microbatches = self.count
 
     def evaluate(self, x: Tensor, target: Tensor) -> Tensor:
         return self.pipe.eval_step(x, target=target).loss.wait()
@@ -119,6 +127,12 @@ class Referenced:
 
     def full_state(self) -> dict[str, Tensor]:
         return self.pipe.full_state_dict()
+
+
+def _count(model: nn.Module, count: int, size: int) -> int:
+    """The microbatches of `size` samples, of two at least where batch norm refuses a single one."""
+    norms = any(m.training for m in model.modules() if isinstance(m, nn.BatchNorm1d))
+    return max(1, min(count, size // 2 if norms else size))
 
 
 # -- what a trial draws ------------------------------------------------------------------------
