@@ -189,7 +189,9 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         microbatch_size=_largest(layout, plan) if layout.splits else None,
         autocast=plan.training.autocast, evaluates=True,
     )  # fmt: skip
-    captured = replace(usual.capture, eval=found.eval, attributes=found.attributes)
+    captured = replace(
+        usual.capture, eval=found.eval, attributes=found.attributes, arguments=found.arguments
+    )
     return replace(
         usual,
         capture=captured,

@@ -61,6 +61,7 @@ class Session(Guarded):
         self.spec = compiled.stream.spec
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
         self._call = 0
+        self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.draws: dict[bool, bool] = {}  # in training (True) and evaluation
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)

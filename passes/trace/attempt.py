@@ -61,7 +61,7 @@ class Attempts:
         self._size = subject.size
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[Any, ...] = ()
-        self._reads = AttributeReads(subject.model, subject.loss_fn)
+        self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
         self._asked = False  # some recording of training asked for the mode
         self.assumed = Assumptions()  # of the last attempt
 
@@ -76,7 +76,8 @@ class Attempts:
         if recorded_for != self._recorded_for:
             self._recorded_for = recorded_for
             self._recordings.clear()
-            self._reads = AttributeReads(self._subject.model, self._subject.loss_fn)
+            subject = self._subject
+            self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
         try:
             return self._captured()
         except Refuted as refuted:
@@ -118,7 +119,8 @@ class Attempts:
             self._recordings,
         )
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
-        return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
+        reads = self._reads
+        return Capture(train, evaluation, reads.places, reads.arguments, tuple(sorted(numbers)))
 
     def _recorded(self, training: bool, size: int, *, settle: bool = True) -> Recording:
         call = self._subject.call(size)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,47 @@ import torch
 _VALUES = (bool, int, float, complex, str, bytes, range, torch.device, torch.dtype, torch.Size)
 
 Alike = Callable[[torch.Tensor, torch.Tensor], bool]
+
+MISSING = object()  # the value of an attribute that is not there
+
+
+def of_class(kind: type, name: str) -> Any:
+    """What lies under the name in a class or its bases."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return MISSING
+
+
+def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = of_class) -> Any:
+    """What lies under the name in the object or its class, without running a property."""
+    own: dict[str, Any] = getattr(owner, "__dict__", {})
+    if name in own:
+        return own[name]
+    found = of_class(type(owner), name)
+    if not isinstance(found, MemberDescriptorType):
+        return found
+    try:
+        return found.__get__(owner)
+    except AttributeError:  # a slot that nothing was put into
+        return MISSING
+
+
+def plain_text(value: Any, depth: int = 4) -> str | None:
+    """Plain data (numbers, names, functions, and containers of them) as text, equal in every
+    process; None for anything else.  Values of tensors are not looked at."""
+    if value is MISSING or isinstance(value, torch.Tensor):
+        return "not there" if value is MISSING else "a tensor"
+    if isinstance(value, type | FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, dict | tuple | list | set | frozenset):
+        return repr(value) if value is None or isinstance(value, (*_VALUES, Enum)) else None
+    parts = [x for pair in value.items() for x in pair] if isinstance(value, dict) else [*value]
+    texts = [plain_text(part, depth - 1) if depth else None for part in parts]
+    found = [text for text in texts if text is not None]
+    if isinstance(value, set | frozenset):
+        found.sort()
+    return f"{type(value).__name__}({', '.join(found)})" if len(found) == len(texts) else None
 
 
 def is_array(value: Any) -> bool:

@@ -31,11 +31,12 @@ from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.eager.snapshot import attribute
 from pdcompile.options import Options
 from pdcompile.options.table import ROWS
 from pdcompile.runtime.transport.launch import from_rank0
 from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
-from pdcompile.runtime.watch.attribute_watch import attribute, owners
+from pdcompile.runtime.watch.attribute_watch import owners
 from pdcompile.runtime.watch.same_model import check_alike, planned_beside
 from pdcompile.weights import slots
 

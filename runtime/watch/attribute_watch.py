@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from types import MemberDescriptorType
 from typing import Any
 
 from torch import Tensor, nn
 
 from pdcompile.eager.digest import address
 from pdcompile.eager.modes import in_mode, overrides_train
-from pdcompile.eager.snapshot import Contents, difference, identical, restore, snapshot
+from pdcompile.eager.snapshot import (
+    MISSING,
+    Contents,
+    attribute,
+    difference,
+    identical,
+    of_class,
+    restore,
+    snapshot,
+)
 from pdcompile.errors import ConfigError
-
-_MISSING = object()
 
 
 class AttributeWatch:
@@ -73,9 +79,9 @@ class AttributeWatch:
                 )
 
     def check(self, training: bool) -> None:
-        of_class = cache(_of_class)  # layers are alike: most look into the same few classes
+        once = cache(of_class)  # layers are alike: most look into the same few classes
         for (owner, name, path, _), was in zip(self._owners, self._values[training], strict=True):
-            now = attribute(owner, name, of_class)
+            now = attribute(owner, name, once)
             if now is was:
                 continue
             if isinstance(was, Contents) and not was.content:
@@ -107,27 +113,11 @@ def owners(
         named = loss_fn.named_modules()
         roots |= {f"loss_fn.{path}" if path else "loss_fn": one for path, one in named}
     for root, *names in places:
-        owner = roots.get(root, _MISSING)
+        owner = roots.get(root, MISSING)
         for name in names[:-1]:
             owner = attribute(owner, name)
-        if owner is not _MISSING and names[-1] != "training":
+        if owner is not MISSING and names[-1] != "training":
             yield owner, names[-1], ".".join([root, *names] if root else names), root
-
-
-def _of_class(kind: type, name: str) -> Any:
-    for base in kind.__mro__:
-        if name in vars(base):
-            return vars(base)[name]
-    return _MISSING
-
-
-def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = _of_class) -> Any:
-    """What lies under the name in the object or its class, without running a property."""
-    own: dict[str, Any] = getattr(owner, "__dict__", {})
-    if name in own:
-        return own[name]
-    found = of_class(type(owner), name)
-    return getattr(owner, name, _MISSING) if isinstance(found, MemberDescriptorType) else found
 
 
 def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +130,7 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shown(value: Any) -> str:
-    return "not there" if value is _MISSING else repr(value).partition("\n")[0][:60]
+    return "not there" if value is MISSING else repr(value).partition("\n")[0][:60]
 
 
 def is_below(path: str, owners: Collection[str]) -> bool:
