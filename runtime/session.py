@@ -320,7 +320,7 @@ def in_one_thread(session: Session, *, training: bool) -> Iterator[None]:
 def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
     """Around a program: on its device, and whatever the caller has switched off."""
     device = session.device
-    rng = preserved_rng(device.device, from_ops=True)
+    rng = preserved_rng(device.device, from_ops=True, apart=True)
     check = NonFiniteCheck(session.workers) if session.options.detect_nonfinite else None
     with device.computing(), rng, torch.enable_grad(), check or nullcontext():
         yield check

@@ -3,7 +3,8 @@
 Eager PyTorch draws from one generator in program order, so a model that runs in pieces, on
 several ranks and with microbatches interleaved would draw other numbers.  Here every random op
 has a stream of its own, named by (seed, minibatch, microbatch, module path, draw index); the
-default generator is re-seeded before each one.
+default generator is re-seeded before each one, or on CPUs, while other threads live that may draw,
+one that nobody else has (`OwnDraws`).
 
 The draw index counts, within one microbatch's forward (model, then loss_fn under the path
 ``loss_fn``), every call of a random function or of a random leaf module below its module path:
@@ -22,7 +23,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdcompile.eager.own_draws import OwnDraws, other_threads
 from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
@@ -170,34 +172,73 @@ _calls: list[tuple[threading.Thread, object, bool]] = []
 _books = threading.Lock()  # over the two lists, never while a call runs
 
 
+class _Here(threading.local):
+    own: OwnDraws | None = None  # of the `preserved_rng` that is open in this thread
+
+
+_here = _Here()
+
+
 def reseed(seed: int) -> None:
-    """Re-seeds the default CPU generator (1 µs), and that of the GPU around which `preserved_rng`
-    is open.
+    """Re-seeds the CPU generator that is drawn from (1 µs), and that of the GPU around which
+    `preserved_rng` is open.
 
     Those of numpy and Python are seeded too where the op is a `PythonDraw`.
     """
     python_draws.announce(seed)
     for generator in _seeded:
+        if generator is torch.default_generator:
+            generator = _host_generator()
         generator.manual_seed(seed)
 
 
+def _host_generator() -> torch.Generator:
+    return torch.default_generator if _here.own is None else _here.own.generator
+
+
+def drawing() -> AbstractContextManager[Any]:
+    """Around what may draw, after its `reseed`."""
+    return _here.own or nullcontext()
+
+
+def begin_draw(seed: int) -> None:
+    """`reseed` for what draws until `end_draw`, or until the next begins."""
+    reseed(seed)
+    if _here.own is not None:
+        _here.own.open()
+
+
+def end_draw() -> None:
+    """What has begun to draw has drawn."""
+    if _here.own is not None:
+        _here.own.close()
+
+
 @contextmanager
-def preserved_rng(device: torch.device | None = None, *, from_ops: bool = False) -> Iterator[None]:
+def preserved_rng(
+    device: torch.device | None = None, *, from_ops: bool = False, apart: bool = False
+) -> Iterator[None]:
     """Restores the state of the caller's generators (the CPU's, and that of a GPU `device`;
     Python's and numpy's) at the end; inside, `reseed` seeds them all.
 
-    `from_ops`: see `python_draws.preserved`.
+    `from_ops`: see `python_draws.preserved`.  `apart`: what draws inside is in `drawing()` or
+    between `begin_draw` and `end_draw`, so that other threads may draw meanwhile.
     """
     global _seeded
+    host, outer = torch.default_generator, _here.own
     with _books:
         if device is not None and device.type == devices.GPU:
-            _seeded = (torch.default_generator, devices.generator(device))
-        states = {generator: generator.get_state() for generator in _seeded}
+            _seeded = (host, devices.generator(device))
+        own = OwnDraws() if apart and len(_seeded) == 1 and other_threads() else None
+        states = {one: one.get_state() for one in _seeded if own is None or one is not host}
         _regions.append(states)
+    _here.own = own
     try:
         with python_draws.preserved(from_ops=from_ops):
             yield
     finally:
+        end_draw()
+        _here.own = outer
         with _books:
             at = next(i for i, region in enumerate(_regions) if region is states)
             del _regions[at]
@@ -206,7 +247,8 @@ def preserved_rng(device: torch.device | None = None, *, from_ops: bool = False)
             else:
                 for generator, state in states.items():
                     generator.set_state(state)
-            _seeded = tuple(_regions[-1]) if _regions else (torch.default_generator,)
+            open_ = _regions[-1] if _regions else {}
+            _seeded = (host, *(one for one in open_ if one is not host))
 
 
 @contextmanager
@@ -288,6 +330,8 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         reseed(self._last)
         self._around.enter_context(python_draws.watched(self._drawn))
         self._around.enter_context(flex_attention_uncompiled())
+        if _here.own is not None:
+            self._around.enter_context(_here.own.stands_for_default())
         self._plain_call = nn.Module.__call__
         nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -304,6 +348,8 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     ) -> Any:
         if not self._in_leaf and is_random_function(func):
             self.draw(self._path)
+            with drawing():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -344,7 +390,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     def draw(self, path: str) -> None:
         """Seeds the generator for the next draw of `path`."""
         if self._replaying:
-            following = self._following.get(torch.default_generator.initial_seed())
+            following = self._following.get(_host_generator().initial_seed())
             if following is not None:
                 reseed(following)
             return
@@ -373,6 +419,8 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         if is_leaf(module):
             if is_random_module(module):
                 self.draw(path)
+                with drawing():
+                    return self._run_leaf(module, plain, args, kwargs)
             return self._run_leaf(module, plain, args, kwargs)
         outer, self._path = self._path, path
         try:

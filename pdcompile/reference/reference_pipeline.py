@@ -164,7 +164,7 @@ class Reference(ReferenceState):
         outputs: list[Any] = []
         later: dict[int, tuple[DrawScope, Tensor]] = {}
         loss_leaf = None
-        training = in_mode(self._model, True), torch.enable_grad(), preserved_rng(self._device)
+        training = in_mode(self._model, True), torch.enable_grad(), self._rng()
         with training[0], training[1], training[2], self._uses.of_minibatch():
             parts = split(flat.leaves, layout, self._num_microbatches)
             for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
@@ -199,7 +199,7 @@ class Reference(ReferenceState):
         loss_leaf = None
         minibatch = evaluation_minibatch(self._num_evaluations)
         scales: list[float] = []
-        with in_mode(self._model, False), torch.no_grad(), preserved_rng(self._device):
+        with in_mode(self._model, False), torch.no_grad(), self._rng():
             parts = split(flat.leaves, layout, self._num_microbatches)
             for index, part in enumerate(parts):
                 with self._draws(minibatch, index) as scope:
@@ -286,6 +286,9 @@ class Reference(ReferenceState):
 
     def _draws(self, minibatch: int, microbatch: int) -> DrawScope:
         return DrawScope(self._model, self._options.seed, minibatch, microbatch)
+
+    def _rng(self) -> AbstractContextManager[None]:
+        return preserved_rng(self._device, apart=True)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast_region(autocast_text(self._options.autocast, self._device.type))

@@ -129,7 +129,9 @@ class Starter:
         found = Deferred(done, start)
         self._waiting.append(found)
         if self._thread is None:
-            self._thread = Thread(target=_run_all, args=(self._queue,), daemon=True)
+            self._thread = Thread(
+                target=_run_all, args=(self._queue,), name="pdcompile fetches", daemon=True
+            )
             self._thread.start()
         self._queue.put(found)
         return found

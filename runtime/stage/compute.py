@@ -22,7 +22,7 @@ from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
-from pdcompile.eager.randomness import DrawScope
+from pdcompile.eager.randomness import DrawScope, end_draw
 from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.ir.stage_interface import named_results
 from pdcompile.runtime.device.rank_device import RankDevice
@@ -144,6 +144,7 @@ class Compute:
             if wiring.is_last and feed.with_loss:
                 loss = self._loss(module, wiring, values, leaves)
                 flight.loss = scaled_loss(loss, feed.weights[microbatch])
+        end_draw()
         for port, edge in wiring.outputs:
             value = values[port.value]
             what = f"result {port.name!r} of stage {self._stage}"

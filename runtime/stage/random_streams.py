@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.eager.randomness import DrawScope, begin_draw, end_draw, reseed, seed_of
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.ir.opaque import announce
 from pdcompile.ir.stage_interface import StageInterface, module_of
@@ -35,7 +35,7 @@ class Streams:
         self._where = (minibatch, microbatch)
         self._calls.clear()
         self._scopes.clear()
-        self._draw("", -1)
+        reseed(seed_of(self._seed, *self._where, "", -1))
 
     def scope(self, stage: nn.Module) -> DrawScope:
         """Where the opaque modules of a stage draw, in the forward that runs."""
@@ -62,7 +62,9 @@ class Streams:
             train = interface.train.draws.get(path, ())
             evaluation = interface.eval.draws.get(path, ())
             hook = self._hook(path, train, evaluation)
-            stage.get_submodule(path).register_forward_pre_hook(hook)
+            module = stage.get_submodule(path)
+            module.register_forward_pre_hook(hook)
+            module.register_forward_hook(_after)
         announce(stage, interface, lambda: self.scope(stage))
 
     def _hook(self, path: str, train: tuple[int, ...], evaluation: tuple[int, ...]) -> Any:
@@ -73,7 +75,11 @@ class Streams:
         return before
 
     def _draw(self, path: str, index: int) -> None:
-        reseed(seed_of(self._seed, *self._where, path, index))
+        begin_draw(seed_of(self._seed, *self._where, path, index))
+
+
+def _after(module: nn.Module, inputs: Any, output: Any) -> None:
+    end_draw()
 
 
 def draws_in(graph: OpGraph) -> bool:

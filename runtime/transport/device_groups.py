@@ -98,7 +98,7 @@ def end_all(groups: Iterable[Callable[[], None]]) -> None:
             end()
 
     for end in groups:
-        thread = Thread(target=ended, args=(end,), daemon=True)
+        thread = Thread(target=ended, args=(end,), name="pdcompile ends a group", daemon=True)
         thread.start()
         _ending.append(thread)
 

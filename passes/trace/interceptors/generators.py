@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pdcompile.eager.own_draws import other_threads
 from pdcompile.errors import TraceError
 from pdcompile.ir import python_draws
 from pdcompile.passes.trace import refusals
@@ -24,7 +25,13 @@ class OutsideDraw(TraceError):
 
 
 def _outside(generator: str, where: str | None) -> OutsideDraw:
-    return refusals.as_kind(OutsideDraw, refusals.error(refusals.OUTSIDE_RANDOM, generator, where))
+    """The refusal; where other threads live, one of them may have drawn."""
+    told = refusals.error(refusals.OUTSIDE_RANDOM, generator, where)
+    if others := other_threads():
+        message = f"{told.message}, or another thread does: {', '.join(others)} may draw meanwhile"
+        remedy = f"call pipe.prepare before they draw, or, if none draws, {told.remedy}"
+        return OutsideDraw(message, where=told.where, remedy=remedy)
+    return refusals.as_kind(OutsideDraw, told)
 
 
 class Sentinel:
