@@ -32,12 +32,13 @@ from pdcompile.passes import codegen
 from pdcompile.passes.costs.forecast import Progress
 from pdcompile.passes.planning.candidate_plan import taken_by_outputs
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
-from pdcompile.plan import Plan, Training, check
+from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
-from pdcompile.plan.other_model import first_difference, made_of, other_weights
+from pdcompile.plan.other_model import absent_weight, first_difference, made_of
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem.constraints import Pin
 from pdcompile.runtime.supported import check_supported
@@ -114,14 +115,9 @@ def with_given_plan(options: Options, model: nn.Module | None = None) -> Options
         try:
             refuse_others(options, plan)
         except ConfigError:
-            if model is None or not (other := other_weights(plan, model)):
-                raise
-            raise PlanError(
-                f"the plan is of another model: {made_of(plan)}, and this is "
-                f"{type(model).__name__}: {other}",
-                where=options.plan_file,
-                remedy=ANOTHER_MODEL,
-            ) from None
+            if model is not None:
+                _refuse_another_model(plan, model, options.plan_file)
+            raise
     named = options if isinstance(options.plan, Plan) else _file_named(options)
     return replace(completed(named, plan), plan=plan)
 
@@ -169,16 +165,8 @@ def check_minibatch(options: Options, layout: BatchLayout, model: nn.Module) -> 
         return
     training: Training = options.plan.training
     fits = layout.size == training.batch_size if layout.splits else training.num_microbatches == 1
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    planned_for = (fqn for stage in options.plan.stages for fqn in stage.parameters)
-    absent = next((fqn for fqn in planned_for if fqn not in own), "")
-    if absent and not fits:
-        raise PlanError(
-            f"the plan is of another model: {made_of(options.plan)}, and this is "
-            f"{type(model).__name__}, which has no parameter {absent!r}",
-            where=options.plan_file,
-            remedy=ANOTHER_MODEL,
-        )
+    if not fits:
+        _refuse_another_model(options.plan, model, options.plan_file)
     if layout.splits and layout.size != training.batch_size:
         raise PlanError(
             f"the plan is for minibatches of {training.batch_size} samples, and this one has "
@@ -193,6 +181,18 @@ def check_minibatch(options: Options, layout: BatchLayout, model: nn.Module) -> 
             where="plan: training.num_microbatches",
             remedy="give batch_dims as it was planned with, or plan again",
         )
+
+
+def _refuse_another_model(plan: Plan, model: nn.Module, file: str) -> None:
+    """Raise PlanError where the model lacks a parameter of the plan; known before capture."""
+    if (absent := absent_weight(plan, model)) is not None:
+        fqn, stage = absent
+        raise PlanError(
+            f"the plan is of another model: {made_of(plan)}, and this is "
+            f"{type(model).__name__}: the parameter {fqn!r} on stage {stage} is only in the plan",
+            where=file,
+            remedy=ANOTHER_MODEL,
+        ) from None
 
 
 def given_plan(
@@ -216,7 +216,7 @@ def given_plan(
             where=options.plan_file,
             remedy=ANOTHER_MODEL,
         )
-    check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+    check_plan(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen, options, graph)
     notes = (
         *_more_state(plan.training, options.optimizer),

@@ -32,6 +32,7 @@ from pdcompile.passes.partition.space.pipelines import exceeds
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan, taken_by_outputs
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
 from pdcompile.passes.planning.preferred_plan import fitting, preferred_plan
 from pdcompile.passes.planning.refine import refine
@@ -42,7 +43,6 @@ from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, 
 from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
-from pdcompile.plan import check as check_plan
 from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
 from pdcompile.schedule.registry import kind_of, one_age_streams
 

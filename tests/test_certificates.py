@@ -20,13 +20,15 @@ from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule
-from pdcompile.plan import Certificate, Plan, check
+from pdcompile.plan import Certificate, Plan
 from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import ANY_CUT, PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.schedule.registry import kind_of
+from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import planned
 
@@ -102,8 +104,9 @@ def holds(plan: Plan, number: int) -> None:
 def test_what_the_planner_makes_is_accepted(number: int) -> None:
     graph, cluster, _, _ = SETTINGS[number]
     plan = plan_of(number)
-    check(plan, graph, cluster)
-    check(Plan.from_json(plan.to_json()), graph, cluster)
+    check_plan(plan, graph, cluster)
+    check_derived(plan, graph, cluster)
+    check_plan(Plan.from_json(plan.to_json()), graph, cluster)
     holds(plan, number)
     assert plan.certificate.bound_seconds <= optimum(truth(plan, number)) * (1 + 1e-9)
 
@@ -156,9 +159,10 @@ def accepted(data: Any, graph: OpGraph, cluster: Cluster) -> Plan | None:
     """The plan, or None when it is refused, as it has to be: with PlanError."""
     try:
         plan = Plan.from_json(json.dumps(data))
-        check(plan, graph, cluster)
+        check_plan(plan, graph, cluster)
     except PlanError:
         return None
+    check_derived(plan, graph, cluster)  # which shares no code with the passes
     return plan
 
 
@@ -202,9 +206,9 @@ def test_ops_moved_by_hand(number: int) -> None:
             stages[s] = replace(stages[s], ops=tuple(x for x in stages[s].ops if x != op))
             stages[to] = replace(stages[to], ops=(*stages[to].ops, op))
             with pytest.raises(PlanError):
-                check(replace(plan, stages=tuple(stages)), graph, cluster)
+                check_plan(replace(plan, stages=tuple(stages)), graph, cluster)
     with pytest.raises(PlanError):
-        check(swapped(number, 0, 1), graph, cluster)
+        check_plan(swapped(number, 0, 1), graph, cluster)
 
 
 def certified(plan: Plan, **changes: Any) -> Plan:
@@ -222,7 +226,7 @@ def test_certificates_that_contradict_themselves() -> None:
         ({"objective_seconds": seconds * 0.9, "bound_seconds": seconds * 0.9}, "the stages take"),
     ):
         with pytest.raises(PlanError, match=message):
-            check(certified(plan, **changes), graph, cluster)
+            check_plan(certified(plan, **changes), graph, cluster)
 
 
 def test_other_clusters_and_costs() -> None:
@@ -230,18 +234,18 @@ def test_other_clusters_and_costs() -> None:
     plan = plan_of(0)
     alike = Cluster(cluster.devices, (replace(cluster.levels[0], bytes_per_second=1.001e6),))
     with pytest.raises(PlanError):
-        check(plan, graph, alike)
+        check_plan(plan, graph, alike)
     with pytest.raises(PlanError, match="another cluster"):
-        check(plan, graph, Cluster((*cluster.devices, Device()), (replace(
+        check_plan(plan, graph, Cluster((*cluster.devices, Device()), (replace(
             cluster.levels[0], size=4),)))  # fmt: skip
     ops = list(graph.ops)
     cost = ops[0].cost
     assert cost is not None
     ops[0] = replace(ops[0], cost=replace(cost, flops=cost.flops + 1))
     with pytest.raises(PlanError, match="other costs"):
-        check(plan, replace(graph, ops=tuple(ops)), cluster)
+        check_plan(plan, replace(graph, ops=tuple(ops)), cluster)
     with pytest.raises(PlanError, match="not a fingerprint"):
-        check(replace(plan, fingerprint="x"), graph, cluster)
+        check_plan(replace(plan, fingerprint="x"), graph, cluster)
 
 
 def worse(number: int) -> Plan:
@@ -271,14 +275,14 @@ def worse(number: int) -> Plan:
 def test_a_bound_that_a_neighbour_refutes(number: int) -> None:
     graph, cluster, _, _ = SETTINGS[number]
     with pytest.raises(PlanError, match="is refuted: with"):
-        check(worse(number), graph, cluster)
+        check_plan(worse(number), graph, cluster)
     modest = worse(number)
     lower = certified(
         modest,
         bound_seconds=plan_of(number).certificate.bound_seconds,
         status="feasible",
     )
-    check(lower, graph, cluster)
+    check_plan(lower, graph, cluster)
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)))

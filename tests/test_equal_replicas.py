@@ -15,9 +15,10 @@ from pdcompile.errors import ConfigError, NotFoundError
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation, violations
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Plan, check
+from pdcompile.plan import Plan
 from pdcompile.problem import StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import KINDS
@@ -135,7 +136,7 @@ def test_no_cut_beats_the_bound_and_few_the_plan(schedule: str) -> None:
         placement=placement,
     )  # fmt: skip
     plan = explored(graph, cluster, space)
-    check(plan, at(graph)(4), cluster)
+    check_plan(plan, at(graph)(4), cluster)
     check_schedule(plan)
     problem = coarsen(at(graph)(4), (StageLimits(),) * 4, num_microbatches=4)
     depths = warmup(schedule, 4, 4, (2,) * 4, placement=placement)

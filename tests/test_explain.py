@@ -31,10 +31,11 @@ from pdcompile.passes.partition.alternatives import (
 from pdcompile.passes.planning import graph_free
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.explain import explain, relaxations, without
-from pdcompile.passes.planning.graph_free import NOT_CERTIFIED, straight_plan_of
+from pdcompile.passes.planning.graph_free import straight_plan_of
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.passes.planning.whatif import command, solved_again, whatif
-from pdcompile.plan import Plan, Training, check
+from pdcompile.plan import NOT_CERTIFIED, Plan, Training
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation, measure, violations
 from pdcompile.plan.rivals import neighbours
@@ -321,7 +322,7 @@ def searched(schedule: str, choice: dict[str, Any], cluster: Cluster = SMALL, **
         return coarsen(graph, (StageLimits(),) * stages, num_microbatches=m, **more)
 
     plan = best_plan(lambda _: graph, problem, cluster, space, Training(batch_size=16))
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
     return Plan.from_json(plan.to_json())
 
 

@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         14_450,
     ),
-    "plan": (("pdcompile/plan",), 3_500),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 3_120),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_900,

@@ -16,7 +16,7 @@ from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.plan.check import times_of
+from pdcompile.plan.times import times_of
 from pdcompile.schedule import Action, Kind
 from pdcompile.schedule.instruction import TO_WEIGHTS
 from tests.helpers.schedules import chain, make_plan, mutated, same_clock

@@ -1,4 +1,4 @@
-"""check(plan, graph, cluster) accepts what the planner makes and refuses what was changed."""
+"""check_plan(plan, graph, cluster) accepts what the planner makes and refuses what was changed."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,11 @@ from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.stages.assemble import assemble
-from pdcompile.plan import Plan, Training, check
+from pdcompile.plan import Plan, Training
+from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, random_graphs, residual
 
 M = 4
@@ -40,7 +42,9 @@ def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
 @pytest.mark.parametrize("make", [chain, residual])
 def test_planner_and_check_agree(schedule: str, num_stages: int, make: Any) -> None:
     graph, cluster = make(), Cluster.parse(str(num_stages))
-    check(planned(graph, cluster, schedule), graph, cluster)
+    plan = planned(graph, cluster, schedule)
+    check_plan(plan, graph, cluster)
+    check_derived(plan, graph, cluster)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -60,7 +64,8 @@ def test_on_random_graphs(
         plan = planned(graph, cluster, schedule)
     except InfeasibleError:
         return  # more stages than the graph has parts
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
+    check_derived(plan, graph, cluster)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -89,23 +94,23 @@ def tampered(path: str, value: Any) -> Plan:
         ("stages.1.ops", lambda ops: ops[1:], "is on no stage"),
         ("stages.1.ops", lambda ops: (*ops, "stranger"), "no op 'stranger'"),
         ("stages.0.ops", lambda ops: (*ops, "cross_entropy"), "assigned twice|of the loss"),
-        ("stages.0.forward_seconds", lambda x: x / 2, "its ops take"),
-        ("stages.2.backward_seconds", 0.0, "its ops take"),
+        ("stages.0.forward_seconds", lambda x: x / 2, "forward_seconds is .*, and the graph"),
+        ("stages.2.backward_seconds", 0.0, "backward_seconds is 0.0, and the graph makes it"),
         ("stages.1.parameters", (), "parameters are not"),
-        ("stages.1.trainable_bytes", lambda x: x - 4, "its parameters have"),
-        ("edges", lambda edges: edges[1:], "has no edge"),
-        ("edges.0.bytes", lambda x: x - 1, "bytes, not"),
-        ("edges.0.gradient", False, "the loss depends on"),
-        ("edges.0.targets", (2,), "is read on stages"),
-        ("tied", (), "is not listed"),
-        ("tied.0.bytes", 1, "other bytes"),
+        ("stages.1.trainable_bytes", lambda x: x - 4, "trainable_bytes is .*, and the graph"),
+        ("edges", lambda edges: edges[1:], "is missing"),
+        ("edges.0.bytes", lambda x: x - 1, "bytes is .*, and the graph"),
+        ("edges.0.gradient", False, "gradient is False, and the graph makes it True"),
+        ("edges.0.targets", (2,), "targets is"),
+        ("tied", (), "is missing"),
+        ("tied.0.bytes", 1, "bytes is 1, and the graph makes it"),
         ("certificate.objective_seconds", lambda x: x * 1.000002, "the stages take"),
         ("training.num_microbatches", 5, "the stages take"),
     ],
 )
 def test_tampered_plans_are_refused(path: str, value: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
-        check(tampered(path, value), residual(), Cluster.parse("3"))
+        check_plan(tampered(path, value), residual(), Cluster.parse("3"))
     assert caught.value.remedy
 
 
@@ -115,7 +120,7 @@ def test_certificates_that_promise_too_much() -> None:
         return replace(certificate, objective_seconds=less, bound_seconds=less)
 
     with pytest.raises(PlanError, match="the stages take"):
-        check(tampered("certificate", lower), residual(), Cluster.parse("3"))
+        check_plan(tampered("certificate", lower), residual(), Cluster.parse("3"))
 
 
 def test_memory_of_the_cluster_counts() -> None:
@@ -123,9 +128,11 @@ def test_memory_of_the_cluster_counts() -> None:
     plan = planned(graph, Cluster.parse("2"))
     small = Cluster((Device("cpu", 1000),) * 2, Cluster.parse("2").levels)
     with pytest.raises(PlanError, match="bytes of memory, its device has 1000"):
-        check(plan, graph, small)
+        check_derived(plan, graph, small)
+    with pytest.raises(PlanError, match="another cluster"):
+        check_plan(plan, graph, small)
 
 
 def test_another_model() -> None:
     with pytest.raises(PlanError, match="the graph has no op"):
-        check(planned(chain(), Cluster.parse("2")), residual(), Cluster.parse("2"))
+        check_plan(planned(chain(), Cluster.parse("2")), residual(), Cluster.parse("2"))

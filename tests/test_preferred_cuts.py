@@ -36,6 +36,7 @@ from pdcompile.passes.planning.module_borders import (
     simple_cuts,
     units,
 )
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.preferred_cuts import (
     Choice,
     Search,
@@ -45,7 +46,7 @@ from pdcompile.passes.planning.preferred_cuts import (
 )
 from pdcompile.passes.planning.preferred_plan import completed, fitting, preferred_plan
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
-from pdcompile.plan import Plan, Training, check
+from pdcompile.plan import Plan, Training
 from pdcompile.plan.evaluate import Evaluation, violations
 from pdcompile.problem.constraints import Apart, Constraint, CutBefore, Pin, Together
 from pdcompile.report.explain_table import boundary_table
@@ -106,7 +107,7 @@ def test_a_cut_between_blocks_wins_where_it_costs_little() -> None:
     assert (new.status, new.bound_seconds) == ("feasible", old.bound_seconds)
     assert new.fastest_seconds == pytest.approx(old.objective_seconds)
     assert new.gap == pytest.approx(1 - old.objective_seconds / new.objective_seconds, rel=1e-4)
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
     assert plan.forecast is not None
     assert fastest.forecast is not None
     assert sum(plan.forecast.sent_bytes) < sum(fastest.forecast.sent_bytes)
@@ -187,7 +188,7 @@ def test_a_plan_whose_ledgers_exceed_what_seemed_to_be_room_is_searched_for_agai
         found = fitted(graph, tight, tolerance)
         assert found.forecast is not None
         assert not exceeds(found.forecast.ledgers, tight)
-        check(found, graph, tight)
+        check_plan(found, graph, tight)
 
 
 @pytest.mark.sample(1)
@@ -215,7 +216,7 @@ def test_ctrl_c_ends_the_choice_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(preferred_cuts, "seconds_of", interrupted)
     plan = preferred_plan(fastest, graph, cluster, 0.03)
     assert len(times) == 2
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
 
 
 def test_the_fastest_stays_where_nothing_is_saved() -> None:
@@ -260,7 +261,7 @@ def test_updates_count_among_simple_cuts() -> None:
     assert plan.forecast.step_seconds < fastest.forecast.step_seconds
     (note,) = (one for one in plan.notes if "slower" in one)
     assert "shorter once updates count" in note
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
 
 
 @settings(max_examples=20, deadline=None)
@@ -295,7 +296,7 @@ def test_what_a_certificate_says_of_the_fastest_is_checked() -> None:
                         (plan.certificate.objective_seconds * 2, "above objective")):  # fmt: skip
         broken = replace(plan, certificate=replace(plan.certificate, fastest_seconds=wrong))
         with pytest.raises(PlanError, match=text) as caught:
-            check(broken, graph, cluster)
+            check_plan(broken, graph, cluster)
         assert "fastest_seconds" in str(caught.value)
 
 
@@ -322,7 +323,7 @@ def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:
     except PdcompileError:
         assume(False)
     plan = preferred_plan(fastest, graph, cluster, tolerance)
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
     kept(plan, fastest, tolerance, graph)
     again = preferred_plan(fastest, graph, cluster, tolerance)
     assert [one.ops for one in again.stages] == [one.ops for one in plan.stages]
@@ -339,7 +340,7 @@ def test_plans_with_replicas_and_recomputation_too(seed: int, tolerance: float) 
         assume(False)
     graph = case.graph_at(fastest.training.num_microbatches)
     plan = preferred_plan(fastest, graph, case.cluster, tolerance)
-    check(plan, graph, case.cluster)
+    check_plan(plan, graph, case.cluster)
     kept(plan, fastest, tolerance, graph)
 
 

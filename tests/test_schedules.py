@@ -30,7 +30,7 @@ from pdcompile.passes.schedules import (
 )
 from pdcompile.passes.simulate import TimelineEvent, drained, simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.plan.check import times_of
+from pdcompile.plan.times import times_of
 from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.instruction import BACKWARDS
 from pdcompile.schedule.registry import KINDS, StageWork

@@ -14,10 +14,11 @@ from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.profile import profile
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.stages.assemble import assemble
-from pdcompile.plan import Training, check
+from pdcompile.plan import Training
 from tests.helpers.captures import captured, make, rows
 
 
@@ -79,7 +80,7 @@ def test_the_planner_keeps_the_order_and_check_refuses_another() -> None:
     found, certificate = partition(problem)
     training = Training("1f1b", 2, 2 * graph.batch_size, depth)
     plan = assemble(graph, problem, found, certificate, training, cluster)
-    check(plan, graph, cluster)
+    check_plan(plan, graph, cluster)
     early = ("lin", "cos")
     late = tuple(op.name for op in graph.ops if op.name not in early)
     turned = replace(
@@ -88,6 +89,6 @@ def test_the_planner_keeps_the_order_and_check_refuses_another() -> None:
         edges=(),
     )
     with pytest.raises(PlanError, match="the gradient of 'lin' would be summed in another order"):
-        check(turned, graph, cluster)
+        check_plan(turned, graph, cluster)
     stage_of = {name: int(name not in early) for name in (*early, *late)}
     assert list(disordered(graph, stage_of)) == [("tanh", "cos", "lin")]

@@ -18,7 +18,7 @@ from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.schedules.alone import chain, written_of
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
-from pdcompile.plan.check import times_of
+from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
 from pdcompile.schedule import Action, Phase, Schedule
 from pdcompile.schedule.registry import KINDS, find, kind_of, name_of

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
-from pdcompile.passes.planning.graph_free import NOT_CERTIFIED, ledgers_of
+from pdcompile.passes.planning.graph_free import ledgers_of
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import assemble, with_outputs
 from pdcompile.passes.stages.kept_outputs import Taken
-from pdcompile.plan import Plan, Training
+from pdcompile.plan import NOT_CERTIFIED, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
 

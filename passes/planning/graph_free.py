@@ -19,6 +19,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import (
+    NOT_CERTIFIED,
     Certificate,
     Edge,
     Forecast,
@@ -34,7 +35,6 @@ from pdcompile.problem import PartitionProblem
 if TYPE_CHECKING:
     from pdcompile.passes.costs import Resident
 
-NOT_CERTIFIED = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
 
 

@@ -22,7 +22,7 @@ from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, 
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out, planned
-from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, StagePlan, Training
 from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import kind_of
@@ -51,25 +51,40 @@ def assemble(
         PlanError: the problem is of another graph, or the partition breaks its order.
     """
     stage_of = _stage_of_ops(graph, problem, partition)
-    by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
-    num_stages = len(problem.stages)
+    plan = plan_of_cut(graph, stage_of, problem.stages, training, cluster, rehearsed=rehearsed)
+    scope = _scope(problem.scope, certificate.scope)
+    return replace(plan, certificate=replace(certificate, scope=scope))
+
+
+def plan_of_cut(
+    graph: OpGraph,
+    stage_of: Mapping[str, int],
+    limits: Sequence[StageLimits],
+    training: Training,
+    cluster: Cluster,
+    *,
+    rehearsed: bool = True,
+) -> Plan:
+    """`assemble`, from the stage of each op; nothing is certified."""
+    num_stages = len(limits)
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
     splits = kind_of(training.schedule).splits_backward
-    given = given_by(training, graph, by_name, num_stages)
+    edges = boundaries.edges(graph, stage_of, num_stages, b)
+    tied = boundaries.tied(graph, stage_of)
+    given = given_by(training, graph, stage_of, num_stages)
     kernels = Kernels.of_all(one.kind for one in cluster.devices)
-    placed = _placed(given, by_name, num_stages)
+    placed = _placed(given, stage_of, num_stages)
     held = _stages(given, placed, num_stages, b, training, kernels) if rehearsed else []
     resident = residents(given, placed, b, held) if rehearsed else (Resident(0, 0),) * num_stages
-    tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
-    for op, stage in zip(graph.ops, stage_of, strict=True):
-        ops[stage].append(op)
+    for op in graph.ops:
+        ops[stage_of[op.name]].append(op)
     stages = tuple(
         _stage(
             given,
             s,
             ops[s],
-            problem.stages[s],
+            limits[s],
             resident[s],
             {one.fqn for one in tied if s in one.stages[1:]},
             training,
@@ -80,15 +95,15 @@ def assemble(
     return Plan(
         fingerprint=fingerprint(graph, cluster),
         stages=stages,
-        edges=boundaries.edges(graph, by_name, num_stages, b),
+        edges=edges,
         tied=tied,
         training=training,
         cluster=cluster.to_toml(),
-        certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
+        certificate=NOT_CERTIFIED,
         notes=(
             *graph.notes,
             *_notes_on_written_inputs(graph),
-            *note_on_left_out(training, graph, given, by_name, num_stages - 1),
+            *note_on_left_out(training, graph, given, stage_of, num_stages - 1),
             *(_notes_on_whole_backwards(ops) if splits else ()),
             *filter(None, (kernels.note(),)),
         ),
@@ -200,7 +215,7 @@ def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
 
 def _stage_of_ops(
     graph: OpGraph, problem: PartitionProblem, partition: Partition
-) -> tuple[int, ...]:
+) -> dict[str, int]:
     if len(partition.stage_of) != len(problem.items):
         raise PlanError(
             f"the partition places {len(partition.stage_of)} items of {len(problem.items)}",
@@ -218,16 +233,7 @@ def _stage_of_ops(
             where="assemble",
             remedy="coarsen this graph again",
         )
-    for op in graph.ops:
-        for name in op.inputs:
-            if placed.get(name, 0) > placed[op.name]:
-                raise PlanError(
-                    f"op {op.name!r} is on stage {placed[op.name]} and reads {name!r} of "
-                    f"stage {placed[name]}",
-                    where="assemble",
-                    remedy="stages may not decrease along the data flow",
-                )
-    return tuple(placed[op.name] for op in graph.ops)
+    return placed
 
 
 def _stage(
@@ -322,7 +328,7 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     """The plan with the bytes that its stages keep, read and return, whatever it says of them.
 
     Stages are rehearsed for that, unless the plan has what this version found when it made it.  A
-    note tells where it said less.  Sums over parameters are compared by `plan.check` instead.
+    note tells where it said less.  Sums over parameters are compared by `check_plan` instead.
     """
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1

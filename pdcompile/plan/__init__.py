@@ -1,6 +1,6 @@
 """Plan: stages, schedule parameters, forecast and certificate; strict JSON that people edit."""
 
-from pdcompile.plan.check import check as check
+from pdcompile.plan.schema import NOT_CERTIFIED as NOT_CERTIFIED
 from pdcompile.plan.schema import SCHEMA as SCHEMA
 from pdcompile.plan.schema import Certificate as Certificate
 from pdcompile.plan.schema import Edge as Edge

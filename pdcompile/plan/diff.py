@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan.schema import Plan
 
 PARTS = ("model", "costs", "cluster")  # of a fingerprint, in order
+CLOSE = 1e-6  # relative, of seconds
 _OF_THE_RUN = ("seconds",)  # how long the planner took says nothing of the plan
 
 
@@ -68,7 +71,7 @@ class PlanDiff:
 
 def diff(a: Plan, b: Plan) -> PlanDiff:
     """Compare two plans, whatever they are of."""
-    prints = _prints(a.fingerprint, b.fingerprint)
+    prints = other_prints(a.fingerprint, b.fingerprint)
     if prints[:1] == ("model",) and _one_model(a, b):
         prints = ("graph", *prints[1:])
     unlike = prints[:1] in (("model",), ("all",)) and not _alike(a, b)
@@ -88,6 +91,33 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
         ),
         notes=_notes(a, b),
     )
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Place and both values of all that differs in two records, None where one has nothing there.
+
+    Lists of records with a name are compared name by name, and seconds up to rounding.
+    """
+    if is_dataclass(a) and type(a) is type(b):
+        for field in fields(a):
+            below = f"{path}.{field.name}" if path else field.name
+            yield from differences(getattr(a, field.name), getattr(b, field.name), below)
+    elif isinstance(a, tuple) and any(map(is_dataclass, (*a, *b))):
+        others = {named(one, i): one for i, one in enumerate(b)}
+        for i, one in enumerate(a):
+            other = others.pop(named(one, i), None)
+            yield from differences(one, other, f"{path}[{i}]")
+        yield from ((path, None, other) for other in others.values())
+    elif a != b and not (isinstance(a, float) and math.isclose(a, b, rel_tol=CLOSE)):
+        yield path, a, b
+
+
+def named(record: Any, index: int) -> str | int:
+    """The name of a record in a list, or its place there."""
+    for field in ("value", "fqn", "name"):
+        if hasattr(record, field):
+            return str(getattr(record, field))
+    return index
 
 
 def _one_model(a: Plan, b: Plan) -> bool:
@@ -117,7 +147,8 @@ def _without_time(plan: Plan) -> Plan:
     return replace(plan, certificate=replace(plan.certificate, seconds=0.0))
 
 
-def _prints(a: str, b: str) -> tuple[str, ...]:
+def other_prints(a: str, b: str) -> tuple[str, ...]:
+    """Parts that differ in two fingerprints; "all" where they have another form."""
     if a == b:
         return ()
     ours, theirs = a.split("."), b.split(".")

@@ -28,14 +28,11 @@ def recorded_reduction(plan: Plan) -> str:
     return next((word.removeprefix(name) for word in plan.command if word.startswith(name)), "")
 
 
-def other_weights(plan: Plan, model: nn.Module) -> str:
-    """A parameter of the plan that the model does not have, before it is captured; "": none."""
+def absent_weight(plan: Plan, model: nn.Module) -> tuple[str, int] | None:
+    """A parameter of the plan that the model does not have, and its stage; known before capture."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for stage in plan.stages:
-        for fqn in stage.parameters:
-            if fqn not in known:
-                return f"the parameter {fqn!r} on stage {stage.index} is only in the plan"
-    return ""
+    held = ((fqn, stage.index) for stage in plan.stages for fqn in stage.parameters)
+    return next(((fqn, stage) for fqn, stage in held if fqn not in known), None)
 
 
 def first_difference(plan: Plan, graph: OpGraph) -> str:

@@ -50,6 +50,9 @@ class Certificate:
         return gap if gap > 1e-5 else 0.0
 
 
+NOT_CERTIFIED = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
     """Bytes that one rank will hold when it holds the most, by line."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.cluster import Cluster, Link, message_seconds, ring_seconds, slowest
 from pdcompile.plan.makespan import (
@@ -19,7 +20,11 @@ from pdcompile.plan.makespan import (
     Wire,
     makespan,
 )
+from pdcompile.plan.schema import ranks_of
 from pdcompile.schedule.registry import DEFAULT, kind_of
+
+if TYPE_CHECKING:
+    from pdcompile.plan.schema import Plan
 
 
 class Message(NamedTuple):
@@ -209,6 +214,32 @@ class PipelineTimes:
         ours, theirs = self.ranks[a], self.ranks[b]
         turns = range(math.lcm(len(ours), len(theirs)))
         return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in turns]
+
+
+def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
+    """The seconds of a plan's stages and edges; `returning`: values whose gradients travel."""
+    messages, ranks = [], ranks_of(plan.stages)
+    for edge in plan.edges:
+        messages += [Message("forward", edge.source, t, edge.bytes) for t in edge.targets]
+        chain = (edge.source, *edge.targets) if edge.value in returning else ()
+        messages += [Message("backward", b, a, edge.bytes) for a, b in pairwise(chain)]
+    for one in plan.tied:
+        owner, *others = one.stages
+        down = reversed([*pairwise(one.stages)])
+        messages += [Message("final", b, a, one.bytes) for a, b in down]
+        messages += [Message("final", owner, other, one.bytes) for other in others]
+    return PipelineTimes(
+        [stage.forward_seconds for stage in plan.stages],
+        [stage.backward_pass_seconds for stage in plan.stages],
+        ranks,
+        messages,
+        cluster.level_between,
+        half_duplex(cluster, ranks),
+        [stage.trainable_bytes for stage in plan.stages],
+        plan.training.joint,
+        plan.training.schedule,
+        [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
+    )
 
 
 def half_duplex(cluster: Cluster, ranks: Sequence[tuple[int, ...]]) -> list[bool]:

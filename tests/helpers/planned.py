@@ -10,7 +10,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.plan import Plan, Training
-from pdcompile.plan.check import times_of
+from pdcompile.plan.times import times_of
 from pdcompile.problem import StageLimits
 from pdcompile.problem.constraints import Constraint
 from pdcompile.problem.space import SearchSpace

@@ -15,7 +15,8 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan
-from pdcompile.plan import MemoryLedger, Plan, Training, check
+from pdcompile.passes.planning.plan_check import check_plan
+from pdcompile.plan import MemoryLedger, Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.graphs import B, GraphBuilder, chain, residual
@@ -175,7 +176,7 @@ def verdict(case: WholeSpace) -> str:
         return "infeasible"
     assert exists is not None
     least = exists[0]
-    check(plan, case.graph_at(plan.training.num_microbatches), case.cluster)
+    check_plan(plan, case.graph_at(plan.training.num_microbatches), case.cluster)
     every = plan.training.num_microbatches if plan.training.schedule == "2bw" else 1
     certificate = plan.certificate
     assert certificate.objective_seconds * every >= least * (1 - 1e-9)

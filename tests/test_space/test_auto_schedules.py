@@ -23,8 +23,9 @@ from pdcompile.passes.partition.space.pipelines import PreparedProblem
 from pdcompile.passes.partition.space.places_bound import OrderProgram
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import warmup
-from pdcompile.plan import Plan, Training, check
+from pdcompile.plan import Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Constraint, Pin
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
@@ -96,7 +97,7 @@ def test_auto_takes_the_best_schedule(
     problem = coarsen(graph(m), (StageLimits(),) * ranks, num_microbatches=m)
     training = Training(batch_size=BATCH)
     plan = best_plan(graph, lambda _: problem, cluster, space, training, time_limit=200)
-    check(plan, graph(m), cluster)
+    check_plan(plan, graph(m), cluster)
     check_schedule(plan)
     found, every = plan.certificate, of_schedules(problem, cluster, m)
     every = {name: every[name] for name in (*ALONE, *([] if alone else SHARING))}
@@ -126,7 +127,7 @@ def test_a_plan_that_is_not_the_fastest_says_so(
     problem = coarsen(graph(4), (StageLimits(),) * 2, num_microbatches=4)
     training = Training(batch_size=BATCH)
     plan = best_plan(graph, lambda _: problem, cluster, space, training, time_limit=200)
-    check(plan, graph(4), cluster)
+    check_plan(plan, graph(4), cluster)
     found = plan.certificate
     assert plan.training.schedule == "1f1b"
     microbatches = 4 if KINDS[schedule].stream else 1  # seconds of a stream are of one of them

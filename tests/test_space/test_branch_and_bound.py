@@ -16,9 +16,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
 from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Plan, Training, check
-from pdcompile.plan.check import times_of
+from pdcompile.plan import Plan, Training
+from pdcompile.plan.times import times_of
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import MaxStages, Pin
 from pdcompile.problem.space import SearchSpace, Setting
@@ -64,7 +65,7 @@ def test_plans_are_checked_and_run_without_deadlock(make: Any, space: SearchSpac
     plan = explored(graph, cluster, space)
     m = plan.training.num_microbatches
     assert Plan.from_json(plan.to_json()) == plan
-    check(plan, at(graph)(m), cluster)
+    check_plan(plan, at(graph)(m), cluster)
     check_schedule(plan)
     assert m in space.microbatches
     assert plan.training.schedule in space.schedules
@@ -121,7 +122,7 @@ def test_a_cut_for_stages_of_which_some_recompute(again: tuple[bool, ...], sched
     plan = explored(graph, cluster, cut)
     assert tuple(stage.recompute for stage in plan.stages) == again
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,)]
-    check(plan, at(graph)(4), cluster)
+    check_plan(plan, at(graph)(4), cluster)
     problem = coarsen(at(graph)(4), (StageLimits(),) * 3, num_microbatches=4)
     every = every_candidate(problem, cut, Setting(schedule, 4), (0, 1, 2), (1,))
     best = min(
@@ -146,7 +147,7 @@ def test_unlike_devices_take_the_positions_that_suit_them() -> None:
     for devices in ((fast, slow, slow), (slow, fast, slow), (slow, slow, fast)):
         cluster = cluster_of(*devices, rate=float("inf"))
         plan = explored(graph, cluster, space)
-        check(plan, at(graph)(8), cluster)
+        check_plan(plan, at(graph)(8), cluster)
         assert plan.certificate.status == "optimal"
         assert "all orders of unlike devices (3)" in plan.certificate.scope
         times.add(round(step_seconds(plan), 9))
@@ -171,7 +172,7 @@ def test_ranks_that_only_slow_down_stay_idle() -> None:
     plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,)))
     assert plan.num_ranks < 4
     assert any("stay idle" in note for note in plan.notes)
-    check(plan, at(graph)(4), cluster)
+    check_plan(plan, at(graph)(4), cluster)
 
 
 def test_the_first_ranks_may_stay_idle() -> None:
@@ -182,7 +183,7 @@ def test_the_first_ranks_may_stay_idle() -> None:
     assert plan.forecast is not None
     assert len(plan.forecast.ledgers) == 3
     assert Plan.from_json(plan.to_json()) == plan
-    check(plan, at(graph)(4), cluster)
+    check_plan(plan, at(graph)(4), cluster)
 
 
 def fitting(graph: OpGraph, limit: int, space: SearchSpace) -> Plan | None:
@@ -191,7 +192,7 @@ def fitting(graph: OpGraph, limit: int, space: SearchSpace) -> Plan | None:
         plan = explored(graph, cluster, space)
     except InfeasibleError:
         return None
-    check(plan, at(graph)(8), cluster)
+    check_plan(plan, at(graph)(8), cluster)
     return plan
 
 
@@ -244,7 +245,7 @@ def test_a_certificate_that_promises_more_is_refused() -> None:
     less = plan.certificate.objective_seconds * 0.99
     lying = replace(plan.certificate, objective_seconds=less, bound_seconds=less)
     with pytest.raises(PlanError, match="the stages take"):
-        check(replace(plan, certificate=lying), at(graph)(4), cluster)
+        check_plan(replace(plan, certificate=lying), at(graph)(4), cluster)
 
 
 def test_what_only_the_simulator_can_time_is_checked_by_bounds() -> None:
@@ -253,10 +254,10 @@ def test_what_only_the_simulator_can_time_is_checked_by_bounds() -> None:
     plan = explored(graph, cluster, SearchSpace((3, 1), (False,), ("stash",), (1,), stages=2))
     assert plan.forecast is not None
     short = replace(plan.forecast, step_seconds=0.9 * plan.forecast.step_seconds)
-    check(replace(plan, forecast=short), at(graph)(1), cluster)
+    check_plan(replace(plan, forecast=short), at(graph)(1), cluster)
     serial = times_of(plan, cluster, [edge.value for edge in plan.edges]).serial(1)
     claimed = plan.certificate.objective_seconds
     assert claimed < serial
     more = replace(plan.certificate, objective_seconds=1.01 * serial, status="feasible")
     with pytest.raises(PlanError, match="the stages take"):
-        check(replace(plan, certificate=more), at(graph)(1), cluster)
+        check_plan(replace(plan, certificate=more), at(graph)(1), cluster)

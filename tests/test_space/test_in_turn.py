@@ -13,9 +13,9 @@ from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation, violations
+from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import check
 from pdcompile.problem import StageLimits
 from pdcompile.problem.constraints import Pin, Together
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
@@ -42,7 +42,7 @@ def test_no_cut_beats_the_bound_and_few_the_plan(
     graph = make(3)
     cluster = cluster_of(*(Device(speed=speed) for speed in speeds), rate=rate)
     plan = explored(graph, cluster, in_turn(schedule, 4, 2))
-    check(plan, at(graph)(4), cluster)
+    check_plan(plan, at(graph)(4), cluster)
     check_schedule(plan)
     problem = coarsen(at(graph)(4), (StageLimits(),) * 4, num_microbatches=4)
     depths = warmup(schedule, 4, 4, placement=(0, 1, 0, 1))
@@ -99,4 +99,4 @@ def test_spaces_that_there_are_not() -> None:
 def test_a_half_duplex_link_is_timed_too() -> None:
     cluster = Cluster((Device(),) * 2, (Level("slow", 2, 1e3, 1e-3, full_duplex=False),))
     plan = explored(chain(3), cluster, in_turn("interleaved", 4, 2))
-    check(plan, at(chain(3))(4), cluster)
+    check_plan(plan, at(chain(3))(4), cluster)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.plan.check import times_of
+from pdcompile.plan.times import times_of
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.schedules import chain, make_plan, plans, same_clock
 from tests.test_registry import PAIRS

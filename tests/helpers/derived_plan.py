@@ -1,15 +1,14 @@
-"""check(plan, graph, cluster): a plan's claims, recomputed without the planner.
+"""The oracle of `check_plan`: a plan's claims, derived from the graph once more by other code.
 
-What the plan says about the graph (ops, order, edges, tied parameters, seconds, bytes) is
-derived again from the graph; what its certificate says, from that.  A plan that was edited by
-hand, or made for another model, is refused with the first thing that is not so.
+What a plan says about the graph (ops, order, edges, tied parameters, seconds, bytes) is derived
+here without the passes that make plans; what its problem says, in `derived_problem`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -18,18 +17,18 @@ from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 from pdcompile.ir.records import OpCost
-from pdcompile.plan import claims, rivals
-from pdcompile.plan.claims import AGAIN
 from pdcompile.plan.embedded import Finding
 from pdcompile.plan.schema import Plan, StagePlan, ranks_of
-from pdcompile.plan.times import Message, PipelineTimes, half_duplex
+from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
 from pdcompile.schedule.registry import kind_of
+from tests.helpers import derived_problem
+from tests.helpers.derived_problem import AGAIN
 
 TOLERANCE = 1e-6  # relative, of recomputed seconds
 
 
-def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
+def check_derived(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     """Recompute objective and feasibility.
 
     The objective is recomputed from stages and edges, by the clock that searches use.  For a
@@ -38,11 +37,7 @@ def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     graph without costs the seconds of the stages are taken as the plan gives them.
 
     Raises:
-        PlanError: an op is missing or misplaced, an edge or tied parameter is not what crosses,
-            a stage exceeds its device's memory, the certificate's objective cannot be
-            reproduced, the plan's fingerprint or problem is of another graph or cluster, or a
-            plan next to it is faster than the certificate's bound.
-            `where` is the place in the plan.
+        PlanError: names the first thing that is not so.
     """
     validate(plan, "plan")
     stage_of = _stage_of(plan, graph)
@@ -55,8 +50,7 @@ def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
         _stages(plan, graph, stage_of, cluster),
         _memory(plan, graph, cluster),
         _objective(plan, graph, cluster),
-        claims.findings(plan, graph, cluster),
-        rivals.findings(plan, cluster),
+        derived_problem.findings(plan, graph, cluster),
     ):
         for path, message, remedy in findings:
             raise PlanError(message, where=f"plan: {path}", remedy=remedy)
@@ -359,32 +353,6 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
         return times.makespan([n - 1 for n in in_flight], m)
     except ValueError as error:
         raise PlanError(str(error), where="plan: training.warmup", remedy=AGAIN) from None
-
-
-def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
-    """The seconds of a plan's stages and edges; `returning`: values whose gradients travel."""
-    messages, ranks = [], ranks_of(plan.stages)
-    for edge in plan.edges:
-        messages += [Message("forward", edge.source, t, edge.bytes) for t in edge.targets]
-        chain = (edge.source, *edge.targets) if edge.value in returning else ()
-        messages += [Message("backward", b, a, edge.bytes) for a, b in pairwise(chain)]
-    for one in plan.tied:
-        owner, *others = one.stages
-        down = reversed([*pairwise(one.stages)])
-        messages += [Message("final", b, a, one.bytes) for a, b in down]
-        messages += [Message("final", owner, other, one.bytes) for other in others]
-    return PipelineTimes(
-        [stage.forward_seconds for stage in plan.stages],
-        [stage.backward_pass_seconds for stage in plan.stages],
-        ranks,
-        messages,
-        cluster.level_between,
-        half_duplex(cluster, ranks),
-        [stage.trainable_bytes for stage in plan.stages],
-        plan.training.joint,
-        plan.training.schedule,
-        [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
-    )
 
 
 def _replicated(plan: Plan) -> bool:

@@ -1,0 +1,313 @@
+"""check_plan(plan, graph, cluster): a plan held against the graph that it is for.
+
+From the graph and the plan's own cut comes the plan that the compiler makes of that cut, and from
+its groups of ops the problem that the planner was given: what differs there from the plan is named
+by its place.  The objective is computed again by the clock that searches use, and plans next to
+this one must not be faster than its bound.  So a plan that was edited by hand, or made for another
+model, is refused with the first thing that is not so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from typing import Any
+
+from pdcompile.cluster import Cluster
+from pdcompile.eager.summation import disordered
+from pdcompile.errors import PlanError, some
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.coarsen.items import Assembly
+from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
+from pdcompile.passes.planning.solved_problem import with_problem
+from pdcompile.passes.stages.assemble import plan_of_cut
+from pdcompile.plan import Plan, StagePlan, rivals
+from pdcompile.plan.diff import CLOSE, differences, other_prints
+from pdcompile.plan.embedded import Finding, assignment
+from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan.schema import ranks_of
+from pdcompile.plan.times import times_of
+from pdcompile.plan.validate import validate
+from pdcompile.problem import OUTPUT_WISH, PartitionProblem, StageLimits, Wish
+from pdcompile.schedule.registry import kind_of
+
+AGAIN = "make the plan again for this model and cluster"
+PRINTS = {"model": "another model", "costs": "other costs", "cluster": "another cluster"}
+DERIVED = ("parameters", "parameter_bytes", "trainable_bytes", "step_bytes", "update_seconds",
+           "forward_seconds", "backward_seconds")  # of a stage  # fmt: skip
+MEASURED = ("name", "forward_seconds", "backward_seconds", "saved_bytes", "workspace_bytes")
+
+
+def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
+    """Refuse a plan that is not what the graph and its own cut make.
+
+    For a stream with replicas, and for half-duplex links under a flush, which only the simulator
+    can time, the objective must lie between the closed form and what all work takes one after the
+    other.  For a graph without costs the seconds of stages and items are taken as the plan gives
+    them.  Memory is left to the ledger of the schedule.
+
+    Raises:
+        PlanError: an op is missing or misplaced, a stage, an edge or a tied parameter is not what
+            the graph makes, the certificate's objective cannot be reproduced, the plan's
+            fingerprint or problem is of another graph or cluster, or a plan next to it is faster
+            than the certificate's bound.  `where` is the place in the plan.
+    """
+    validate(plan, "plan")
+    stage_of = _stage_of(plan, graph)
+    for path, message, remedy in chain(
+        _together(graph, stage_of),
+        _summed(plan, graph, stage_of),
+        _cut(plan, graph, stage_of, cluster),
+        _objective(plan, graph, cluster),
+        () if plan.problem is None else _problem(plan, plan.problem, graph, cluster),
+        rivals.findings(plan, cluster),
+    ):
+        raise PlanError(message, where=f"plan: {path}", remedy=remedy)
+
+
+def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
+    """Stage of every op; ops of an outside loss are on the last stage, listed or not."""
+    last = len(plan.stages) - 1
+    ops = {op.name: op for op in graph.ops}
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    placed = {}
+    for s, stage in enumerate(plan.stages):
+        for i, name in enumerate(stage.ops):
+            where = f"plan: stages[{s}].ops[{i}]"
+            if name not in ops:
+                raise PlanError(f"the graph has no op {name!r}", where=where, remedy=AGAIN)
+            if ops[name].region == "loss" and s != last:
+                remedy = f"move it to stage {last}"
+                raise PlanError(f"op {name!r} of the loss", where=where, remedy=remedy)
+            placed[name] = s
+        _in_order(stage, s, position)
+    for op in graph.ops:
+        if op.region == "loss":
+            placed.setdefault(op.name, last)
+        if op.name not in placed:
+            raise PlanError(
+                f"op {op.name!r} ({op.source}) is on no stage",
+                where="plan: stages",
+                remedy="add it to the ops of one stage",
+            )
+    return placed
+
+
+def _in_order(stage: StagePlan, s: int, position: Mapping[str, int]) -> None:
+    for i, (before, name) in enumerate(pairwise(stage.ops), 1):
+        if position[before] > position[name]:
+            raise PlanError(
+                f"op {name!r} comes before {before!r} in the graph",
+                where=f"plan: stages[{s}].ops[{i}]",
+                remedy="list the ops of a stage in the order of the graph",
+            )
+
+
+def _together(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    """Ops on several stages that the planner never parts, and the reason."""
+    groups = Groups(len(graph.ops) + 1)
+    join_spans(graph, groups)
+    for first, second, why in groups.joined:
+        if max(first, second) == len(graph.ops):
+            continue  # the output, of which `boundaries` sends parts to the last stage
+        names = graph.ops[first].name, graph.ops[second].name
+        stages = [stage_of[name] for name in names]
+        if stages[0] != stages[1]:
+            message = f"{names[0]!r} and {names[1]!r} are on stages {stages}, and have to be "
+            message += f"on one: {why}"
+            yield f"stages[{stages[1]}].ops", message, "put them on one stage, or plan again"
+
+
+def _summed(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    """Gradients are summed in eager's order; replicas sum in an order of their own anyway."""
+    if any(stage.replicas > 1 for stage in plan.stages):
+        return
+    for first, second, what in disordered(graph, stage_of):
+        message = (
+            f"the gradient of {what!r} would be summed in another order than eager's: op "
+            f"{first!r} on stage {stage_of[first]} reads it before op {second!r} on stage "
+            f"{stage_of[second]}"
+        )
+        remedy = f"move {second!r} to stage {stage_of[first]} or later, or {first!r} to an earlier"
+        yield f"stages[{stage_of[first]}].ops", message, remedy
+
+
+def _cut(
+    plan: Plan, graph: OpGraph, stage_of: Mapping[str, int], cluster: Cluster
+) -> Iterator[Finding]:
+    """Differences from the plan that the compiler makes of this cut."""
+    speeds = [min(cluster.devices[rank].speed for rank in own) for own in ranks_of(plan.stages)]
+    limits = [StageLimits(speed=speed) for speed in speeds]
+    made = plan_of_cut(graph, stage_of, limits, plan.training, cluster, rehearsed=False)
+    derived, prints = [*DERIVED], made.fingerprint.split(".")
+    if not _costed(graph):
+        derived, prints[1:2] = derived[:-2], plan.fingerprint.split(".")[1:2]
+    for part in other_prints(plan.fingerprint, ".".join(prints)):
+        known = f"the plan was made for {PRINTS.get(part)}"
+        unknown = f"{plan.fingerprint!r} is not a fingerprint"
+        yield "fingerprint", known if part in PRINTS else unknown, AGAIN
+    if Cluster.from_toml(plan.cluster, where="plan: cluster").to_toml() != made.cluster:
+        yield "cluster", "the plan is for another cluster", AGAIN
+    stages = tuple(
+        replace(given, **{name: getattr(own, name) for name in derived})
+        for given, own in zip(plan.stages, made.stages, strict=True)
+    )
+    uses = {one.fqn: one.uses for one in plan.tied}  # which earlier versions did not write
+    tied = [one if uses.get(one.fqn, True) else replace(one, uses=()) for one in made.tied]
+    yield from _differences(plan.stages, stages, "stages")
+    yield from _differences(plan.edges, made.edges, "edges")
+    yield from _differences(plan.tied, tuple(tied), "tied")
+
+
+def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
+    """What a plan says, what the graph makes instead, and which of the two to write."""
+    for place, said, found in differences(given, made, path):
+        name = place.rpartition(".")[2]
+        if said is None and found is not None:
+            yield place, f"{_named(found)} is missing", AGAIN
+        elif found is None and said is not None:
+            message = f"{_named(said)} is not among what the graph makes of this cut"
+            yield place, message, f"remove it, or {AGAIN}"
+        elif isinstance(said, tuple) and any(isinstance(one, str) for one in (*said, *found)):
+            others = sorted(map(str, set(said) ^ set(found))) or ["the order"]
+            yield place, f"{name} are not those of the graph: {some(others)}", AGAIN
+        else:
+            message = f"{name} is {said!r}, and the graph makes it {found!r}"
+            yield place, message, f"write {found!r}, or {AGAIN}"
+
+
+def _named(record: Any) -> str:
+    names = (getattr(record, field, None) for field in ("value", "fqn", "name"))
+    return next((repr(name) for name in names if name is not None), repr(record))
+
+
+def _costed(graph: OpGraph) -> bool:
+    return any(op.cost is not None for op in graph.ops)
+
+
+def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
+    claimed = plan.certificate.objective_seconds
+    flush = not kind_of(plan.training.schedule).stream
+    # The planner counts a gradient for every value that has one; some never return over an edge.
+    wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
+    narrow = [edge.value for edge in plan.edges if edge.gradient]
+    found = [_seconds_of(plan, cluster, narrow)]
+    found.append(found[0] if narrow == wide else _seconds_of(plan, cluster, wide))
+    low, high = found[0] * (1 - CLOSE), found[1] * (1 + CLOSE)
+    # Of these only the simulator knows how long they take, and a bound of any order is left.
+    replicated = any(stage.replicas > 1 for stage in plan.stages)
+    if replicated if not flush else not all(one.full_duplex for one in cluster.levels):
+        m = plan.training.num_microbatches
+        high = max(high, times_of(plan, cluster, wide).serial(m) * (m if flush else 1))
+    own = f"write {found[0]!r}, status 'feasible' and bound_seconds 0.0: nobody has searched"
+    shared = len(set(ranks_of(plan.stages))) < len(plan.stages)
+    if not low <= claimed <= high:
+        message = f"objective_seconds is {claimed!r}, the stages take {found[0]!r}"
+        yield "certificate.objective_seconds", message, own if shared else f"{AGAIN}, or {own}"
+
+
+def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float:
+    """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
+    kind, m = kind_of(plan.training.schedule), plan.training.num_microbatches
+    depths = plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
+    in_flight = [
+        kind.in_flight(depth, -(-m // stage.replicas))
+        for stage, depth in zip(plan.stages, depths, strict=True)
+    ]
+    times = times_of(plan, cluster, returning)
+    if all(stage.replicas == 1 for stage in plan.stages):
+        times = replace(times, clips=False)  # the planner leaves out what all straight plans take
+    if kind.stream:
+        return times.period(in_flight, m)
+    times = replace(times, half_duplex=(False,) * len(plan.stages))  # at least, where it is not
+    try:
+        return times.makespan([n - 1 for n in in_flight], m)
+    except ValueError as error:
+        raise PlanError(str(error), where="plan: training.warmup", remedy=AGAIN) from None
+
+
+def _problem(
+    plan: Plan, problem: PartitionProblem, graph: OpGraph, cluster: Cluster
+) -> Iterator[Finding]:
+    """The problem is what the coarsener makes of its groups of ops; its demands are kept.
+
+    The certificate's bound is about the problem: if that were not the graph's and the cluster's,
+    the bound would be of something else.
+    """
+    groups = _groups(problem, graph)
+    count = len(groups.members())
+    close_cycles(graph, groups)
+    if len(groups.members()) < count:
+        yield "problem.items", "two of them read what the other makes", AGAIN
+        return
+    made = with_problem(plan, _made_of(groups, plan, problem, graph), cluster)
+    yield from _differences(problem, made.problem, "problem")
+    yield from _scope(plan.certificate.scope, problem)
+    try:
+        stage_of = assignment(plan)
+    except PlanError as error:
+        yield "stages", error.message, error.remedy or AGAIN
+        return
+    for message in Evaluation(problem.without_memory_limits(), stage_of).violations():
+        yield "stages", message, "move it back, or plan again"
+
+
+def _groups(problem: PartitionProblem, graph: OpGraph) -> Groups:
+    """The ops of each item of the problem, and what the graph returns beside its last one."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    groups = Groups(len(graph.ops) + 1)
+    output = {item for one in problem.wishes if one.text == OUTPUT_WISH for item, _ in one.pins}
+    for i, item in enumerate(problem.items):
+        members = [position[name] for name in item.ops]
+        groups.join([*members, len(graph.ops)] if i in output else members, "")
+    return groups
+
+
+def _made_of(
+    groups: Groups, plan: Plan, problem: PartitionProblem, graph: OpGraph
+) -> PartitionProblem:
+    """The problem of the graph for these groups of ops and for the wishes of the plan's problem."""
+    b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+    assembly, kept = Assembly.of(graph, groups, b), list[str]()
+    kept += [] if _costed(graph) else MEASURED
+    kept += [] if any(plan.training.step) else ["trained_sizes"]  # earlier versions have none
+    given = {item.ops: item for item in problem.items}
+    items = [
+        replace(one, **{name: getattr(given.get(one.ops, one), name) for name in kept})
+        for one in assembly.items()
+    ]
+    wishes = problem.wishes
+    counts = [one.max_stages for one in wishes if one.max_stages is not None]
+
+    def asked(name: str) -> Any:
+        """What all wishes ask for; in the order of the problem where that is the same."""
+        own, every = getattr(problem, name), {part for one in wishes for part in getattr(one, name)}
+        return own if set(own) == every else tuple(sorted(every))
+
+    return replace(
+        problem,
+        items=tuple(items),
+        traffic=assembly.traffic(),
+        shared=assembly.shared(),
+        order=assembly.order(),
+        pins=asked("pins"), together=asked("together"), apart=asked("apart"),
+        forbidden=asked("forbidden"),
+        max_stages=min(counts, default=None),
+        allow_empty=any(count < len(problem.stages) for count in counts),
+    )  # fmt: skip
+
+
+def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:
+    """The scope says what was kept together and what was asked for."""
+    path, ops = "certificate.scope", sum(len(item.ops) for item in problem.items)
+    said = re.search(r"(\d+) groups of the (\d+) ops", scope)
+    if said is None and any(len(item.ops) > 1 for item in problem.items):
+        yield path, f"says nothing of the {len(problem.items)} groups of the {ops} ops", AGAIN
+    if said is not None and said.groups() != (str(len(problem.items)), str(ops)):
+        yield path, f"{said.group()}, and the problem has {len(problem.items)} of {ops}", AGAIN
+    for wish in problem.wishes:
+        own = wish == Wish(OUTPUT_WISH, pins=wish.pins[:1])
+        if wish.text not in scope and not own:
+            yield path, f"does not say that it holds under {wish.text}", AGAIN
