@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_100),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_450),
-    "export": (("passes/export", "pdcompile/export"), 2_000),
+    "export": (("passes/export", "pdcompile/export"), 1_600),
 }
 LINES_OF_A_FILE = 500
 LINES_OF_A_CLASS = 250

@@ -17,6 +17,7 @@ from pdcompile.batch import FlatCall
 from pdcompile.eager.modes import in_mode
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError
+from pdcompile.passes.export.subject import refused
 
 
 def check_pruned(model: nn.Module, call: FlatCall, stages: Sequence[Collection[str]]) -> None:
@@ -34,14 +35,14 @@ def check_pruned(model: nn.Module, call: FlatCall, stages: Sequence[Collection[s
             try:
                 value = pruned(model, names)(*given[0], **given[1])
             except Exception as error:
-                raise _refused(
+                raise _another_model(
                     f"without the modules of others, stage {k} raised {type(error).__name__}: "
                     f"{error}"
                 ) from error
     try:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     except (AssertionError, TypeError) as error:
-        raise _refused(
+        raise _another_model(
             "its stages, one after the other, do not compute what the model does"
         ) from error
 
@@ -70,10 +71,10 @@ def _with_first(
     return args, {name: value if i == 0 else one for i, (name, one) in enumerate(kwargs.items())}
 
 
-def _refused(message: str) -> ConfigError:
-    return ConfigError(
+def _another_model(message: str) -> ConfigError:
+    return refused(
+        "torchtitan",
         f"torchtitan runs the model's whole forward on every stage: {message}",
-        where="--to torchtitan",
-        remedy="--to torch-pipelining; or have forward do nothing beside its modules, and pass by "
-        "those that are None",
+        "--to torch-pipelining; or have forward do nothing beside its modules, and pass by those "
+        "that are None",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.batch import FlatCall
+from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.plan import Plan
@@ -70,3 +71,8 @@ class Exported:
     files: Mapping[str, str]
     notes: tuple[str, ...] = ()
     stages: bool = False
+
+
+def refused(to: str, message: str, remedy: str) -> ConfigError:
+    """The error for what a target cannot express."""
+    return ConfigError(message, where=f"--to {to}", remedy=remedy)

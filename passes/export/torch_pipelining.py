@@ -8,18 +8,19 @@ that no stage runs on made-up values first (batch norm would count them).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Op, written_buffers
 from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.export.crossings import NeighbourStage, neighbour_stages
-from pdcompile.passes.export.subject import Exported, Subject
+from pdcompile.passes.export.subject import Exported, Subject, refused
 from pdcompile.passes.export.train_file import random_ops, train_file
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import alternating
 
-TO = "torch-pipelining"
+_refused = partial(refused, "torch-pipelining")
 #: random ops that the script can keep from drawing, by plain name
 _QUIET = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "featurealphadropout"),
@@ -29,9 +30,9 @@ _QUIET = {
 
 
 def torch_pipelining(subject: Subject) -> Exported:
-    """``train.py`` beside the stages.  Raises ConfigError: see `refused`."""
+    """``train.py`` beside the stages.  Raises ConfigError: see `_refused_models`."""
     stages = neighbour_stages(subject.sources.interfaces)
-    for error in refused(subject, stages):
+    for error in _refused_models(subject, stages):
         raise error
     text = train_file(subject.capture, subject.plan, stages, subject.source, subject.optimizer)
     return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)), stages=True)
@@ -42,30 +43,30 @@ def refused_plans(plan: Plan) -> Iterator[ConfigError]:
     training = plan.training
     for stage in plan.stages:
         if stage.replicas > 1:
-            yield _error(
+            yield _refused(
                 f"stage {stage.index} has {stage.replicas} replicas",
                 "plan with replicas=1, and wrap each part in fully_shard or "
                 "DistributedDataParallel over ranks of your own (docs/export.md)",
             )
     if training.loss_reduction == "callable":
-        yield _error(
+        yield _refused(
             "loss_reduction is a function, and torch weighs all microbatches alike",
             "plan with loss_reduction='mean' or 'sum'",
         )
     if training.loss_scaling:
-        yield _error(
+        yield _refused(
             "the plan scales losses for float16, and the script has no GradScaler of all stages",
             "plan with autocast='bfloat16' and without grad_scaler (--grad-scaler)",
         )
     if training.batch_size % training.num_microbatches:
-        yield _error(
+        yield _refused(
             f"{training.batch_size} samples in {training.num_microbatches} microbatches: torch "
             "wants microbatches of one size",
             "plan with a number of microbatches that divides the minibatch",
         )
 
 
-def refused(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
+def _refused_models(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
     """What such a script would get wrong of this model."""
     yield from refused_plans(subject.plan)
     yield from _refused_inputs(stages)
@@ -80,30 +81,30 @@ def _refused_inputs(stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
         if port.path is None:
             continue
         if not port.path.isidentifier():
-            yield _error(
+            yield _refused(
                 f"input {port.path!r} is inside of a container, and torch splits whole tensors",
                 "give the model (or loss_fn) its tensors one by one",
             )
         elif port.batch_dim != 0:
-            yield _error(
+            yield _refused(
                 f"input {port.path!r} has no row for each sample",
                 "give it samples as its first dimension, or make it inside of the model",
             )
     if not stages[0].received:
-        yield _error("the first stage reads no input", "plan with fewer stages")
+        yield _refused("the first stage reads no input", "plan with fewer stages")
 
 
 def _refused_loss(last: NeighbourStage) -> Iterator[ConfigError]:
     signature = last.interface.train
     if signature.loss is None:
-        yield _error(
+        yield _refused(
             "the model has no loss to train on", "give the workload a loss_fn, and batches"
         )
     given = {port.value for port in last.sent}
     asked = [port for port in signature.loss_inputs if port.path != "target"]
     for port in asked:
         if port.value not in given:
-            yield _error(
+            yield _refused(
                 f"the loss reads {port.name!r}, which the last stage does not have",
                 "pin what makes it to the last stage (--pin)",
             )
@@ -113,7 +114,7 @@ def _refused_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator
     graph, plan = subject.capture.train, subject.plan
     for op in random_ops(graph):
         if plain_name(op) not in _QUIET:
-            yield _error(
+            yield _refused(
                 f"{op.target} at {op.source} draws random numbers, and a pipeline draws others "
                 "than plain PyTorch, so that the two could not be compared",
                 "leave it out of the model that is exported",
@@ -122,15 +123,11 @@ def _refused_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator
         held = {*stages[stage.index].interface.buffers}
         own: list[Op] = [op for op in graph.ops if op.name in set(stage.ops)]
         if stage.recompute and (written := sorted(written_buffers(own) & held)):
-            yield _error(
+            yield _refused(
                 f"stage {stage.index} recomputes and writes buffer {written[0]!r}, which "
                 "torch.utils.checkpoint would write twice",
                 "plan with recompute=False",
             )
-
-
-def _error(message: str, remedy: str) -> ConfigError:
-    return ConfigError(message, where=f"--to {TO}", remedy=remedy)
 
 
 def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.source_text import WIDTH, Line, clean, render, shape_text
-from pdcompile.passes.export import train_parts as fixed
 from pdcompile.passes.export.crossings import NeighbourStage, value_names
 from pdcompile.passes.export.subject import OptimizerCall, Source
 from pdcompile.passes.form.expressions import quote
@@ -19,6 +20,7 @@ from pdcompile.plan import Plan
 from pdcompile.plan.schema import ranks_of
 from pdcompile.schedule.registry import kind_of
 
+TEMPLATE = Path(__file__).with_name("train.py.txt")
 STEPS = 3
 QUIETLY = "; both run without dropout for that"
 _OWN = (
@@ -37,77 +39,93 @@ def train_file(
     optimizer: OptimizerCall,
 ) -> str:
     """The text of ``train.py``.  What torch would get wrong was refused before."""
-    names = value_names(stages, _OWN)
-    quiet = bool(random_ops(capture.train))
-    words = _words(plan, source, stages, quiet=quiet)
-
-    def filled(part: str) -> str:
-        """A fixed part with what it leaves open; names of the model are never looked through."""
-        return re.sub("|".join(map(re.escape, words)), lambda found: words[found[0]], part)
-
-    parts = [
-        _top(capture, plan, stages, source, quiet=quiet),
-        *(render(_part(stage, names, plan, quiet=quiet)) for stage in stages),
-        render(_tables(plan, stages, names)),
-        filled(fixed.WORKLOAD_FILE if source.is_file else fixed.WORKLOAD_MODULE) + fixed.FIELDS,
-        filled(fixed.MAKE_PARTS),
-        render(_make_loss(stages[-1], names, plan.training.autocast)),
-        f"def make_optimizer(parameters):\n    return {optimizer}",
-        *([fixed.TIED] if plan.tied else []),
-        *([filled(fixed.CLIP)] if plan.training.max_grad_norm else []),
-        *([fixed.NO_DROPOUT] if quiet else []),
-        *([fixed.AGAIN] if quiet and any(one.recompute for one in plan.stages) else []),
-        filled(fixed.TRAIN),
-        filled(fixed.PLAIN),
-        fixed.COMPARE,
-        filled(fixed.AGREE),
-        filled(fixed.MAIN),
-        'if __name__ == "__main__":\n    main()',
-    ]
-    return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _words(
-    plan: Plan, source: Source, stages: Sequence[NeighbourStage], *, quiet: bool
-) -> dict[str, str]:
-    """What the words in capitals of fixed parts stand for; a line of nothing else may go."""
-    training, last = plan.training, stages[-1]
-    opaque = any(stage.interface.opaque for stage in stages)
-    mean = training.loss_reduction == "mean"
-    several = len(plan.stages) > plan.num_ranks
-    return {
-        "FUNCTION": source.function,
-        "PLACE": source.place,
-        "    FILL\n": "    fill(parts.values(), copy.deepcopy(model))\n" if opaque else "",
-        "    CASTS\n": f'    if not cuda:\n        raise SystemExit("{NO_CASTS}")\n'
-        if on_gpu(training.autocast)
-        else "",
-        "    TIE\n": "    groups = tied_groups()\n" if plan.tied else "",
-        "        SUM\n": "        sum_tied(parts, groups)\n" if plan.tied else "",
-        "        OWN\n": ""
-        if last.interface.train.loss_inputs
-        else "        target = torch.zeros(MICROBATCHES)  # unused: the model has its own loss\n",
-        "        CLIP_PARTS\n": "        clip(parts, device)\n" if training.max_grad_norm else "",
-        "        CLIP_MODEL\n": "        torch.nn.utils.clip_grad_norm_(model.parameters(), "
-        f"{training.max_grad_norm!r})\n"
-        if training.max_grad_norm
-        else "",
-        "        DIVIDE\n": "        for parameter in model.parameters():\n"
-        "            if parameter.grad is not None:\n"
-        "                parameter.grad.div_(MICROBATCHES)\n"
-        if mean
-        else "",
-        "LIMIT": repr(training.max_grad_norm),
-        "TIED_COPIES": "{(k, name) for holders in TIED for k, name in holders[1:]}"
-        if plan.tied
-        else "set()",
-        "SCHEDULE_CLASS": torch_schedule(plan),
-        "STAGES_OF_RANK": "stages" if several else "stages[0]",
-        "SCALE": "" if mean else ", scale_grads=False",
-        "MEAN": "mean" if mean else "sum",
-        "REGION": _region(training.autocast) or "contextlib.nullcontext()",
-        "QUIET": "NoDropout()" if quiet else "contextlib.nullcontext()",
+    names, n = value_names(stages, _OWN), len(stages)
+    quiet, training = bool(random_ops(capture.train)), plan.training
+    recomputes = any(stage.recompute for stage in plan.stages)
+    kept = {
+        "file": source.is_file,
+        "module": not source.is_file,
+        "quiet": quiet,
+        "recomputes": recomputes,
+        "again": quiet and recomputes,
+        "opaque": any(stage.interface.opaque for stage in stages),
+        "tied": bool(plan.tied),
+        "clips": bool(training.max_grad_norm),
+        "divides": training.loss_reduction == "mean",
+        "own_loss": not stages[-1].interface.train.loss_inputs,
+        "casts": on_gpu(training.autocast),
     }
+    parts = (render(_part(stage, names, plan, quiet=quiet)) for stage in stages)
+    words = {
+        "model": model_name(capture),
+        "about": _about(source, quiet=quiet),
+        "imports": "\n".join(sorted(f"from stage_{k} import Stage{k}" for k in range(n))),
+        "fill": "fill, " if kept["opaque"] else "",
+        "quoted_place": quote(source.place),
+        "place": source.place,
+        "function": source.function,
+        "parts": "\n\n\n".join(part.strip("\n") for part in parts),
+        "tables": render(_tables(plan, stages, names)).strip("\n"),
+        "loss": render(_make_loss(stages[-1], names, training.autocast)).strip("\n"),
+        "optimizer": optimizer,
+        "quietly": "NoDropout()" if quiet else "contextlib.nullcontext()",
+    }
+    # Names of the model are never looked through.
+    text = _chosen(TEMPLATE.read_text(encoding="utf-8"), kept)
+    return Template(text).substitute(words | _of_plan(plan))
+
+
+def _of_plan(plan: Plan) -> dict[str, Any]:
+    """Words of the template that a plan alone tells."""
+    training, n = plan.training, len(plan.stages)
+    mean = training.loss_reduction == "mean"
+    # Tied weights are summed in another order than eager has; optimizers such as Adam make much of
+    # that where the true gradient is zero.
+    shares = ("1e-2", "0.03", "1.0") if training.autocast else ("1e-5", "1e-3", "0.1")
+    copies = "{(k, name) for holders in TIED for k, name in holders[1:]}"
+    return {
+        "stages": n,
+        "schedule": torch_schedule(plan),
+        "ranks": plan.num_ranks,
+        "steps": STEPS,
+        "batch": training.batch_size,
+        "microbatches": training.num_microbatches,
+        "tied_copies": copies if plan.tied else "set()",
+        "limit": repr(training.max_grad_norm),
+        "stages_of_rank": "stages" if n > plan.num_ranks else "stages[0]",
+        "scale": "" if mean else ", scale_grads=False",
+        "mean": "mean" if mean else "sum",
+        "region": _region(training.autocast) or "contextlib.nullcontext()",
+        "no_casts": NO_CASTS,
+        **dict(zip(("loss_share", "gradient_share", "weight_share"), shares, strict=True)),
+    }
+
+
+def _chosen(template: str, kept: Mapping[str, bool]) -> str:
+    """The lines of a template, of those between ``#if name`` and ``#end``, or another ``#if``, the
+    ones that are kept."""
+    lines, keeps = [], True
+    for line in template.splitlines(keepends=True):
+        if line.startswith("#if "):
+            keeps = kept[line.split()[1]]
+        elif line == "#end\n":
+            keeps = True
+        elif keeps:
+            lines.append(line)
+    return "".join(lines)
+
+
+def _about(source: Source, *, quiet: bool) -> str:
+    where = clean(f"{source.place}:{source.function}", 80)
+    return textwrap.fill(
+        f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
+        "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
+        f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
+        f"beside it, and that {'file' if source.is_file else 'module'} with what it "
+        "imports.  Written by pdcompile, as a place to begin.",
+        WIDTH,
+        break_long_words=False,
+    )
 
 
 def torch_schedule(plan: Plan) -> str:
@@ -118,76 +136,6 @@ def torch_schedule(plan: Plan) -> str:
 def random_ops(graph: OpGraph) -> list[Op]:
     """Ops that may draw random numbers."""
     return [op for op in graph.ops if op.draw is not None]
-
-
-def _top(
-    capture: Capture,
-    plan: Plan,
-    stages: Sequence[NeighbourStage],
-    source: Source,
-    *,
-    quiet: bool,
-) -> str:
-    training, n, ranks = plan.training, len(stages), plan.num_ranks
-    schedule = torch_schedule(plan)
-    opaque = any(stage.interface.opaque for stage in stages)
-    recomputes = any(stage.recompute for stage in plan.stages)
-    where = clean(f"{source.place}:{source.function}", 80)
-    imports = ["contextlib", "copy"]
-    imports += ["importlib.util" if source.is_file else "importlib", "inspect", "itertools"]
-    lines = [
-        f'"""Trains {model_name(capture)} as {n} stages with torch.distributed.pipelining: '
-        f"{schedule}.",
-        "",
-        f"    torchrun --nproc-per-node={ranks} train.py",
-        "",
-        *textwrap.wrap(
-            f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
-            "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
-            f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
-            f"beside it, and that {'file' if source.is_file else 'module'} with what it "
-            "imports.  Written by pdcompile, as a place to begin.",
-            WIDTH,
-            break_long_words=False,
-        ),
-        '"""',
-        "",
-        *(f"import {name}" for name in [*imports, "os", "sys"]),
-        "from pathlib import Path",
-        "",
-        "import torch",
-        "import torch.distributed as dist",
-        f"from pipeline import {'fill, ' if opaque else ''}load",
-        *sorted(f"from stage_{k} import Stage{k}" for k in range(n)),
-        f"from torch.distributed.pipelining import PipelineStage, {schedule}",
-        *(["from torch.overrides import TorchFunctionMode"] if quiet else []),
-        "from torch.utils._pytree import tree_leaves, tree_map_only",
-        *(["from torch.utils.checkpoint import checkpoint"] if recomputes else []),
-        "",
-        "HERE = Path(__file__).resolve().parent",
-        *([f"TARGET = HERE / {quote(source.place)}"] if source.is_file else []),
-        f"STEPS = {STEPS}",
-        *_tolerances(plan),
-        f"BATCH, MICROBATCHES = {training.batch_size}, {training.num_microbatches}",
-        "B = BATCH // MICROBATCHES",
-    ]
-    return "\n".join(lines)
-
-
-def _tolerances(plan: Plan) -> list[str]:
-    """By what is compared.  Tied weights are summed in another order than eager has; optimizers
-    such as Adam make much of that where the true gradient is zero."""
-    loss, gradient, weight = "1e-5", "1e-3", "0.1"
-    if plan.training.autocast:
-        loss, gradient, weight = "1e-2", "0.03", "1.0"
-    return [
-        "TOLERANCES = {  # shares, see difference()",
-        f'    "losses": {loss},',
-        f'    "last gradients": {gradient},',
-        f'    "changes of weights": {weight},  # Adam: rounding over rounding',
-        f'    "buffers": {loss},',
-        "}",
-    ]
 
 
 def _region(autocast: str | None) -> str:

@@ -84,7 +84,6 @@ def export(
     chosen = optimizer_call(optimizer, lr)
     workload = load_target(target)
     _refuse_without_values(workload.model, to)
-    targets.KINDS[to].check_model(given, workload.model)
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
     beside = None if isinstance(plan, Plan) else capture_beside(Path(plan))
@@ -103,7 +102,7 @@ def export(
         }),
         replan=replan,
     )  # fmt: skip
-    found = targets.export(
+    found = targets.KINDS[to].make(
         Subject(
             result.capture,
             result.plan,
@@ -113,8 +112,7 @@ def export(
             workload.model,
             call,
             tensor_names(workload.model),
-        ),
-        to,
+        )
     )
     files = dict(found.files)
     if found.stages:
