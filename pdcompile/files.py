@@ -29,7 +29,7 @@ def read_limited(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
 
 
 def is_path(given: object) -> bool:
-    """Whether a file or folder can be called so."""
+    """True if a file or folder can be called so."""
     if not isinstance(given, str | os.PathLike):
         return False
     name = os.fsdecode(given)
@@ -53,7 +53,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where the files are; None when the cache is switched off.
+    """The cache's folder; None when it is switched off.
 
     ``PDCOMPILE_CACHE`` names a folder or is "off"; without it ``$XDG_CACHE_HOME/pdcompile``, by
     default ``~/.cache/pdcompile``.

@@ -100,7 +100,7 @@ _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEP
 
 
 def _text(text: str | bytes, where: str, error: type[PdcompileError], remedy: str | None) -> str:
-    """Of a file that is not too long."""
+    """The text of a file, which must not be too long."""
     if len(text) > MAX_BYTES:
         reason = f"the file has {len(text)} bytes, more than {MAX_BYTES}"
         raise error(reason, where=where, remedy=remedy)

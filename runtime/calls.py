@@ -301,7 +301,7 @@ def _check_trainable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _counts_rows(graph: OpGraph, path: str) -> bool:
-    """Whether what is computed of an input depends on its number of rows other than by shape:
+    """True if what is computed of an input depends on its number of rows other than by shape:
     the capture then took the microbatch's size for it."""
     reached = {item.name for item in graph.inputs if item.path == path}
     for op in graph.ops:
@@ -356,7 +356,7 @@ def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
 
 
 def of_target(path: str) -> bool:
-    """Whether a leaf is one of loss_fn's target."""
+    """True if a leaf is one of loss_fn's target."""
     return path == "target" or path.startswith(("target[", "target."))
 
 
@@ -432,7 +432,7 @@ def _passed_whole(flat: FlatCall) -> str:
 
 
 def default_of(flat: FlatCall, path: str) -> Any:
-    """What forward takes for an argument that is not passed."""
+    """Default that forward takes for an argument that is not passed."""
     parameter = flat.spec.signature.parameters.get(path)
     return inspect.Parameter.empty if parameter is None else parameter.default
 

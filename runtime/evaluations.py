@@ -59,7 +59,7 @@ class Form:
 
     @contextmanager
     def evaluating(self, session: Session) -> Iterator[None]:
-        """Around a call: this is what the session evaluates."""
+        """Context of a call in which the session evaluates this form."""
         usual = session.compiled, session.evaluation_programs, session.wirings
         session.compiled, session.evaluation_programs = self.compiled, self.programs
         first, session.first_output = session.first_output, self.first_output
@@ -179,7 +179,7 @@ class Evaluations:
 
 
 def _unlike(session: Session, flat: FlatCall) -> Unlike:
-    """How a call is unlike the captured one: arguments that are there in one of the two alone.
+    """Differences of a call from the captured one: arguments that are in one of the two alone.
 
     Under torchrun None may stand for a tensor that this rank does not need.
     """

@@ -37,7 +37,7 @@ Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied
 
 
 class Box(NamedTuple):
-    """What broadcasts bring, by item and microbatch: what is here, and what is to arrive."""
+    """Tensors of broadcasts by item and microbatch: those here, and those to arrive."""
 
     tensors: dict[tuple[int, int], Tensor]
     expected: dict[tuple[int, int], Expected]
@@ -207,7 +207,7 @@ class Worker:
         self.transport.abandon()
 
     def ready(self, ins: Instruction) -> bool:
-        """Whether `execute` would return at once (on a blocking transport: taken for granted)."""
+        """True if `execute` would return at once (on a blocking transport: taken for granted)."""
         if self.transport.blocking:
             return True
         if ins.action.phase is Phase.WAIT_RECV and ins.peer != self.transport.rank:
@@ -345,7 +345,7 @@ class Worker:
         self._weights_at = None
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
-        """Of all stages of the rank, by name."""
+        """Gradients of all stages of the rank, by name."""
         held, shown = [one.weights for one in self.held.values()], self._clips_to is not None
         parts = [one.present_gradients() if shown else one.harvest(minibatch) for one in held]
         return {fqn: gradient for part in parts for fqn, gradient in part.items()}

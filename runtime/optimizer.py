@@ -133,7 +133,7 @@ class Updater:
         return [*map(vars, members(self.optimizer)), *self.optimizer.param_groups]
 
     def _notice(self) -> None:
-        """What the user has set since the last update holds for every stage."""
+        """Take over, for every stage, what the user has set since the last update."""
         values = self._values()
         for place, shown in self._shown.items():
             n, key = place
@@ -166,7 +166,7 @@ class Updater:
 def _carry_over(
     before: list[dict[str, Any]], after: list[dict[str, Any]], present: list[dict[str, Any]]
 ) -> None:
-    """What the optimizer wrote in place into values of its groups, it wrote into a snapshot."""
+    """Copy into the groups what the optimizer wrote in place into values of a snapshot of them."""
     for then, now, live in zip(before, after, present, strict=False):
         for key, value in now.items():
             if key not in live or difference(snapshot(then[key]), value, key, torch.equal) is None:

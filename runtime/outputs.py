@@ -39,8 +39,8 @@ def output_ranks(session: Session, *, training: bool) -> Collection[int]:
 
 
 def result_of(session: Session, graph: OpGraph, feeds: list[Feed], loss: Any) -> StepResult:
-    """What the caller gets of a call that has run: its outputs are None where this process gets
-    none, and raise where they were dropped."""
+    """Result of a call that has run: its outputs are None where this process gets none, and raise
+    where they were dropped."""
     compiled, feed = session.compiled, feeds[-1]
     training = feed.wiring.training
     receivers = output_ranks(session, training=training)

@@ -43,7 +43,7 @@ _HINTS = {
 
 
 class ModuleHints:
-    """Says what to call instead, where a pipeline is taken for an nn.Module."""
+    """Errors that name the right call where a pipeline is taken for an nn.Module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigError(
@@ -113,13 +113,13 @@ class PipelineState(ModuleHints):
 
     @property
     def in_flight(self) -> bool:
-        """Whether microbatches wait for a later call: flush() drains them."""
+        """True if microbatches wait for a later call: flush() drains them."""
         session = self._session
         return session is not None and session.in_flight and session.failed is None
 
     @property
     def unsettled(self) -> bool:
-        """Whether flush() would do anything: replicas may also have something of their own."""
+        """True if flush() would do anything: replicas may also have something of their own."""
         session = self._session
         return self.in_flight or (
             session is not None and session.replicas_apart and session.failed is None
@@ -127,12 +127,12 @@ class PipelineState(ModuleHints):
 
     @property
     def position(self) -> Position:
-        """How many minibatches were trained on and evaluated, saved with the state."""
+        """Numbers of minibatches trained on and evaluated, saved with the state."""
         return Position(self._num_minibatches, self._num_evaluations)
 
     @property
     def device_memory(self) -> DeviceMemory | None:
-        """How much of its GPU's memory is used, in bytes; None where stages run on the CPU."""
+        """Use of the GPU's memory, in bytes; None where stages run on the CPU."""
         return self._running.device.memory()
 
     @property

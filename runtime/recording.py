@@ -43,7 +43,7 @@ class Recording:
         )  # fmt: skip
 
     def text(self) -> str:
-        """What was recorded here, for `together`."""
+        """The recording of this process, for `together`."""
         return json.dumps([one for events in self._minibatches.values() for one in events])
 
 

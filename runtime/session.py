@@ -42,7 +42,7 @@ from pdcompile.schedule.spec import Broadcast
 
 
 class Session(Guarded):
-    """What exists after `prepare`.
+    """A pipeline after `prepare`.
 
     `workers` are this process's ranks; `world` is None in one process.
     """
@@ -151,7 +151,7 @@ class Session(Guarded):
         self._uncompared = self._weights_part
 
     def waits_for_more(self, minibatches: int) -> bool:
-        """Do gradients then wait for other minibatches of their update?"""
+        """True if gradients then wait for other minibatches of their update."""
         stages = range(len(self.spec.ranks))
         return any(minibatches % self.spec.group(stage) for stage in stages)
 
@@ -211,7 +211,7 @@ class Session(Guarded):
 
     @contextmanager
     def call(self, minibatch: int | None = None) -> Iterator[None]:
-        """Around the part of a call that runs: what it leaves is not the user's doing.
+        """Context of the part of a call that runs: what it leaves is not the user's doing.
 
         `minibatch`: the only one in flight, after whose error the pipeline goes on if it can.
         """
@@ -241,7 +241,7 @@ class Session(Guarded):
             self._adopt()
 
     def _adopt(self) -> None:
-        """Nothing is in flight: the stages follow the model's own tensors and hooks."""
+        """Let the stages follow the model's own tensors and hooks, as nothing is in flight."""
         held = [worker.weights for worker in self.workers]
         for weights in held:
             weights.adopt()
@@ -295,7 +295,7 @@ class Session(Guarded):
 
 @contextmanager
 def in_one_thread(session: Session, *, training: bool) -> Iterator[None]:
-    """Around a whole call, which may finish what is in flight.
+    """Context of a whole call, which may finish what is in flight.
 
     Raises:
         ConfigError: see `pdcompile.eager.randomness.one_thread`.
@@ -318,7 +318,7 @@ def in_one_thread(session: Session, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
-    """Around a program: on its device, and whatever the caller has switched off."""
+    """Context of a program: on its device, and whatever the caller has switched off."""
     device = session.device
     rng = preserved_rng(device.device, from_ops=True, apart=True)
     check = NonFiniteCheck(session.workers) if session.options.detect_nonfinite else None
@@ -344,7 +344,7 @@ def _watched(session: Session) -> ModelWatch:
 def wirings(
     compiled: Compiled, stages: Iterable[int], eval_edges: tuple[Edge, ...]
 ) -> dict[tuple[int, bool], Wiring]:
-    """By stage, and whether it trains."""
+    """Wiring by stage, and whether it trains."""
     plan, found = compiled.plan, {}
     for stage in stages:
         one = compiled.interfaces[stage]

@@ -158,7 +158,7 @@ def _read(
 
 
 class _Part(NamedTuple):
-    """What this process reads of a minibatch: its number in the training (evaluations: negative),
+    """Part of a minibatch that this process reads: its number in training (evaluations: negative),
     rows and their indices, and whether there are others."""
 
     number: int
@@ -217,7 +217,7 @@ class _Drawn:
 
 
 def _digest(indices: list[Any]) -> int:
-    """Of the samples and their order, never 0."""
+    """Digest of the samples and their order, never 0."""
     return 1 + zlib.crc32(repr([_plain(one) for one in indices]).encode())
 
 

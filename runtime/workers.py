@@ -32,7 +32,7 @@ from pdcompile.schedule.spec import with_edges
 
 
 class Workers:
-    """What `Session` starts with; `world` is None in one process.
+    """Workers of a `Session`; `world` is None in one process.
 
     `in_order`: by stage, then by replica; `of_rank`: one of the stages of each rank; `first`: the
     weights of each stage, of its first replica here; `buffers_part`: replicas write their own;
@@ -122,7 +122,7 @@ class Workers:
 
     @contextmanager
     def _region(self, makes: bool) -> Iterator[None]:
-        """Around model and loss; `makes`: they make tensors of nothing."""
+        """Context of model and loss; `makes`: they make tensors of nothing."""
         making = self._device.making() if makes else nullcontext()
         with autocast_region(self._compiled.plan.training.autocast), making:
             yield

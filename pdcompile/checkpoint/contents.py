@@ -129,7 +129,7 @@ class Contents:
         return [] if stage is None else [*stage.older, stage.updates]
 
     def has_replicas(self, name: str, count: int) -> bool:
-        """Whether each of so many replicas, and no other, has a buffer of its own of this name."""
+        """True if each of so many replicas, and no other, has a buffer of its own of this name."""
         there = [Holding(HoldingKind.REPLICA, name, n) in self for n in range(count + 1)]
         return there == [True] * count + [False]
 

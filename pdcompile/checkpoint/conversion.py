@@ -91,7 +91,7 @@ def _sharded(output: Path, parts: Iterable[Mapping[str, Tensor]]) -> list[str]:
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Under another name first: what is there is whole."""
+    """Write a file under another name first, so that no half of it is ever there."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)

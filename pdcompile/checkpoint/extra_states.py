@@ -32,7 +32,7 @@ def tensor_keys(model: nn.Module) -> tuple[str, ...]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What the modules of a model add to its state dict, by key."""
+    """Values that the modules of a model add to its state dict, by key."""
     return {key: module.get_extra_state() for key, module in _modules(model)}
 
 

@@ -37,8 +37,8 @@ def complete(folder: Path) -> list[Path]:
 
 
 def foreign(folder: Path) -> tuple[str, ...]:
-    """What keeps a training that resumes from beginning here, as no checkpoint is in it: the path
-    itself where that is no folder, or names in it of what no training wrote.
+    """Names that keep a training that resumes from beginning here, as no checkpoint is among them:
+    the path itself where that is no folder, or names in it of what no training wrote.
 
     Files whose name begins with a dot do not count: killed processes leave such, and file systems.
     """
@@ -92,8 +92,8 @@ def _newest(folder: Path) -> Path | None:
 
 
 class OwnCheckpoints:
-    """Which checkpoints are of this training: what it has saved, and what was in a folder when it
-    took one from there."""
+    """Checkpoints of this training: those that it saved, and those in a folder that it took one
+    from."""
 
     def __init__(self) -> None:
         self._own: dict[Path, set[str]] = {}

@@ -65,7 +65,7 @@ class StoredScheduler:
 
 @dataclass(frozen=True, slots=True)
 class StoredStage:
-    """What one stage has written.
+    """Files and values that one stage has written.
 
     Args:
         weights: its parameters and buffers that state dicts have, under the model's names.
@@ -163,7 +163,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all safetensors files."""
+        """Size of all safetensors files."""
         return sum(file.num_bytes for file in self.files())
 
 

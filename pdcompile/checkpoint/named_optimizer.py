@@ -66,7 +66,7 @@ def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 def named_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> dict[str, dict[str, Any]]:
-    """What an optimizer's ``state_dict()`` holds of each parameter, by name; tensors are its own.
+    """State of each parameter in an optimizer's ``state_dict()``, by name; tensors are its own.
 
     Raises:
         InputError: it holds something that belongs to no parameter.
@@ -155,7 +155,7 @@ def check_named(
     state: Mapping[str, Any],
     made: Sequence[NamedGroup] = (),
 ) -> list[Mapping[str, Any]]:
-    """Whether groups and state by name fit an optimizer; the values of each of its groups.
+    """Check that groups and state by name fit an optimizer; returns values for each of its groups.
 
     Where groups are others than they were, a group keeps its own rates (they are not among its
     values), and so what groups that were one differ in.
@@ -216,7 +216,7 @@ def check_named(
 
 
 def _like(one: NamedGroup, other: NamedGroup) -> bool:
-    """Whether groups are of one class of optimizers, as far as that is known."""
+    """True if groups are of one class of optimizers, as far as that is known."""
     return one.kind == other.kind or not (one.kind and other.kind)
 
 
@@ -238,7 +238,7 @@ def _joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
 
 
 def _parted(made: Sequence[NamedGroup], of: Mapping[str, NamedGroup]) -> dict[int, set[str]]:
-    """What groups differ in whose parameters are of one saved group, by the id of that."""
+    """Settings that differ between groups made of one saved group, by the id of that."""
     groups: dict[int, list[NamedGroup]] = {}
     for one in made:
         for number in {id(of[name]) for name in one.names if name in of}:

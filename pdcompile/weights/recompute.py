@@ -86,7 +86,7 @@ def _filled(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal to the last bit; False on the meta device."""
+    """True if two tensors are equal to the last bit; False on the meta device."""
     if one.is_meta or other.is_meta:
         return False
     return torch.equal(flat_bytes(one), flat_bytes(other))

@@ -93,7 +93,7 @@ class TensorFiles:
 
 
 def _fits(found: Any, wanted: Any) -> bool:
-    """Whether every value of the first dtype can be represented in the other."""
+    """True if every value of the first dtype can be represented in the other."""
     import torch
 
     if found == wanted:

@@ -14,7 +14,7 @@ from pdcompile.errors import PdcompileError
 
 
 class DeviceFailed(PdcompileError):
-    """What was queued on the device ended with an error."""
+    """Error with which something queued on the device ended."""
 
 
 def device_failed(text: str) -> DeviceFailed:
@@ -30,7 +30,7 @@ class Event(Protocol):
     """A place in what a device has queued."""
 
     def query(self) -> bool:
-        """Whether the device is past it."""
+        """True once the device is past it."""
 
     def synchronize(self) -> None:
         """Wait for that."""
@@ -47,7 +47,7 @@ class Fetched:
         self._done, self._source, self._starter = done, source, starter
 
     def ready(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True once `wait` returns at once."""
         return self._done is None or self._done.query()
 
     def wait(self) -> Tensor:

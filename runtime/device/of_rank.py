@@ -1,4 +1,4 @@
-"""Which device a process has: from the plan's cluster, and its number on its host."""
+"""Device of a process: its kind from the plan's cluster, and its number on its host."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class QueuedDevice(RankDevice):
         )  # fmt: skip
 
     def fork(self) -> Event:
-        """What has been queued so far."""
+        """Event behind all that has been queued so far."""
         return self._past(self._cuda.current_stream(self.device))
 
     def fill(self, target: Tensor, source: Tensor, free: Event) -> None:

@@ -1,4 +1,4 @@
-"""What the runtime asks of a device, with the answers of the CPU, which cost nothing."""
+"""Device of a rank as the runtime asks it, with the answers of the CPU, which cost nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeviceMemory(NamedTuple):
 
 
 class Landing:
-    """Where a message arrives; `beside`: in host memory, on its way to the device."""
+    """Memory in which a message arrives; `beside`: the host's, on its way to the device."""
 
     beside = False
 
@@ -44,15 +44,15 @@ class RankDevice:
     queued = False  # work is queued, and is not done when a call returns
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around a program: after what the user has queued, and before what the user queues."""
+        """Context of a program: runs it between what the user has queued and will queue."""
         return nullcontext()
 
     def making(self) -> AbstractContextManager[object]:
-        """Around a forward: tensors that it makes of nothing are on the device."""
+        """Context of a forward: tensors that it makes of nothing are on the device."""
         return nullcontext()
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether the host may read the tensor now."""
+        """True if the host may read the tensor now."""
         return True
 
     def empty(self, num_bytes: int) -> Tensor:
@@ -68,11 +68,11 @@ class RankDevice:
         return Fetched(tensor)
 
     def landing(self, target: Tensor) -> Landing:
-        """For a message into memory of the device or of the host that is free from now on."""
+        """Landing for a message into memory, of device or host, that is free from now on."""
         return Landing(target)
 
     def memory(self) -> DeviceMemory | None:
-        """How much of the device's memory is used; None on the CPU."""
+        """Use of the device's memory; None on the CPU."""
         return None
 
     def drain(self) -> None:

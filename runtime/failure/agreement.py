@@ -1,4 +1,4 @@
-"""Do all ranks make the same call?  Rank 0 tells the others at the beginning of each."""
+"""Agreement of all ranks on the call that they make: rank 0 tells the others at its beginning."""
 
 from __future__ import annotations
 

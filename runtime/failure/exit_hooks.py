@@ -76,7 +76,7 @@ class PipelineExit:
 
     @property
     def here(self) -> bool:
-        """Whether this is the process of the pipeline, not one that was forked from it."""
+        """True in the process of the pipeline, False in one that was forked from it."""
         return os.getpid() == self._process
 
     def end(self) -> None:
@@ -174,7 +174,7 @@ def _end() -> None:
 
 
 def _goes_on() -> bool:
-    """Whether the program runs on after this call of ours.
+    """True if the program runs on after this call of ours.
 
     At its end, while an error or SystemExit is being disposed of, nothing of it is on the stack;
     but it may call its excepthook itself, as a prompt does.

@@ -66,7 +66,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -> str:
-    """Where it happened, as far as it is known."""
+    """Place of an error, as far as it is known."""
     parts = [f"rank {rank}", *([] if ins is None else [in_words(ins, base)])]
     for frame in _from_stage(error)[:1]:
         parts.append(f"{_STAGE.findall(frame.filename)[0]}:{frame.lineno} `{frame.line}`")
@@ -192,7 +192,7 @@ class Failures:
         )
 
     def _ended_by_itself(self, peer: int) -> int:
-        """That rank, or one of this host for whose end torchrun has ended that one."""
+        """The rank `peer`, or one of this host for whose end torchrun has ended it."""
         here = {} if self._peers is None else self._peers.of_rank
         if peer not in here or "SIGTERM" not in here[peer].how:
             return peer
@@ -200,7 +200,7 @@ class Failures:
         return next(others, peer)
 
     def said(self, kind: str, peer: int) -> str:
-        """What a rank wrote of itself: "raised", "refused", "left", "process"; "" for nothing."""
+        """Text that a rank wrote of itself: "raised", "refused", "left", "process"; "": none."""
         key = f"{kind}/{peer}"
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else ""
 

@@ -1,4 +1,4 @@
-"""What runs under guard: an error ends the pipeline on every rank, with the first cause."""
+"""Guard around all that runs: an error ends the pipeline on every rank, with the first cause."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Guarded:
 
     @property
     def what_is_left(self) -> str:
-        """Which state the parameters have once an error has ended the pipeline."""
+        """State of the parameters once an error has ended the pipeline, in words."""
         if self.updating is None:
             return "no weight has changed since the last call: pipe.parameters() has them"
         return (
@@ -57,7 +57,7 @@ class Guarded:
 
     @contextmanager
     def guard(self, minibatch: int | None = None) -> Iterator[None]:
-        """Around everything that runs: an error ends the pipeline on every rank.
+        """Context of everything that runs: an error ends the pipeline on every rank.
 
         `minibatch`: the only one in flight; in one process an error ends only that, if it can.
         """
@@ -118,7 +118,7 @@ class Guarded:
         raise NotImplementedError
 
     def meeting(self) -> AbstractContextManager[None]:
-        """Around a part of a call that waits for other ranks and is no instruction."""
+        """Context of a part of a call that waits for other ranks and is no instruction."""
         return nullcontext() if self._log is None else self._log.meeting()
 
     def _end_with(self, cause: str, verdict: Verdict = Verdict.CRASH) -> None:

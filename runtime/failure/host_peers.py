@@ -25,12 +25,12 @@ class HostRank(NamedTuple):
 
     @property
     def how(self) -> str:
-        """How its process ended, in words; "" where the system does not tell any more."""
+        """End of its process, in words; "" where the system does not tell any more."""
         return exit_status(self.identity, wait=False)
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody stopped its process, as SIGSTOP does."""
+        """True if somebody stopped its process, as SIGSTOP does."""
         return stopped(self.identity)
 
     def kill(self) -> None:
@@ -65,7 +65,7 @@ class HostPeers:
                 path.unlink(missing_ok=True)
 
     def doing(self, rank: int) -> str:
-        """What a rank of this host does, or did when its process ended."""
+        """Present work of a rank of this host, or its last when its process has ended, in words."""
         entry = self._log_of(rank).last()
         seconds = time.monotonic() - entry.seconds
         if not entry.waits:
@@ -83,7 +83,7 @@ class HostPeers:
         return self.of_rank[rank].log if rank in self.of_rank else self.log
 
     def memory_ran_out(self) -> bool:
-        """Whether the system has killed processes for memory since the pipeline was made."""
+        """True if the system has killed processes for memory since the pipeline was made."""
         return _killed_for_memory() > self._killed
 
     def close(self) -> None:

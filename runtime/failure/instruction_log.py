@@ -27,7 +27,7 @@ _NUMBER = {action: number for number, action in enumerate(_ACTIONS)}
 
 
 class Outside(Enum):
-    """What a rank does that is no instruction; the value is its number, in place of an action's."""
+    """Work of a rank that is no instruction; the value is its number, in place of an action's."""
 
     PROGRAM = -1
     CALL = -2
@@ -58,7 +58,7 @@ def in_words(ins: Instruction, base: int = 0) -> str:
 
 
 class Entry(NamedTuple):
-    """What a rank began to do, at `seconds` on its host's clock."""
+    """Work that a rank began at `seconds` on its host's clock."""
 
     serial: int
     seconds: float
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it ends only when another rank has done its part."""
+        """True if it ends only when another rank has done its part."""
         if isinstance(self.doing, Outside):
             return self.doing is Outside.MEETING
         return self.doing.action.phase in (Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT)
@@ -116,12 +116,12 @@ class InstructionLog:
         self._write(_NUMBER[ins.action], ins.stage, ins.peer, ins.edge, ins.microbatch, minibatch)
 
     def enter(self, where: Outside) -> None:
-        """What begins is no instruction."""
+        """Note that something begins which is no instruction."""
         self._write(where.value, -1, -1, -1, -1, -1)
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Around a part of a call that waits for other ranks; after an error it stays there."""
+        """Context of a part of a call that waits for other ranks; after an error it stays there."""
         self.enter(Outside.MEETING)
         yield
         self.enter(Outside.CALL)
@@ -145,7 +145,7 @@ class InstructionLog:
         return decoded(self.packed())
 
     def before(self) -> list[Entry]:
-        """What came before the newest entry, as far as it is kept, the oldest first."""
+        """Entries before the newest one, as far as they are kept, the oldest first."""
         newest = self.last().serial
         kept = [decoded(self._at(n)) for n in range(max(newest - KEPT, 0) + 1, newest)]
         # One that is written meanwhile belongs to a rank that goes on.

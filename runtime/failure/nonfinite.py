@@ -65,7 +65,7 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def _exact(self) -> bool:
-        """Whether nobody means infinity in what runs now."""
+        """True if nobody means infinity in what runs now."""
         ins = self._current
         if ins is None or ins.action.phase is not Phase.COMPUTE:
             return False
@@ -90,8 +90,8 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _sources(self, nan: bool) -> Iterator[tuple[str, str]]:
-        """What this process was given for the microbatch that runs now, and of the weights, with
-        NaN or infinity: each with what it has."""
+        """Inputs of the microbatch that runs now, then weights, that have NaN or infinity: each
+        with what it has."""
         ins = self._current
         if ins is not None:
             place = self._workers[0].base + ins.minibatch, ins.microbatch

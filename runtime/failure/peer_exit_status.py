@@ -50,7 +50,7 @@ def exit_status(of: str, *, wait: bool = True) -> str:
 
 
 def same_machine(of: str) -> bool:
-    """Whether the process of that `identity` is on this machine, so that the system knows it."""
+    """True if the process of that `identity` is on this machine, so that the system knows it."""
     try:
         return tuple(of.split(" ")[:2]) == _machine()
     except OSError:
@@ -66,7 +66,7 @@ def network() -> str:
 
 
 def stopped(of: str) -> bool:
-    """Whether somebody stopped the process of that `identity`, as SIGSTOP and debuggers do."""
+    """True if somebody stopped the process of that `identity`, as SIGSTOP and debuggers do."""
     pid, started = of.split(" ")[2:]
     try:
         state, start, _ = _status(int(pid))
@@ -76,7 +76,7 @@ def stopped(of: str) -> bool:
 
 
 def _machine() -> tuple[str, str]:
-    """What processes have in common that see each other: the system's start, process numbers."""
+    """Names that processes share which see each other: the system's start, process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid")
 

@@ -56,7 +56,7 @@ class Termination:
         os.register_at_fork(after_in_child=self._leave_in_child)
 
     def arrived(self) -> bool:
-        """Whether it is SIGTERM that made `fd` readable, and not another signal, or one that a
+        """True if it is SIGTERM that made `fd` readable, and not another signal, or one that a
         handler of the program's takes."""
         return self._came() and self._is_ours()
 

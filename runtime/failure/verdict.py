@@ -12,7 +12,7 @@ _FIRST_EXIT_CODE = 81  # 81 to 85: neither Python's, nor torchrun's, nor 128 and
 
 
 class Verdict(StrEnum):
-    """How the first rank failed."""
+    """Kind of failure of the first rank."""
 
     CRASH = "crash"  # an error, or the end of its process
     OUT_OF_MEMORY = "out of memory"
@@ -22,7 +22,7 @@ class Verdict(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """Of a rank that cannot raise an error any more, as it waits inside of gloo."""
+        """Exit code of a rank that cannot raise an error any more, as it waits inside of gloo."""
         return _FIRST_EXIT_CODE + list(Verdict).index(self)
 
 
@@ -30,7 +30,7 @@ NOBODY = -1  # the rank where it is not one of them
 
 
 class FirstCause(NamedTuple):
-    """What the ranks agree on: rank `rank` failed first, as rank `by` found; `text` says how."""
+    """Cause that the ranks agree on: `rank` failed first, as rank `by` found; `text` says how."""
 
     verdict: Verdict
     rank: int

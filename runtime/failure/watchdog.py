@@ -40,7 +40,7 @@ _SLOW_SECONDS = 60.0
 
 @dataclass
 class _Beat:
-    """What is known of a rank: its last beat, and since how many seconds it is the same."""
+    """Last beat of a rank, and the seconds since which it is the same."""
 
     text: str = ""
     age: float = 0.0
@@ -76,7 +76,7 @@ class Watchdog(threading.Thread):
         self._stopping.set()
 
     def stop(self) -> None:
-        """Nothing is left to watch.  Waits for the thread's end: the interpreter may end next."""
+        """End the thread, and wait for that: the interpreter may end next."""
         self._stopping.set()
         if os.getpid() == self._process and threading.current_thread() is not self:
             self.join()
@@ -127,7 +127,7 @@ class Watchdog(threading.Thread):
         return self._peers.doing(self._rank)
 
     def _waiting(self) -> Entry | None:
-        """What this rank waits in, None where it computes or is in the user's program."""
+        """Entry that this rank waits in, None where it computes or is in the user's program."""
         entry = self._peers.log.last()
         return entry if entry.waits else None
 

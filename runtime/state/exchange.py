@@ -176,7 +176,7 @@ class Exchange:
 
 
 def attempted(make: Callable[[], Any]) -> tuple[dict[str, Any], PdcompileError | None]:
-    """What others are told of a value that is made here, or of the error, and the error."""
+    """Message to others of a value that is made here, or of the error, and that error."""
     try:
         return {"value": make()}, None
     except (PdcompileError, OSError) as error:

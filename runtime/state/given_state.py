@@ -1,4 +1,4 @@
-"""What `load_state_dict` was given, compared with the model before anything is changed."""
+"""Checks of the argument of `load_state_dict` against the model, before anything is changed."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def owners(session: Session) -> dict[str, int]:
 
 
 def writes(session: Session, worker: Worker | None) -> bool:
-    """Whether a worker is the first replica of its stage."""
+    """True if a worker is the first replica of its stage."""
     return worker is not None and worker.transport.rank == session.spec.ranks[worker.stage][0]
 
 

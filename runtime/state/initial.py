@@ -1,4 +1,4 @@
-"""Where a session's tensors start: from the model, or, without values there, from a source."""
+"""First values of a session's tensors: the model's, or, without values there, a source's."""
 
 from __future__ import annotations
 

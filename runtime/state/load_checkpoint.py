@@ -39,7 +39,7 @@ from pdcompile.warn import warn
 
 
 class Wanted(NamedTuple):
-    """What is to be loaded: the optimizer's state, generators, and schedulers by name.
+    """Parts that are to be loaded: the optimizer's state, generators, and schedulers by name.
 
     `resumes`: there was no optimizer yet that schedulers could be made of.
     """
@@ -191,7 +191,7 @@ def prepare(
 
 
 def _has_history(session: Session, found: Prepared) -> bool:
-    """Whether the checkpoint has all earlier weights that the plan computes on; notes say so."""
+    """True if the checkpoint has all earlier weights that the plan computes on; else notes it."""
     contents, position = found.contents, found.contents.position
     owner, missing, surplus = owners(session), [], []
     for fqn in session.state.trainable():
@@ -280,7 +280,7 @@ def _prepare_schedulers(session: Session, found: Prepared, wanted: Wanted) -> No
 
 
 def note_on_schedulers(left: Sequence[str]) -> str:
-    """That a checkpoint has their states, and that they go on from elsewhere."""
+    """Note that a checkpoint has their states, and that they go on from elsewhere."""
     return (
         f"the checkpoint has the state of scheduler {some(left)}, which was not handed over: "
         "pipe.load(folder, schedulers=...) sets it"

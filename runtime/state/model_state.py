@@ -82,7 +82,7 @@ class State:
                 yield fqn, tensor
 
     def optimized(self, *, alone: bool) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer gets: in a process alone, all parameters of the model."""
+        """Parameters for the optimizer: in a process alone, all of the model."""
         return list(self._model.named_parameters() if alone else self.named_parameters())
 
     def trainable(self) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class State:
         self.tensors.update(moved)
 
     def part(self) -> dict[str, Tensor]:
-        """What this process holds, live and detached, under the model's names."""
+        """Tensors that this process holds, live and detached, under the model's names."""
         mine = set(self._ranks)
         named = [(key, self._canonical[key]) for key in self.keys]
         own = {

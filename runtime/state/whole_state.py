@@ -73,7 +73,7 @@ def gather_state(
 
 
 def _on_host(tensor: Tensor, *, live: bool) -> Tensor:
-    """In host memory, and nobody else's; `live`: it is the pipeline's."""
+    """A tensor in host memory that nobody else has; `live`: this one is the pipeline's."""
     found = devices.to_host(tensor.detach())
     return found.clone() if live and found.data_ptr() == tensor.data_ptr() else found
 

@@ -1,4 +1,4 @@
-"""What two ranks agree on before the first payload of a channel, and how a payload is laid out.
+"""Contract of two ranks: headers before the first payload of a channel, and layout of payloads.
 
 gloo delivers bytes: another dtype or shape of the same size arrives without an error, and a
 bigger message aborts the receiving process.  So the first message of every channel is a header
@@ -45,7 +45,7 @@ class Channel(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a receiver waits for: a tensor of this shape and dtype, of this minibatch."""
+    """Message that a receiver waits for: a tensor of this shape and dtype, of this minibatch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -75,7 +75,7 @@ def _first(group: Any, index: int, tensor: Tensor, *, pair: bool) -> None:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Around the making of a group: what torch is told where the user has said nothing."""
+    """Context of making a group: settings for torch where the user has said nothing."""
     before = {name: os.environ.get(name) for name in SETTINGS}
     os.environ.update({name: value for name, value in SETTINGS.items() if before[name] is None})
     try:

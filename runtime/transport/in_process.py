@@ -52,7 +52,7 @@ class LocalTransport:
         return _Queued(channel, expected, self._wires[key])
 
     def settle(self, call: int | None = None) -> None:
-        """Nothing is ever outstanding."""
+        """No-op: no message is ever outstanding."""
 
     def abandon(self) -> None:
         self._wires.clear()

@@ -51,7 +51,7 @@ _numbers: Counter[str] = Counter()  # names used so far, in the same order on ev
 
 
 class DataPath(StrEnum):
-    """How data gets to other ranks (see `links`)."""
+    """Way of data to other ranks (see `links`)."""
 
     TAGS = "tags"
     ORDERED = "ordered"
@@ -59,12 +59,12 @@ class DataPath(StrEnum):
 
     @property
     def direct(self) -> bool:
-        """From and into memory of the device."""
+        """True if data goes from and into memory of the device."""
         return self is DataPath.NCCL
 
     @property
     def ordered(self) -> bool:
-        """Without tags, in device order."""
+        """True if data goes without tags, in device order."""
         return self is not DataPath.TAGS
 
 
@@ -144,7 +144,7 @@ class World:
 
 
 def is_distributed(options: Options) -> bool:
-    """Whether compile is to use several processes: under torchrun, unless the cluster says no."""
+    """True if compile is to use several processes: under torchrun, unless the cluster says no."""
     if getattr(options.cluster, "in_process", False):
         return False
     if options.group is not None or dist.is_initialized():
@@ -158,7 +158,7 @@ def num_ranks(options: Options) -> int | None:
 
 
 def note_on_cores() -> str:
-    """Of a host whose processes have more threads than it has cores; else empty."""
+    """Note on a host whose processes have more threads than it has cores; else empty."""
     local = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS; elsewhere it knows of cores set apart
@@ -233,7 +233,7 @@ def _members(options: Options) -> tuple[int, list[int]]:
 
 
 def debugs_messages() -> bool:
-    """Whether every message is to be checked; raises LaunchError for another wish."""
+    """True if every message is to be checked; raises LaunchError for another wish."""
     wanted = os.environ.get("PDCOMPILE_DEBUG", "")
     if wanted not in ("", "messages"):
         raise LaunchError(
@@ -244,7 +244,7 @@ def debugs_messages() -> bool:
 
 
 def data_path(plan: Plan, *, alone: bool) -> DataPath:
-    """How data goes: as PDCOMPILE_TRANSPORT says, else over NCCL where each rank has a GPU.
+    """Way of data: as PDCOMPILE_TRANSPORT says, else over NCCL where each rank has a GPU.
 
     `alone`: all ranks are in this process, where nothing goes anywhere; the order counts.
 
@@ -271,7 +271,7 @@ def data_path(plan: Plan, *, alone: bool) -> DataPath:
 
 
 def _without_nccl(plan: Plan) -> str:
-    """Why the plan's data cannot go over NCCL; empty where it can."""
+    """Reason why the plan's data cannot go over NCCL; empty where it can."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
     ranks = {rank for held in ranks_of(plan.stages) for rank in held}
     hosts = sorted(rank for rank in ranks if cluster.devices[rank].on_host)

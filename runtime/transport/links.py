@@ -37,7 +37,7 @@ class PeerLost(RuntimeError):
 
 
 def lost(peer: int, text: str) -> PeerLost | DeviceFailed:
-    """What an error of a message or sum says: of this device, or of the connection to a peer."""
+    """Error of a message or sum: of this device, or of the connection to a peer."""
     for line in text.splitlines():
         if "CUDA error" in line or "Cuda failure" in line:  # the latter is NCCL's last line
             return device_failed(line)
@@ -45,7 +45,7 @@ def lost(peer: int, text: str) -> PeerLost | DeviceFailed:
 
 
 class Link(Protocol):
-    """Where messages of one half go; `direct`: from and into memory of the device."""
+    """Way of the messages of one half; `direct`: from and into memory of the device."""
 
     direct: bool
 
@@ -78,7 +78,7 @@ class TaggedLink:
 
 
 class DeviceOrder:
-    """What a rank has begun as data and not finished: at most `OPERATIONS` group calls."""
+    """Group calls of data that a rank has begun and not finished: at most `OPERATIONS`."""
 
     def __init__(self) -> None:
         self._unfinished: Counter[object] = Counter()
@@ -183,7 +183,7 @@ def _peers(spec: PipelineSpec, stage: int, replica: int) -> Iterable[int]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Around the begin of a message or sum: torch's profiler does not hear of it.
+    """Context of the begin of a message or sum: torch's profiler does not hear of it.
 
     What it hears of the begin it wants to hear of the end too, which may come in a later call, when
     the profiler is gone: torch then writes into memory that was freed.

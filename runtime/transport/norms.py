@@ -1,4 +1,4 @@
-"""What an update needs of all ranks' gradients: their norms, and whether all are finite.
+"""Norms of all ranks' gradients, and whether all are finite, as an update needs them.
 
 The arithmetic is that of torch.nn.utils.clip_grad_norm_, in the order of the model's parameters,
 so that the coefficient is bit for bit the one that a single process would find.

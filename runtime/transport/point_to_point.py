@@ -51,11 +51,11 @@ class Handle:
     memory = -1
 
     def ready(self) -> bool:
-        """Whether wait may be called now: on a blocking transport always."""
+        """True if wait may be called now: on a blocking transport always."""
         return True
 
     def known(self) -> bool:
-        """Whether wait returns at once."""
+        """True if wait returns at once."""
         return False
 
     def wait(self) -> Tensor | None:
@@ -92,7 +92,7 @@ class OnItsWay(Handle):
 
 
 class Transport(Protocol):
-    """What the interpreter asks of either transport."""
+    """Interface of the interpreter to either transport."""
 
     rank: int
     blocking: bool
@@ -203,11 +203,11 @@ class GroupTransport:
         self._deferred.append((self._call, sent))
 
     def link(self, channel: Channel) -> Link:
-        """Where the messages of a channel go."""
+        """Link of the messages of a channel."""
         return self._data if channel.kind in DATA else self.control
 
     def tells_absence(self, channel: Channel) -> bool:
-        """Whether control says before each message if it comes: for gradients that may be absent,
+        """True if control says before each message if it comes: for gradients that may be absent,
         which the host has to know, where the message itself does not come to the host."""
         return channel.kind in MAY_LACK and self.link(channel).direct
 
@@ -267,7 +267,7 @@ class _Incoming:
         return _Transfer(link, Fetched(flat), self._channel, sending=False)
 
     def landing(self, target: Tensor) -> Landing:
-        """Where the next message arrives, on its way to `target`."""
+        """Memory in which the next message arrives, on its way to `target`."""
         return Landing(target) if self._direct else self.device.landing(target)
 
     def opened(self) -> tuple[int, ...]:
@@ -281,7 +281,7 @@ class _Incoming:
         return self.order
 
     def take_number(self) -> int:
-        """Of the message whose receive is posted now."""
+        """Number of the message whose receive is posted now."""
         self._posted += 1
         return self._posted - 1
 

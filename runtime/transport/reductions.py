@@ -31,7 +31,7 @@ Board = dict[int, dict[int, Tensor]]
 
 
 class Shape(NamedTuple):
-    """Of a tensor that every replica has."""
+    """Shape and dtype of a tensor that every replica has."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype

@@ -68,7 +68,7 @@ class Seal:
         return payload
 
     def _all(self) -> list[tuple[str, str]]:
-        """What each rank has drawn, and its signature."""
+        """Number that each rank has drawn, and its signature."""
         self._wait(self._keys)
         found = [str(self._store.get(name), "utf-8", "replace") for name in self._keys]
         pairs = [text.partition(" ") for text in found]

@@ -56,7 +56,7 @@ class StartUp:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """After an error this rank does not begin: the others must not wait for it."""
+        """Tell the others of an error, after which this rank does not begin."""
         self.over()
         if error is None:
             return
@@ -134,7 +134,7 @@ class StartUp:
         )
 
     def _beat(self, store: Any) -> None:
-        """Says while this rank computes that it does."""
+        """Tell the others once a tick that this rank computes."""
         used = time.process_time()
         with suppress(RuntimeError):  # the store has gone: who waits finds that
             while not self._over.wait(_TICK_SECONDS) and os.getpid() == self._process:
@@ -169,7 +169,7 @@ class StartUp:
 def unlike(
     first: Mapping[str, str], other: Mapping[str, str], rank: int
 ) -> tuple[list[str], list[str]]:
-    """What rank 0 and another one have unlike: what is to be refused, and what is to be told."""
+    """Differences of another rank from rank 0: those to be refused, and those to be told."""
     refused: list[str] = []
     told: list[str] = []
     for name in dict.fromkeys((*max(first, other, key=len), *first, *other)):

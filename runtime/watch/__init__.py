@@ -1,1 +1,1 @@
-"""What the user changes between two calls: taken over, or refused."""
+"""Changes that the user makes between two calls: taken over, or refused."""

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline have to have alike, as short texts that they compare.
+"""Facts that all ranks of a pipeline have to have alike, as short texts that they compare.
 
 Rank 0 captures, plans and generates the stages, and every rank runs them: where another one built
 another model, or was given another loss, learning rate or number of microbatches, its own would be
@@ -56,7 +56,7 @@ def compiled_alike(
     flat: FlatCall | None,
     build: Callable[[nn.Module, Any, Options, int], Compiled],
 ) -> Compiled:
-    """What rank 0 builds, on every rank, of a program that is the same on all of them.
+    """Result of rank 0's build, on every rank, of a program that is the same on all of them.
 
     Raises:
         LaunchError: it is not, on every rank; RankError: rank 0 has raised something else.
@@ -71,7 +71,7 @@ def compiled_alike(
 
 
 def facts_of_start(model: nn.Module, options: Options, flat: FlatCall | None) -> Facts:
-    """What is compared before anything is built: options, model, loss, optimizer, example."""
+    """Facts that are compared before the build: options, model, loss, optimizer, example."""
     found = {
         f"option {name}": text(getattr(options, name)) for name, row in ROWS.items() if row.compared
     }
@@ -97,7 +97,7 @@ def facts_of_start(model: nn.Module, options: Options, flat: FlatCall | None) ->
 def facts_of_reads(
     model: nn.Module, loss_fn: Any, places: Iterable[tuple[str, ...]], rank: int
 ) -> Facts:
-    """What is compared once rank 0 has captured the model: the attributes that forward read.
+    """Facts that are compared once rank 0 has captured the model: attributes that forward read.
 
     A value that may be the rank's number, or say whether it is rank 0, may be there for a log.
     """
@@ -197,7 +197,7 @@ def _of_modules(root: str, model: nn.Module) -> Facts:
 
 
 def _arguments(kind: type) -> frozenset[str]:
-    """What a class is made with: other attributes of torch's modules are the user's."""
+    """Arguments that a class is made with: other attributes of torch's modules are the user's."""
     return frozenset(inspect.signature(kind).parameters)
 
 

@@ -134,5 +134,5 @@ def _shown(value: Any) -> str:
 
 
 def is_below(path: str, owners: Collection[str]) -> bool:
-    """Whether a module is one of the owners, or inside of one."""
+    """True if a module is one of the owners, or inside of one."""
     return any(path == owner or path.startswith(f"{owner}.") for owner in owners)

@@ -1,4 +1,4 @@
-"""Does the update of one stage depend on the gradients of another?
+"""Trial of optimizers: refuses those whose update of one stage depends on gradients of another.
 
 Stages are updated one by one, each when its gradients are there, and under torchrun by processes
 that know of no others.  An optimizer that works on all parameters at once (it scales by the norm
@@ -110,7 +110,7 @@ def _copy(parameter: Tensor, values: torch.Generator) -> nn.Parameter:
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own, with nothing added to its step."""
+    """True if it is torch's own, with nothing added to its step."""
     own = all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer))
     hooks = [*all_step_hooks(optimizer), *global_step_hooks()]
     return own and not hooks and not any("step" in vars(one) for one in members(optimizer))

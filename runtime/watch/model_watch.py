@@ -1,4 +1,4 @@
-"""What the user does to the model and to the optimizer between two calls.
+"""Watch over the model between two calls of the user.
 
 The pipeline trains the model's own Parameters and buffers, so their values may be changed between
 calls, and a buffer may be replaced.  What the stages were made from (other modules, hooks,
@@ -291,7 +291,7 @@ def _text(tensor: Any) -> str:
 
 
 def _alike(old: Tensor, new: Tensor) -> bool:
-    """Whether one may take the other's place (meta: another process has the values)."""
+    """True if one may take the other's place (meta: another process has the values)."""
     same = (new.shape, new.dtype) == (old.shape, old.dtype)
     return same and (old.is_meta or new.device == old.device)
 
@@ -306,7 +306,7 @@ def _tensors(model: nn.Module, registry: str) -> Iterable[tuple[dict[str, Any], 
 
 
 def _form(module: nn.Module) -> dict[str, Any]:
-    """What a module's stages were made from, in the words that say what has changed."""
+    """Parts of a module that its stages were made from, by words that say what has changed."""
     kind, own = type(module), vars(module)
     hooks = [h for name in _HOOKS if own.get(name) for h in _named_hooks(own, name)]
     return {

@@ -1,4 +1,4 @@
-"""Several pipelines of one model: which go together, and what each has to know of the others.
+"""Pipelines of one model: refuses those that do not go together, tells each of the others.
 
 In one process stages run on the model's own parameters: a pipeline computes on what another one
 trained, as soon as nothing of that one is in flight.  Under torchrun a pipeline takes the model
@@ -99,7 +99,7 @@ def _stages(compiled: Compiled) -> dict[str, list[int]]:
 
 
 def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
-    """Where the tensors are that an earlier pipeline has left to some ranks, by their names.
+    """Holders of the tensors that an earlier pipeline has left to some ranks, by their names.
 
     With ``weights=`` all get their values anew, once that pipeline was closed.
 
@@ -153,7 +153,7 @@ def settled(
 
 @contextmanager
 def planned_beside(options: Options) -> Iterator[None]:
-    """Around the planning, whose pins are not the user's where a model was split.
+    """Context of the planning, whose pins are not the user's where a model was split.
 
     Raises:
         ConfigError: the tensors of such a model are where no plan can have them.
@@ -192,7 +192,7 @@ def check_alike(compiled: Compiled, options: Options) -> None:
 
 
 def is_open(pipe: Any) -> bool:
-    """Whether a pipeline has started, and was neither closed nor has failed."""
+    """True if a pipeline has started, and was neither closed nor has failed."""
     session = pipe._session
     return session is not None and not pipe._closed and session.failed is None
 
