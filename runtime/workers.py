@@ -24,7 +24,7 @@ from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
 from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
 from pdcompile.runtime.transport.launch import World
-from pdcompile.runtime.transport.links import DeviceOrder, OrderedLink, pairs
+from pdcompile.runtime.transport.links import OrderedLink, pairs
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Sums
@@ -48,7 +48,7 @@ class Workers:
         self._spec = compiled.stream.spec
         self.streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
-        self._order = DeviceOrder() if world is not None and world.path.ordered else None
+        self._ordered = world is not None and world.path.ordered
         self._boards: dict[int, Board] = defaultdict(dict)
         self.buffers_part = any(
             len(held) > 1 and compiled.written_buffers(stage)
@@ -75,14 +75,14 @@ class Workers:
             return LocalTransport(rank, self._wires)
         plan = int(self._compiled.plan.hash()[:15], 16)
         world, reach, data = self._world, self._spec.reach, None
-        if self._order is not None:
+        if self._ordered:
             evaluation = with_edges(self._spec, self._compiled.eval_edges)
             groups = {
                 sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair, self._device)
                 for pair in pairs(self._spec, evaluation)
                 if rank in pair
             }
-            data = OrderedLink(rank, groups, self._order, direct=world.path.direct)
+            data = OrderedLink(rank, groups, direct=world.path.direct)
         return GroupTransport(
             world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
         )
@@ -101,7 +101,7 @@ class Workers:
             return LocalSums(self._boards[stage], len(ranks), index, self._device)
         group = self._world.subgroup(name, ranks, self._device)
         direct = self._world.path.direct
-        return GroupSums(group, ranks, index, self._order, self._device, direct=direct)
+        return GroupSums(group, ranks, index, self._device, direct=direct)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
         plan, train = self._compiled.plan, self._compiled.capture.train
@@ -171,7 +171,7 @@ class Workers:
         once = not compiled.interfaces[stage].opaque and not compiled.edited(stage)
         # In device order a sum begins where the program says, and no bucket of it before; nor on
         # a device, where it would begin on a thread of autograd's.
-        once = once and self._order is None and not self._device.queued
+        once = once and not self._ordered and not self._device.queued
         sums = self._sums(stage, rank)
         return Replicas(sums, weights, compiled.written_buffers(stage), once=once)
 

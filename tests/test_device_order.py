@@ -26,9 +26,8 @@ from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.launch import DataPath, data_path
-from pdcompile.runtime.transport.links import DeviceOrder, OrderedLink, pairs
+from pdcompile.runtime.transport.links import OrderedLink, pairs
 from pdcompile.runtime.transport.point_to_point import GroupTransport
-from pdcompile.runtime.transport.reductions import GroupSums
 from pdcompile.schedule import Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS
 from pdcompile.schedule.registry import KINDS
@@ -337,8 +336,8 @@ class Group:
 
 
 def test_control_has_tags_and_data_has_none() -> None:
-    control, lower, upper, order = Group(), Group(), Group(), DeviceOrder()
-    data = OrderedLink(1, {0: lower, 2: upper}, order)
+    control, lower, upper = Group(), Group(), Group()
+    data = OrderedLink(1, {0: lower, 2: upper})
     transport = GroupTransport(control, rank=1, plan=7, reach=2, data=data)
     value = Channel(Kind.VALUE, 5, 2)
     transport.send(value, torch.zeros(3), 0).wait()
@@ -352,27 +351,6 @@ def test_control_has_tags_and_data_has_none() -> None:
     ]  # fmt: skip
     assert upper.calls == [("send", 1, 0), ("send", 1, 0)]
     assert lower.calls == []  # before its header was read
-
-
-def test_more_than_a_device_has_room_for_is_an_internal_error() -> None:
-    """A program that was proved does not come to that."""
-    order = DeviceOrder()
-    transport = GroupTransport(
-        Group(), rank=0, plan=7, reach=2, data=OrderedLink(0, {1: Group(), 2: Group()}, order)
-    )
-    first = transport.send(Channel(Kind.VALUE, 0, 1), torch.zeros(3), 0)
-    with pytest.raises(ScheduleError, match="value 0 with rank 2 begins while value 0 with rank 1"):
-        transport.send(Channel(Kind.VALUE, 0, 2), torch.zeros(3), 0)
-    sums = GroupSums(Group(), (0, 1), 0, order)
-    with pytest.raises(ScheduleError, match="a sum over ranks 0, 1 begins while value 0"):
-        sums.start(torch.zeros(2))
-    first.wait()
-    buckets = [sums.start(torch.zeros(2)) for _ in range(3)]  # one group call
-    with pytest.raises(ScheduleError, match="mistake in pdcompile"):
-        transport.send(Channel(Kind.VALUE, 0, 1), torch.zeros(3), 0)
-    for one in buckets:
-        one.wait()
-    transport.send(Channel(Kind.VALUE, 0, 1), torch.zeros(3), 0).wait()
 
 
 @settings(max_examples=60)

@@ -34,10 +34,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_900),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_900),
-    "runtime": (("runtime",), 9_850),
+    "runtime": (("runtime",), 9_790),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        4_401,
+        4_375,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_100),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),

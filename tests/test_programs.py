@@ -203,7 +203,7 @@ SENDERS = {
     "pdcompile.runtime.transport.device_groups": {"send", "recv", "allreduce"},  # once, to connect
     "pdcompile.runtime.transport.reductions": {"allreduce"},  # a collective, as a whole
     "pdcompile.runtime.failure.agreement": {"send", "receive"},
-    "pdcompile.runtime.state.same_start": {"broadcast"},
+    "pdcompile.runtime.state.initial": {"broadcast"},
 }
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,27 +63,24 @@ class Encoder:
             parts = [self.encode(part, name, depth + 1) for part in (value.real, value.imag)]
             return {"complex": parts}
         if kind is torch.dtype:
-            return {"dtype": str(value).removeprefix("torch.")}
-        for tag, known in _LISTS.items():
-            if kind is known:
-                made = [self.encode(v, f"{name}/{i}", depth + 1) for i, v in enumerate(value)]
-                limit = getattr(value, "maxlen", None)
-                if limit is not None:
-                    return {"bounded": [limit, made]}
-                return made if tag == "list" else {tag: made}
-        for tag, known in _MAPPINGS.items():
-            if kind is known:
-                return {tag: self._pairs(value, name, depth)}
-        for tag, factory in _FACTORIES.items():
-            if kind is defaultdict and value.default_factory is factory:
-                return {tag: self._pairs(value, name, depth)}
+            return {"dtype": dtype_name(value)}
+        tag = _TAGS.get(kind)
+        if kind is defaultdict:  # its factory may have no hash
+            tag = next((t for one, t in _DEFAULTS.items() if one is value.default_factory), None)
+        if tag in _MAPPINGS:
+            return {
+                tag: [
+                    [self.encode(k, name, depth + 1), self.encode(v, f"{name}/{k}", depth + 1)]
+                    for k, v in value.items()
+                ]
+            }
+        if tag in _LISTS:
+            made = [self.encode(v, f"{name}/{i}", depth + 1) for i, v in enumerate(value)]
+            limit = getattr(value, "maxlen", None)
+            if limit is not None:
+                return {"bounded": [limit, made]}
+            return made if tag == "list" else {tag: made}
         raise _cannot(value, name, f"is of type {kind.__module__}.{kind.__qualname__}")
-
-    def _pairs(self, value: Mapping[Any, Any], name: str, depth: int) -> list[Any]:
-        return [
-            [self.encode(k, name, depth + 1), self.encode(v, f"{name}/{k}", depth + 1)]
-            for k, v in value.items()
-        ]
 
     def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
         if value.layout != torch.strided:
@@ -92,7 +90,7 @@ class Encoder:
         if self._inline:
             flat = flat_bytes(value.detach().cpu())
             text = base64.b64encode(flat.numpy().tobytes()).decode()
-            return {"values": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
+            return {"values": [dtype_name(value.dtype), list(value.shape), text]}
         if id(value) in self._met:
             return {"tensor": self._met[id(value)][1]}
         taken, number = name, 1
@@ -127,34 +125,16 @@ def decode(data: Any, where: str, tensor: Callable[[str], Tensor] | None = None)
             if tag == "bounded":
                 limit, listed = part
                 return deque([decode(one, where, tensor) for one in listed], _count(limit))
-            if tag in {*_MAPPINGS, *_FACTORIES} and pairs:
+            if tag in _MAPPINGS and pairs:
                 found = [(decode(k, where, tensor), decode(v, where, tensor)) for k, v in part]
                 if all(_is_key(key) for key, _ in found):
-                    return _mapping(tag, found)
+                    return _MAPPINGS[tag](dict(found))
             return _NUMBERS[tag](part)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
             pass
     raise CheckpointError(
         f"{str(data)[:60]!r} is no value of a checkpoint", where=where, remedy=ANOTHER
     )
-
-
-def tensor_names(data: Any) -> list[str]:
-    """The names of all tensors in JSON of values."""
-    if isinstance(data, list):
-        return [name for part in data for name in tensor_names(part)]
-    if isinstance(data, dict):
-        own = data.get("tensor")
-        if isinstance(own, str):
-            return [own]
-        return [name for part in data.values() for name in tensor_names(part)]
-    return []
-
-
-def _mapping(tag: str, pairs: list[tuple[Any, Any]]) -> Any:
-    if tag in _FACTORIES:
-        return defaultdict(_FACTORIES[tag], pairs)
-    return _MAPPINGS[tag](dict(pairs)) if tag == "counter" else _MAPPINGS[tag](pairs)
 
 
 def _values(parts: Any) -> Tensor:
@@ -195,11 +175,13 @@ def _is_key(key: Any) -> bool:
 # A table: torch imports some of its modules where they are asked for by name.
 _DTYPES = {dtype_name(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
-_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
-_FACTORIES: dict[str, Any] = {  # of defaultdicts
-    "defaultdict": dict, "defaultdict of list": list, "defaultdict of set": set,
-    "defaultdict of int": int, "defaultdict of float": float, "defaultdict of None": None,
+_DEFAULTS: dict[Any, str] = {  # of defaultdicts, by their factories
+    dict: "defaultdict", list: "defaultdict of list", set: "defaultdict of set",
+    int: "defaultdict of int", float: "defaultdict of float", None: "defaultdict of None",
 }  # fmt: skip
+_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_TAGS = {kind: tag for tag, kind in (_LISTS | _MAPPINGS).items()}
+_MAPPINGS |= {tag: partial(defaultdict, factory) for factory, tag in _DEFAULTS.items()}
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "int": _int,
     "float": _float,

@@ -9,7 +9,6 @@ after the other.  NCCL needs that; over gloo it is tested on machines without a 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +16,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pdcompile.errors import ScheduleError
 from pdcompile.releases.torch_internals import profiler_records, record_functions
 from pdcompile.runtime.device.fetched import DeviceFailed, Fetched, device_failed
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
-from pdcompile.schedule.spec import OPERATIONS, PipelineSpec, hops
+from pdcompile.schedule.spec import PipelineSpec, hops
 
 
 class PeerLost(RuntimeError):
@@ -77,69 +75,23 @@ class TaggedLink:
         self._group = None
 
 
-class DeviceOrder:
-    """Group calls of data that a rank has begun and not finished: at most `OPERATIONS`."""
-
-    def __init__(self) -> None:
-        self._unfinished: Counter[object] = Counter()
-        self._named: dict[object, str] = {}
-
-    def begin(self, call: object, what: str) -> None:
-        """One more message or sum of a group call begins.
-
-        Raises ScheduleError where the device is occupied: a program that was proved does not come
-        to that.
-        """
-        if call not in self._named and len(self._named) >= OPERATIONS:
-            raise ScheduleError(
-                f"{what} begins while {' and '.join(self._named.values())} is unfinished: "
-                f"a device has room for {OPERATIONS} at a time",
-                remedy="this is a mistake in pdcompile: please report it with the plan",
-            )
-        self._unfinished[call] += 1
-        self._named[call] = what
-
-    def end(self, call: object) -> None:
-        self._unfinished[call] -= 1
-        if not self._unfinished[call]:
-            del self._unfinished[call], self._named[call]
-
-
-class _InOrder:
-    """The Work of a message that is a group call of its own."""
-
-    def __init__(self, order: DeviceOrder, channel: Channel) -> None:
-        self.work: Any = None
-        self._order, self._call = order, object()  # the order outlives an error, the Work must not
-        order.begin(self._call, str(channel))
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.work = None
-        self._order.end(self._call)
-
-
 class OrderedLink:
     """A group of two for each rank that this one exchanges data with, and no tags: messages meet in
     the order in which both ends begin them, in whatever direction they go."""
 
-    def __init__(
-        self, rank: int, groups: Mapping[int, Any], order: DeviceOrder, *, direct: bool = False
-    ) -> None:
+    def __init__(self, rank: int, groups: Mapping[int, Any], *, direct: bool = False) -> None:
         """`groups`: by the rank at the other end; the lower of the two is rank 0 there.  `direct`:
         they are NCCL's."""
-        self._rank, self._groups, self._order = rank, dict(groups), order
+        self._rank, self._groups = rank, dict(groups)
         self.direct = direct
 
     def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
         group, other = self._groups[channel.peer], int(channel.peer > self._rank)
         post = group.send if sending else group.recv
-        found = _InOrder(self._order, channel)
         try:
-            found.work = flat.then(partial(_posted, post, flat.tensor, other, 0))
+            return flat.then(partial(_posted, post, flat.tensor, other, 0))
         finally:
-            del group, post
-        return found
+            del group, post  # see Transfer
 
     def abandon(self) -> None:
         groups = [*self._groups.values()] if self.direct else []

@@ -22,7 +22,7 @@ from pdcompile.errors import ContractError, PdcompileError
 from pdcompile.runtime.device.fetched import Fetched
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.transport import device_groups
-from pdcompile.runtime.transport.links import DeviceOrder, PeerLost, lost, unrecorded
+from pdcompile.runtime.transport.links import PeerLost, lost, unrecorded
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.schedule.spec import BUCKET_BYTES
 
@@ -61,36 +61,27 @@ class Sums(Protocol):
 class GroupSums:
     """Ranks in processes of their own: a group of gloo or NCCL that is used for nothing else.
 
-    `order`: of all that this rank does as data; what is in flight here is one group call in it.
     `direct`: the group is NCCL's, and sums in memory of the device.
     """
 
     apart = True
 
     def __init__(
-        self, group: Any, ranks: Sequence[int], index: int, order: DeviceOrder | None = None,
-        device: RankDevice | None = None, *, direct: bool = False,
+        self, group: Any, ranks: Sequence[int], index: int, device: RankDevice | None = None,
+        *, direct: bool = False,
     ) -> None:  # fmt: skip
         self.size, self.index, self.device = len(ranks), index, device or RankDevice()
         self._group = group
-        self._ranks = ranks
-        self._order, self._direct = order, direct
+        self._direct = direct
         self._next = ranks[(index + 1) % len(ranks)]
 
     def start(self, flat: Tensor) -> Handle:
         fetched = Fetched(self.device.place(flat)) if self._direct else self.device.fetch(flat)
         here = fetched.tensor
         real = torch.view_as_real(here) if here.is_complex() else here  # neither sums complex
-        if self._order is not None:
-            self._order.begin(self, f"a sum over ranks {', '.join(map(str, self._ranks))}")
         return _Reducing(
             fetched.then(partial(_reduced, self._group.allreduce, real)), fetched, self
         )
-
-    def ended(self) -> None:
-        """The oldest of what was started is known."""
-        if self._order is not None:
-            self._order.end(self)
 
     def lost(self, text: str) -> PdcompileError | PeerLost:
         """A group does not say who it was: ask the next rank."""
@@ -120,7 +111,6 @@ class _Reducing(Handle):
             text = str(error)
         else:
             self._work = None  # an error's frames may hold this for long: connections close without
-            self._sums.ended()
             return self._flat.tensor
         self._work = None
         raise self._sums.lost(text)

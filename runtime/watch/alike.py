@@ -37,6 +37,7 @@ from pdcompile.options.table import ROWS
 from pdcompile.runtime.transport.launch import from_rank0
 from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
 from pdcompile.runtime.watch.attribute_watch import owners
+from pdcompile.runtime.watch.coupling import small_copy
 from pdcompile.runtime.watch.same_model import check_alike, planned_beside
 from pdcompile.weights import slots
 
@@ -44,7 +45,6 @@ _PLACES = re.compile(r"^(cpu|cuda|xpu|mps|hip|meta)(:\d+)?$|/|\\")  # devices an
 _KERNELS = ("foreach", "fused", "capturable", "differentiable", "params", "param_names")
 _CODE = f"under Python {platform.python_version()}"
 _ITEMS, _DEPTH, _LONGEST = 50, 4, 120
-_LARGEST = 4  # size of a parameter's copy in each dimension
 
 Facts = dict[str, str]
 
@@ -261,7 +261,7 @@ def _of_optimizer(make: Callable[..., Any] | None, model: nn.Module) -> Facts:
     Where it cannot be made of these, its numbers are not compared.
     """
     found = {"the optimizer": "None" if make is None else "given"}
-    copies = [(name, _copy(one)) for name, one in model.named_parameters()]
+    copies = [(name, small_copy(one)) for name, one in model.named_parameters()]
     try:
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -280,10 +280,3 @@ def _of_optimizer(make: Callable[..., Any] | None, model: nn.Module) -> Facts:
                 plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
                 found[f"{name} of parameter group {number}{MAYBE}"] = text(plain)
     return found
-
-
-def _copy(parameter: Tensor) -> nn.Parameter:
-    small = torch.zeros([min(n, _LARGEST) for n in parameter.shape], dtype=parameter.dtype)
-    copy = nn.Parameter(small, requires_grad=parameter.requires_grad)
-    vars(copy).update(vars(parameter))  # what the user set on it may choose its group
-    return copy

@@ -8,7 +8,8 @@ one step of everything against a step stage by stage, on small copies of the par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def _after_steps(
     None for one of torch's own optimizers, which update parameter by parameter.
     """
     values = torch.Generator().manual_seed(0)
-    copies = {name: _copy(parameter, values) for name, parameter in parameters.items()}
+    draw = partial(torch.randn, generator=values)
+    copies = {name: small_copy(parameter, draw) for name, parameter in parameters.items()}
     optimizer = make_optimizer(build, copies.items())
     assert optimizer is not None
     if _is_plain(optimizer):
@@ -103,10 +105,17 @@ def _after_steps(
     return copies
 
 
-def _copy(parameter: Tensor, values: torch.Generator) -> nn.Parameter:
+def small_copy(
+    parameter: Tensor, values: Callable[[list[int]], Tensor] = torch.zeros
+) -> nn.Parameter:
+    """A parameter of at most 4 elements in each dimension, for trials of an optimizer.
+
+    It has the attributes of the true one, which may choose its group.
+    """
     shape = [min(size, _LARGEST) for size in parameter.shape]
-    value = torch.randn(shape, generator=values).to(parameter.dtype)
-    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+    copy = nn.Parameter(values(shape).to(parameter.dtype), requires_grad=parameter.requires_grad)
+    vars(copy).update(vars(parameter))
+    return copy
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
