@@ -1,6 +1,6 @@
 """CPU seconds of capture, planning and training steps against an older commit of pdcompile.
 
-    python benchmarks/against.py COMMIT [--rounds 5] [--only capture] [--write docs/changes.md]
+    python benchmarks/against.py COMMIT [--rounds 5] [--only capture] [--write PAGE]
 
 The commit is unpacked into a temporary folder and run with the same Python and the same models.
 Each round runs every case once with either code, the order alternating, each in a process of its

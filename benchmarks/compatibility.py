@@ -4,8 +4,9 @@
     python benchmarks/compatibility.py 2.15.0 --newest --models        # the zoo, newest libraries
 
 Each release of torch runs in the environment that ``make venv TORCH=…`` makes (with NEWEST=1 for
---newest; the pinned one in .venv).  docs/compatibility.md gets a row for each environment, and
-keeps its other rows.  Exit code 1 when a test failed, or a model that could be built did not pass.
+--newest; the pinned one in .venv).  benchmarks/results/compatibility.md gets a row for each
+environment, and keeps its other rows.  Exit code 1 when a test failed, or a model that could be
+built did not pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "benchmarks" / "results" / "compatibility.md"
 ROWS = "<!-- written by benchmarks/compatibility.py -->\n"
 NOT_RUN = "not run"
 SHOWN = ("torch", "python", "transformers", "timm")

@@ -279,7 +279,7 @@ def page(found: dict[str, dict[str, list[Curve]]], seeds: int, picture: str, bef
     how = str(__doc__).split("\n\n", 2)[2].strip()
     parts = (
         "# Convergence",
-        "Written by `python benchmarks/convergence.py --write docs/convergence.md`, "
+        "Written by `python benchmarks/convergence.py --write benchmarks/results/convergence.md`, "
         f"with {seeds} seeds.",
         how,
         f"![losses]({picture})",
@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, help="page to write, with its plot beside it")
     args = parser.parse_args(argv)
     found = {task: measured(task, args.seeds, args.jobs) for task in args.only}
-    path = args.write or ROOT / "docs" / "convergence.md"
+    path = args.write or ROOT / "benchmarks" / "results" / "convergence.md"
     before = path.read_text() if path.exists() else ""
     text = page(found, args.seeds, path.with_suffix(".svg").name, before)
     if args.write:

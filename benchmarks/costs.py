@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4, metavar="K", help="stages forecast")
     parser.add_argument("--forecast", type=Path, default=FORECAST, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a page, docs/costs.md")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="as benchmarks/results/costs.md")
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
@@ -253,11 +253,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def page(rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """docs/costs.md."""
+    """benchmarks/results/costs.md."""
     lines = [
         "# Forecast and measured stage times",
         "",
-        "Made by `python benchmarks/costs.py --write docs/costs.md` "
+        "Made by `python benchmarks/costs.py --write benchmarks/results/costs.md` "
         f"(torch {torch.__version__}, {processor()}, one thread).",
         "",
         f"Each model was cut into {options.calibrate} stages, which were timed and calibrated the "

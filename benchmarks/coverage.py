@@ -3,7 +3,7 @@
     python benchmarks/coverage.py                          # the whole zoo
     python benchmarks/coverage.py --only gpt2 t5 --quick
     python benchmarks/coverage.py --family timm --jobs 2
-    python benchmarks/coverage.py --peers peers.jsonl --write    # docs/coverage.md
+    python benchmarks/coverage.py --peers peers.jsonl --write    # benchmarks/results/coverage.md
 
 Every model runs in a process of its own with limits of time and memory.  Exit code 1 when a
 model that could be built did not pass.
@@ -30,7 +30,7 @@ from tests.zoo.isolate import CPU_SECONDS, checked, judged, preload  # noqa: E40
 from tests.zoo.models import FAMILIES, chosen  # noqa: E402
 from tests.zoo.table import page, summary  # noqa: E402
 
-TABLE = ROOT / "docs" / "coverage.md"
+TABLE = ROOT / "benchmarks" / "results" / "coverage.md"
 
 Judged = dict[str, tuple[str, str]]  # front end -> (result, reason)
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="torch's own front ends as well, one line a model in FILE; those in it are not rerun",
     )
-    parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/coverage.md")
     parser.add_argument("--json", metavar="FILE", help="one report a line")
     return parser
 

@@ -1,7 +1,7 @@
 """Damaged and hostile files of every format that is read: refused, or read, and never executed.
 
     python benchmarks/fuzz.py [--files 5000] [--format plan graph] [--seed 0]
-    python benchmarks/fuzz.py --write docs/reliability.md
+    python benchmarks/fuzz.py --write benchmarks/results/reliability.md
 
 Every file is made of a whole one, or of one that reached lines of pdcompile which none before it
 had reached (`tests/helpers/fuzzing.py`).  A reader has to give a value or raise an error of

@@ -1,7 +1,7 @@
 """Forecast and measured training on a GPU: seconds of a step, and memory, beside plain PyTorch.
 
     python benchmarks/gpu.py [MODEL ...] [--stages 1 4] [--steps 3] [--autocast bfloat16]
-                             [--write docs/gpu.md] [--json FILE]
+                             [--write benchmarks/results/gpu.md] [--json FILE]
     python benchmarks/gpu.py --device cpu --tiny
 
 Every model is planned with costs measured on the device, op by op and then stage by stage, and the

@@ -46,7 +46,7 @@ MICROBATCHES = 4
 
 HEADER = """# Memory: forecast and measurement
 
-Written by `python benchmarks/memory.py --write docs/memory.md`.
+Written by `python benchmarks/memory.py --write benchmarks/results/memory.md`.
 
 ## One microbatch on one stage
 

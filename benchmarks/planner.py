@@ -1,6 +1,6 @@
 """The planner on other people's problems and on ours: objectives, proofs, seconds, memory.
 
-    python benchmarks/planner.py [--only placement,pipedream,…] [--write docs/planner.md]
+    python benchmarks/planner.py [--only placement,pipedream,…] [--write PAGE]
 
 Sections: placement, pipedream, papers, piper, scale, own, real, auto, large, beside, random.
 Without --only all run, which takes half an hour on one core.  What is printed is kept in

@@ -2,9 +2,9 @@
 
     python benchmarks/runtime.py [--rounds 7] [--steps 3] [--emulated 4] [--real 2]
                                  [--models GPT "wide MLP"] [--only 1f1b 2bw]
-                                 [--write docs/performance.md]
+                                 [--write benchmarks/results/performance.md]
     python benchmarks/runtime.py --python [--ranks 2]
-    python benchmarks/runtime.py --shape 100mbit [--ranks 2] [--write docs/performance.md]
+    python benchmarks/runtime.py --shape 100mbit [--ranks 2] [--write PAGE]
 
 Emulated: every layer waits as long as it took when it was timed, so that there can be more ranks
 than cores; real: everything is computed.  0 ranks leave one of them out.  `--shape`: links of that
@@ -188,7 +188,7 @@ def parsed() -> argparse.Namespace:
         "--python", action="store_true", help="what Python takes for an instruction, no more"
     )
     parser.add_argument("--ranks", type=int, default=2, help="with --shape, --python (default 2)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write docs/performance.md")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a page as there")
     return parser.parse_args()
 
 

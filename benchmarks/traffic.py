@@ -1,6 +1,6 @@
 """Bytes that a step sends, beside the least that its cut implies: nothing goes twice.
 
-    python benchmarks/traffic.py [--write docs/performance.md]
+    python benchmarks/traffic.py [--write benchmarks/results/performance.md]
 
 Each model is planned on four stages of one rank with 1F1B and four microbatches, and its proved
 programs are simulated.  The least is counted from the cut alone: each tensor that a later stage

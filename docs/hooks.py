@@ -21,7 +21,7 @@ PAGES = {  # of the root -> on the site
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-EXAMPLES = "reference/examples.md"
+EXAMPLES = "examples.md"
 COMMANDS = "<!-- commands -->"
 OPTIONS = "<!-- options -->"
 _LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")

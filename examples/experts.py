@@ -6,7 +6,7 @@
 How many tokens an expert gets depends on the values, so the router and its experts stay on one
 stage, and cuts lie between layers.  The router's own loss (experts should be used alike) is added
 to the one of the task as in plain PyTorch: the model returns its loss.  Mixtral, Qwen-MoE and
-others of transformers need no more (docs/coverage.md).
+others of transformers need no more (benchmarks/results/coverage.md).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_what_a_person_wrote_about_convergence_is_kept(
 
 
 def test_a_row_of_the_page_of_versions_is_replaced_and_others_are_kept() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "results" / "compatibility.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(compatibility.ROWS)
     page = before + 2 * compatibility.ROWS + rest.partition(compatibility.ROWS)[2]  # no rows
     new, old = (Row(torch, "3.11.7", "5.24.0", "1.0.31") for torch in ("2.15.0", "2.9.1"))
@@ -91,7 +91,7 @@ def test_sections_of_the_planner_page_that_did_not_run_stay_as_they_are(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     page = importlib.import_module("planning.page")
-    before = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    before = (ROOT / "benchmarks" / "results" / "planner.md").read_text(encoding="utf-8")
     assert page.render([], before) == before
     with pytest.raises(KeyError, match="Device placement"):
         page.render([], "# Another page\n")

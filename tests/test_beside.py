@@ -1,4 +1,4 @@
-"""Cuts as others make them, for docs/planner.md; and ours, which must not be slower."""
+"""Cuts as others make them, for benchmarks/results/planner.md; ours must not be slower."""
 
 from __future__ import annotations
 

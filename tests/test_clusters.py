@@ -47,7 +47,7 @@ def test_every_number_has_a_source(name: str) -> None:
 
 
 def test_the_page_shows_a_file_that_is_read() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "machines.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     cluster = Cluster.from_toml(text)
     assert {(one.kind, one.memory_bytes) for one in cluster.devices} == {("a100-80", 80 * 10**9)}

@@ -23,7 +23,7 @@ from tests.helpers.alike import Call
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -202,8 +202,8 @@ def test_commands_are_found() -> None:
     counts = {page.name: len(commands(page)) for page in PAGES}
     assert counts["README.md"] >= 12
     assert counts["command_line.md"] >= 14
-    assert counts["doctor.md"] >= 6
-    several = commands(ROOT / "docs" / "guides" / "several_hosts.md")
+    assert counts["machines.md"] >= 6
+    several = commands(ROOT / "docs" / "more_devices.md")
     assert any("torchrun" in one and "--schedule 2bw" in one for one in several)
     with pytest.raises(AssertionError):
         of_pdcompile(["plane", "x.py:build"], "a verb that there is not")
@@ -248,13 +248,16 @@ def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
         assert "://" in link or (page.parent / link).exists(), link
 
 
-def test_the_readme_is_one_page() -> None:
+def test_there_are_few_pages_and_few_links_at_the_end_of_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 160
+    assert text.partition("## Where to read on")[2].count("](") <= 12
+    assert len([*ROOT.glob("docs/**/*.md")]) <= 20
+    assert len((ROOT / "docs" / "architecture.md").read_text("utf-8").splitlines()) <= 160
 
 
 def test_the_comparison_counts_lines() -> None:
-    pages = (ROOT / "README.md", ROOT / "docs" / "comparison.md")
+    pages = (ROOT / "README.md", ROOT / "docs" / "other_tools.md")
     own, other = (BLOCK.search(page.read_text(encoding="utf-8")) for page in pages)
     assert own is not None
     assert other is not None
@@ -276,11 +279,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
-    assert {"index.html", "readme.html", "reference/cli.html", "reference/api.html"} <= pages
-    verbs = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert {"index.html", "readme.html", "command_line.html", "api.html"} <= pages
+    verbs = (tmp_path / "command_line.html").read_text(encoding="utf-8")
     assert "--time-limit" in verbs
     assert "[bold]" not in verbs
     assert "What would the best plan be on other machines or with another schedule?" in verbs
-    names = (tmp_path / "reference" / "api.html").read_text(encoding="utf-8")
+    names = (tmp_path / "api.html").read_text(encoding="utf-8")
     documented = set(re.findall(r'id="pdcompile\.(?:errors\.|reference\.)?(\w+)"', names))
     assert {*pdcompile.__all__} - documented == set()

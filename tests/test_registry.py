@@ -135,7 +135,7 @@ def test_names_of_schedules_stand_in_the_registry_alone() -> None:
 
 
 def test_the_guide_says_what_every_schedule_costs() -> None:
-    guide = Path(__file__).parents[1] / "docs" / "guides" / "schedules.md"
+    guide = Path(__file__).parents[1] / "docs" / "schedules.md"
     for name in KINDS:
         assert guide.read_text(encoding="utf-8").count(f"\n| `{name}` | ") == 1, name
 

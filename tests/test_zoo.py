@@ -1,6 +1,7 @@
 """The zoo: real models, cut into stages, equal to eager to the last bit.
 
-`python benchmarks/coverage.py` runs the same checks with more cuts, and writes docs/coverage.md.
+`python benchmarks/coverage.py` runs the same checks with more cuts, and writes
+benchmarks/results/coverage.md.
 """
 
 from __future__ import annotations

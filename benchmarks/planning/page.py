@@ -1,4 +1,4 @@
-"""docs/planner.md: page.md with its tables and the figures that its prose quotes filled in."""
+"""benchmarks/results/planner.md: page.md with its tables, and the figures that its prose quotes."""
 
 from __future__ import annotations
 

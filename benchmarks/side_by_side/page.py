@@ -1,4 +1,4 @@
-"""docs/performance.md: the tables and the picture of all comparisons."""
+"""benchmarks/results/performance.md: the tables and the picture of all comparisons."""
 
 from __future__ import annotations
 

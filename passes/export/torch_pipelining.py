@@ -46,7 +46,7 @@ def refused_plans(plan: Plan) -> Iterator[ConfigError]:
             yield _refused(
                 f"stage {stage.index} has {stage.replicas} replicas",
                 "plan with replicas=1, and wrap each part in fully_shard or "
-                "DistributedDataParallel over ranks of your own (docs/export.md)",
+                "DistributedDataParallel over ranks of your own (docs/other_tools.md)",
             )
     if training.loss_reduction == "callable":
         yield _refused(

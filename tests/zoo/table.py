@@ -31,7 +31,7 @@ def summary(reports: Sequence[Report], peers: Peers) -> str:
 
 
 def page(reports: Sequence[Report], peers: Peers, *, quick: bool) -> str:
-    """docs/coverage.md."""
+    """benchmarks/results/coverage.md."""
     fronts = tuple(next(iter(peers.values()), {}))
     lines = [
         "# Coverage",

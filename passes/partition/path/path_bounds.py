@@ -27,7 +27,7 @@ lie.  A way over such a stage has that stage's hops, not those from one stage wi
 next.  The bound is the least of both.  What is sent where the path is cut: `crossings`.
 
 Holds for gpipe and 1f1b, and with W up to the gradients of the inputs where backward is split
-(docs/planner.md; tests hold it against brute force).
+(benchmarks/results/planner.md; tests hold it against brute force).
 """
 
 from __future__ import annotations
