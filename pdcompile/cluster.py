@@ -80,7 +80,7 @@ class Device:
 
     @property
     def on_host(self) -> bool:
-        """Whether it computes in the memory of its host, and is no GPU."""
+        """True if it computes in the memory of its host, and is no GPU."""
         return self.kind == HOST_KIND
 
 
@@ -322,7 +322,7 @@ def stage_limits(
     memory: int | str | None = None,
     ranks: Sequence[int] = (),
 ) -> tuple[StageLimits, ...]:
-    """What each pipeline position offers when stage s runs on device s, or on `ranks`[s].
+    """Limits of each pipeline position when stage s runs on device s, or on `ranks`[s].
 
     `memory` lowers every device's limit.  The last position has no next: it repeats the link
     before it.

@@ -58,7 +58,7 @@ class Compiled:
 
     @property
     def overlaps(self) -> bool:
-        """Whether minibatches are in flight between calls, on weights of several versions."""
+        """True if minibatches are in flight between calls, on weights of several versions."""
         return self.stream.spec.kind.stream
 
     @property
@@ -67,7 +67,7 @@ class Compiled:
         return dict(sorted(self.stream.spec.holders))
 
     def edited(self, stage: int) -> bool:
-        """Whether a person has changed the source of a stage."""
+        """True if a person has changed the source of a stage."""
         return any(f"stage_{stage}." in name for name in self.sources.edited)
 
     def written_buffers(self, stage: int) -> frozenset[str]:
@@ -78,7 +78,7 @@ class Compiled:
         return written_buffers(self.capture.train.ops).intersection(held)
 
     def makes_tensors(self, stage: int) -> bool:
-        """Whether a stage may make tensors of nothing, which have to be on its device."""
+        """True if a stage may make tensors of nothing, which have to be on its device."""
         return stage in self._making or self.edited(stage)
 
     @cached_property
@@ -108,7 +108,7 @@ class Compiled:
 
     @property
     def _noted(self) -> bool:
-        """Whether a note of the plan says already why nothing was verified."""
+        """True if a note of the plan says already why nothing was verified."""
         return any(note.startswith("not verified: ") for note in self.plan.notes)
 
     def dump(self, folder: str, model: nn.Module | None = None) -> None:

@@ -178,7 +178,7 @@ def run_passes(
 
 
 def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compiled) -> Compiled:
-    """What evaluates another form of call than the captured one, on the stages of its plan.
+    """Evaluator of another form of call than the captured one, on the stages of its plan.
 
     Raises:
         PdcompileError: as `build`, of which this is the part that depends on the call.

@@ -41,7 +41,7 @@ class PdcompileError(Exception):
         return "\n".join([self.message, *(f"  {label}: {line}" for label, line in self.details())])
 
     def details(self) -> list[tuple[str, str]]:
-        """What follows the message, a label and a text each: where, remedy, code."""
+        """Lines that follow the message, a label and a text each: where, remedy, code."""
         code = f"{self.code} (docs/errors.md)"
         lines = (("where", self.where), ("remedy", self.remedy), ("code", code))
         return [(label, line) for label, line in lines if line]

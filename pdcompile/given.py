@@ -353,7 +353,7 @@ def check_memory(cluster: Cluster, plan: Plan) -> None:
 
 
 def in_place(options: Options, graph: OpGraph) -> Options:
-    """With ops pinned to the stages that hold their tensors, where ranks hold a model apart."""
+    """Options with ops pinned to the stages that hold their tensors, where ranks split a model."""
     if not options.held:
         return options
     held = [(op.name, options.held.get(fqn)) for op in graph.ops for fqn in op.used_tensors]

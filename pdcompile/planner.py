@@ -176,7 +176,7 @@ class Planner:
         return Planner(self.model, self.captured, options, chosen, self.listener)
 
     def times_stages(self, plan: Plan) -> bool:
-        """Whether the stages of the plan are to be timed."""
+        """True if the stages of the plan are to be timed."""
         return why_not_timed(plan, self.options, self.model) is None
 
     def refined(self, plan: Plan, microbatch: Callable[[int], FlatCall]) -> Plan:
@@ -247,7 +247,7 @@ class Planner:
 
     @property
     def _by_rule(self) -> bool:
-        """Whether the number of microbatches is neither the user's nor the search's choice."""
+        """True if the number of microbatches is neither the user's nor the search's choice."""
         return (
             microbatches_of(self.options) == "auto"
             and len(self.space.microbatches) == 1
@@ -256,7 +256,7 @@ class Planner:
 
     @property
     def _own_ages(self) -> bool:
-        """Whether weights of stages differ in age, so that no two may hold one parameter."""
+        """True if weights of stages differ in age, so that no two may hold one parameter."""
         return not any(kind_of(name).one_age for name in self.space.schedules)
 
     def _on_ages(self, plan: Plan, graphs: Mapping[int, OpGraph]) -> Iterator[str]:

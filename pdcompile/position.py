@@ -120,6 +120,6 @@ def accumulated_of(state: Any, position: Position) -> dict[str, Accumulated]:
 
 
 def _numbers(state: Any) -> Any:
-    """What is kept in a state's metadata; None for a state that has nothing."""
+    """Numbers in a state's metadata; None for a state that has nothing."""
     metadata = getattr(state, "_metadata", None)
     return metadata.get("", {}).get(_KEY) if isinstance(metadata, Mapping) else None

@@ -157,7 +157,7 @@ class Workload:
 
 
 def _own_errors_named(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """What batches() yields.  Raises ConfigError: it raised, with the line."""
+    """Minibatches that batches() yields.  Raises ConfigError: it raised, with the line."""
     count = 0
     try:
         for count, batch in enumerate(batches(), start=1):  # noqa: B007

@@ -173,7 +173,7 @@ def _through(nodes: tuple[Point, ...], numbers: Point) -> Any:
 
 
 def _lagrange(nodes: tuple[Point, ...], at: Sequence[Any]) -> list[Any]:
-    """For each point of the grid: 1 there and 0 at its other points, as polynomials at `at`."""
+    """Polynomials at `at`, for each point of the grid: 1 there and 0 at its other points."""
     import sympy
 
     def one(axis: Point, node: int, x: Any) -> Any:

@@ -161,12 +161,12 @@ class CostedOp:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd records this op: it runs under grad mode and a result requires grad."""
+        """True if autograd records this op: it runs under grad mode and a result requires grad."""
         return self.op.grad_enabled and any(output.requires_grad for output in self.outputs)
 
     @property
     def differentiated(self) -> bool:
-        """Whether a backward runs: recorded, and (where there is a loss) the loss needs it."""
+        """True if a backward runs: recorded, and (where there is a loss) the loss needs it."""
         if not self.requires_grad:
             return False
         if self.index.graph.loss is None:
@@ -209,7 +209,7 @@ class CostedOp:
 
     @cached_property
     def is_view(self) -> bool:
-        """Whether the op moves no data: its results share storage with something it reads.
+        """True if the op moves no data: its results share storage with something it reads.
 
         Decided by name where storages are unknown (−1).
         """

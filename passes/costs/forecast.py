@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]  # parts done, all parts, and the nex
 
 @dataclass
 class Rehearsals:
-    """What rehearsing has taken in this process, so that one can say what it will take."""
+    """Time that rehearsing has taken in this process, to tell what it will take."""
 
     seconds: float = 0.0
     ops: int = 0
@@ -59,7 +59,7 @@ class Rehearsal:
         )
 
     def resident(self) -> Resident | None:
-        """What it holds; None where it cannot be run."""
+        """Bytes that a stage holds; None where it cannot be run."""
         if not self.mixes:
             return _rehearsed(self)
         whole = _rehearsed(replace(self, splits=False))
@@ -114,7 +114,7 @@ def residents(
     stages: Sequence[Rehearsal],
     progress: Progress | None = None,
 ) -> tuple[Resident, ...]:
-    """What each of these stages of a cut holds; `progress` is told the number of those done."""
+    """Bytes that each of these stages of a cut holds; `progress` is told how many are done."""
     found: list[Resident | None] = []
     for s, stage in enumerate(stages):
         if progress is not None:

@@ -1,4 +1,4 @@
-"""What convolutions of the GPU that is here take while they run, found by running them once.
+"""Workspace of convolutions of the GPU that is here, found by running them once.
 
 cuDNN chooses an algorithm by shapes, and with it a workspace, which can be as large as what is
 convolved.  Nothing else tells how much that is.

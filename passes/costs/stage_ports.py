@@ -41,7 +41,7 @@ class Resident:
 
     @property
     def first_workspace_bytes(self) -> int:
-        """How far the first microbatch exceeds what is saved; 0 where that is not known."""
+        """Bytes by which the first microbatch exceeds what is saved; 0 where that is not known."""
         return max(0, (self.first_peak_bytes or 0) - self.saved_bytes)
 
 

@@ -114,8 +114,8 @@ def kept_busy(run: Callable[[], object], device: torch.device, dispatch_seconds:
 
 
 def _queued(prepare: Callable[[], Callable[[], object]], device: torch.device, runs: int) -> Took:
-    """Of several runs in a row.  While they are queued for their time on the device it is kept
-    occupied, so that it never waits for the host."""
+    """Seconds of several runs in a row.  While they are queued for their time on the device, it is
+    kept occupied, so that it never waits for the host."""
 
     def row() -> Callable[[], None]:
         ready = [prepare() for _ in range(runs)]

@@ -1,4 +1,4 @@
-"""What kernels of a device hold beside their operands and results, as far as that is known.
+"""Bytes that kernels of a device hold beside operands and results, as far as that is known.
 
 What kernels of CPUs take while they run is in `cpu_kernels`.  On GPUs, cuBLAS has a
 workspace for each thread and stream that multiplies matrices; what cuDNN's convolutions take while
@@ -100,7 +100,7 @@ _UNLIKE_CUBLAS = ("conv", "lstm", "gru", "rnn", "scaleddot")  # products of othe
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What kernels of a kind of device take: whether convolutions copy, and bytes of cuBLAS.
+    """Needs of kernels of a kind of device: whether convolutions copy, and bytes of cuBLAS.
 
     `gpu`: the one that is here, with its modes, on which convolutions are tried; "" for none.
     """
@@ -133,7 +133,7 @@ class Kernels:
         return replace(most, copies=any(one.copies for one in each))
 
     def beside(self, held: Resident, calls: Iterable[CostedOp]) -> Resident:
-        """What a stage holds, with the workspace of its products while it runs."""
+        """Bytes that a stage holds, with the workspace of its products while it runs."""
         if not self.product_bytes or not any(map(_multiplies, calls)):
             return held
         first, more = held.first_peak_bytes, self.product_bytes
@@ -146,7 +146,7 @@ class Kernels:
         )
 
     def note(self) -> str:
-        """What a plan says of it; "" on CPUs."""
+        """Note of a plan about it; "" on CPUs."""
         if self.copies and not self.product_bytes:
             return ""
         return (

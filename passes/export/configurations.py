@@ -302,7 +302,7 @@ def _refuse_more_values(plan: Plan, to: str) -> None:
 
 
 def refused_plans(to: str, *, pipelines: bool = True) -> Callable[[Plan], Iterator[ConfigError]]:
-    """What a plan alone tells that a target has no lines for: replicas that are not equal, and
+    """Checks of a plan alone for what a target has no lines for: replicas that are not equal, and
     where it `pipelines` microbatches of several sizes."""
 
     def found(plan: Plan) -> Iterator[ConfigError]:

@@ -1,4 +1,4 @@
-"""What crosses the boundaries of stages where each stage talks to its two neighbours alone.
+"""Values that cross boundaries of stages, of which each talks to its two neighbours alone.
 
 A value that a later stage reads is handed on by every stage between (a skip connection), and its
 gradient comes back the same way, where autograd adds it to that of the stage itself.  What stages

@@ -50,7 +50,7 @@ def _around(paths: Iterable[str]) -> frozenset[str]:
 
 
 def is_numbered(path: str) -> bool:
-    """Whether it is an entry of a container."""
+    """True if it is an entry of a container."""
     return path.rpartition(".")[2].isdecimal()
 
 
@@ -104,7 +104,7 @@ def spread_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def runs_of_parts(graph: OpGraph) -> dict[str, int]:
-    """How often each part runs: as often as what runs least often of the modules inside of it."""
+    """Runs of each part: those of the module inside of it that runs least often."""
     part_of, inside = parts_of_ops(graph), dict[str, dict[str, int]]()
     for op in graph.ops:
         if part := part_of[op.name]:
@@ -114,7 +114,7 @@ def runs_of_parts(graph: OpGraph) -> dict[str, int]:
 
 
 def is_list(graph: OpGraph, parts: list[str]) -> bool:
-    """Whether each part reads one value, of the part before it, and nothing runs between them."""
+    """True if each part reads one value, of the part before it, and nothing runs between them."""
     part_of = parts_of_ops(graph)
     ops = [op for op in graph.ops if op.region == "forward"]
     if any(part_of[op.name] not in parts for op in ops):

@@ -1,4 +1,4 @@
-"""What torchtitan makes of a model: a copy for each stage, without the modules of the others.
+"""Models as torchtitan cuts them: a copy for each stage, without the modules of the others.
 
 Forward runs whole on every stage.  What it computes itself, beside its modules, it computes on each
 of them, which is the model only where the models are written for it; so that is tried.

@@ -45,14 +45,14 @@ class Rounding:
 
     @property
     def percent(self) -> float:
-        """What rounding costs: below 0 where the first plan was not the best one."""
+        """Price of rounding: below 0 where the first plan was not the best one."""
         if self.before_seconds <= 0:
             return 0.0
         return 100 * (self.after_seconds / self.before_seconds - 1)
 
     @property
     def moved(self) -> bool:
-        """Whether any cut had to move."""
+        """True if any cut had to move."""
         return self.after is not self.before
 
 

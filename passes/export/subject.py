@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a script gets model and data: a function of a file, by its path from the script, or of
+    """Source of a script's model and data: a function of a file, by its path from the script, or of
     an importable module."""
 
     place: str

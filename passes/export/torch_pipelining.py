@@ -39,7 +39,7 @@ def torch_pipelining(subject: Subject) -> Exported:
 
 
 def refused_plans(plan: Plan) -> Iterator[ConfigError]:
-    """What such a script would get wrong of any model."""
+    """Refuses plans that such a script would get wrong, of any model."""
     training = plan.training
     for stage in plan.stages:
         if stage.replicas > 1:
@@ -67,7 +67,7 @@ def refused_plans(plan: Plan) -> Iterator[ConfigError]:
 
 
 def _refused_models(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
-    """What such a script would get wrong of this model."""
+    """Refuses what such a script would get wrong of this model."""
     yield from refused_plans(subject.plan)
     yield from _refused_inputs(stages)
     yield from _refused_loss(stages[-1])

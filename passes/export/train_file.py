@@ -178,7 +178,7 @@ def _part(
 
 
 def _by_rows(port: Port) -> bool:
-    """Whether a tensor lies in memory row by row, as receive buffers do."""
+    """True if a tensor lies in memory row by row, as receive buffers do."""
     return port.stride_order in ((), tuple(range(len(port.shape))))
 
 

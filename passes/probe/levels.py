@@ -26,7 +26,7 @@ Matrix = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """What was measured between each pair of ranks, one pair at a time; symmetric.
+    """Measurements between each pair of ranks, one pair at a time; symmetric.
 
     Args:
         latency_seconds: of a message of few bytes, one way.
@@ -43,7 +43,7 @@ class PairTimes:
         return len(self.latency_seconds)
 
     def seconds(self, a: int, b: int) -> float:
-        """Of a message of `MESSAGE_BYTES`."""
+        """Seconds of a message of `MESSAGE_BYTES`."""
         return self.latency_seconds[a][b] + MESSAGE_BYTES / self.bytes_per_second[a][b]
 
 

@@ -82,7 +82,7 @@ def together() -> None:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each rank has, on all ranks."""
+    """The values of each rank, on all ranks."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -134,7 +134,7 @@ def _pair(first: bool, other: int, device: torch.device) -> tuple[float, float, 
 
 
 def measure_at_once(rank: int, sizes: Sequence[int], device: torch.device) -> tuple[float, ...]:
-    """For each level the bytes per second of the slowest device, while all send on that level.
+    """Bytes per second of the slowest device at each level, while all send on that level.
 
     Args:
         sizes: devices in a block of each level, innermost first.
@@ -178,7 +178,7 @@ def _typical(run: Callable[[], None], device: torch.device, times: int) -> float
 
 
 def measure_device(device: torch.device) -> DeviceSpeed:
-    """What this rank's device reaches; some tenths of a second."""
+    """Rates that this rank's device reaches; takes some tenths of a second."""
     if not devices.is_host(device):
         name = devices.gpu_name(device)
         kind, memory = kind_of_name(name), devices.gpu_memory_bytes(device)

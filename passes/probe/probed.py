@@ -24,7 +24,7 @@ ALIKE = 0.2  # speeds that differ by less are one speed: measurements repeat no 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What was measured, and the cluster that it makes."""
+    """Measurements, and the cluster that they make."""
 
     cluster: Cluster
     devices: tuple[DeviceSpeed, ...]
@@ -58,7 +58,7 @@ def probe(
 
 
 def cores_are_shared() -> bool:
-    """Whether the processes of this host have more threads than it has cores."""
+    """True if the processes of this host have more threads than it has cores."""
     import torch
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -109,14 +109,14 @@ def machine_for(costs: Any, device_kind: str) -> Machine:
 
 
 def machine_here(device_kind: str) -> Machine:
-    """What this host has of a kind of device, as it was measured."""
+    """The machine of this host for a kind of device, as it was measured."""
     from pdcompile.hardware import devices
 
     return calibrate(device=str(devices.of_kind(device_kind)))
 
 
 def source_of(costs: Any, device_kind: str) -> str:
-    """Where costs come from, unless they were measured on the kind of device that a plan is for:
+    """Source of costs, unless they were measured on the kind of device that a plan is for:
     then ""."""
     from pdcompile.hardware import devices
     from pdcompile.hardware.data_sheets import kind_of_name
@@ -229,7 +229,7 @@ def measure(
 
 
 def _most_bytes(device: torch.device) -> int:
-    """Of the operands and results of an op that is measured."""
+    """Bytes of the operands and results of an op that is measured, at most."""
     from pdcompile.hardware import devices
 
     if devices.is_host(device):
@@ -274,7 +274,7 @@ def apply(
 
 
 def said_of(graph: OpGraph, found: Profile) -> str:
-    """What a plan says of costs that were measured on a GPU."""
+    """Note of a plan about costs that were measured on a GPU."""
     entries = {entry.key: entry for entry in found.entries}
     keys = [structural_key(call) for call in costed_ops(graph, found.microbatch_size)]
     work, queueing = _work_and_queueing([entries.get(key) for key in keys])

@@ -67,7 +67,7 @@ class Cached:
 
 
 def lasting(op: Op) -> bool:
-    """Whether the op's name, operands and torch's version settle what it does."""
+    """True if the op's name, operands and torch's version settle what it does."""
     if op.kind in ("method", "getattr"):
         return True
     own = op.target.startswith("torch.ops.") and not op.target.startswith("torch.ops.aten.")

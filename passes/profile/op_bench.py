@@ -34,7 +34,7 @@ START_SECONDS = 0.05  # on a GPU, to find out what it takes to start autograd
 
 @dataclass(frozen=True)
 class _Alone(Lookup):
-    """Where one op finds its tensors, and its own module."""
+    """Lookup in which one op finds its tensors, and its own module."""
 
     only: nn.Module | None = None
 
@@ -123,7 +123,7 @@ def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.d
 
 
 def _backward(bench: Bench, budget_seconds: float) -> Took:
-    """Of one forward's backward, without the price of starting autograd.
+    """Seconds of one forward's backward, without the price of starting autograd.
 
     `autograd.grad` hands gradients of activations on as a stage's backward does, where
     `backward` would copy them into `.grad`; weights do accumulate, so that is added here.
@@ -204,6 +204,6 @@ class Synthesis:
         return made.to(dtype)
 
     def _is_offsets(self, operand: Operand) -> bool:
-        """Whether it says where each group of rows ends: zeros would leave nothing to do."""
+        """True if it says where each group of rows ends: zeros would leave nothing to do."""
         offsets = self.call.tensor(2, "offs")
         return self.call.name == "groupedmm" and offsets is not None and operand == offsets

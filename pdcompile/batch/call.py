@@ -307,7 +307,7 @@ def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
 
 
 def is_dim(prefix: Any) -> bool:
-    """Whether an entry of batch_dims is a dimension, or None for no splitting."""
+    """True if an entry of batch_dims is a dimension, or None for no splitting."""
     return prefix is None or (isinstance(prefix, int) and not isinstance(prefix, bool))
 
 

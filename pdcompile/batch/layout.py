@@ -41,7 +41,7 @@ class BatchLayout:
 
     @property
     def splits(self) -> bool:
-        """Whether anything is split; if not, there is one microbatch."""
+        """True if anything is split; if not, there is one microbatch."""
         return any(dim is not None for dim in self.dims.values())
 
     @property
@@ -214,7 +214,7 @@ def _no_meaning(batch_dims: Any) -> ConfigError:
 
 
 def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, Any]:
-    """By path: an int, None, or DEFAULT where batch_dims does not say."""
+    """Dimension by path: an int, None, or DEFAULT where batch_dims does not say."""
     spec = flat.spec
     roots = [*spec.arguments, spec.target]
     if is_dim(batch_dims):

@@ -47,7 +47,7 @@ class LazyLoss:
         self._value: Tensor | None = None
 
     def done(self) -> bool:
-        """Whether `item` would return at once."""
+        """True if `item` would return at once."""
         return self._value is not None or (self._ready is not None and self._ready())
 
     def wait(self) -> Tensor:

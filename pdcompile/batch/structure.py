@@ -162,7 +162,7 @@ def _part(item: Any, taken: _Taken) -> Part | None:
 
 
 def _atomic(item: Any) -> bool:
-    """Whether an object that cannot be rebuilt surely refers to no tensor."""
+    """True if an object that cannot be rebuilt surely refers to no tensor."""
     if isinstance(item, types.FunctionType):
         cells = (item.__closure__, item.__defaults__, item.__kwdefaults__)
         return not any(cells)

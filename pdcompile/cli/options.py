@@ -133,7 +133,7 @@ def _parameter(row: Row, flag: Flag) -> inspect.Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What a command line says, by the names of rows, as it is written there.
+    """Values of a command line by the names of rows, as they are written there.
 
     What is not said, a given plan says, or else the default of `Options` holds.
     """
@@ -197,7 +197,7 @@ class Flags:
         return found | self._search(found) if self.verb == "plan" else found
 
     def _search(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """What the planner decides besides the cut.  Raises ConfigError: no such warm-up."""
+        """Options of the search beside the cut.  Raises ConfigError: there is no such warm-up."""
         found: dict[str, Any] = {}
         counts = said.get("microbatches", "auto")
         warmup = WARMUP.read(self.said["warmup"]) if "warmup" in self.said else None

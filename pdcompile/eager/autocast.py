@@ -70,12 +70,12 @@ def _check_switched_off(given: Any) -> None:
 
 
 def on_gpu(text: str | None) -> bool:
-    """Whether a region is that of GPUs."""
+    """True if a region is that of GPUs."""
     return (text or "").partition(":")[0] == GPU_KIND
 
 
 def region_dtype(text: str | None) -> torch.dtype | None:
-    """To which dtype a region casts."""
+    """The dtype to which a region casts."""
     if text is None or text.endswith(OFF):
         return None
     import torch
@@ -103,7 +103,7 @@ def autocast_region(text: str | None) -> AbstractContextManager[Any]:
 
 
 def regions_of(text: str | None, device: torch.device) -> AbstractContextManager[None]:
-    """Around code for which the region is opened and which runs on `device`: where that is the CPU,
+    """Context of code for which the region is opened, on `device`: where that is the CPU,
     a GPU's regions cast there what they cast on a GPU."""
     if not (on_gpu(text) and device.type == HOST_KIND):
         return nullcontext()

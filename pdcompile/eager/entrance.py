@@ -32,7 +32,7 @@ class Entrance:
 
     @property
     def leaf(self) -> Tensor:
-        """Where backward towards the value ends; nothing is accumulated there."""
+        """End of backward towards the value; nothing is accumulated there."""
         node = self.value.grad_fn
         assert node is not None
         (accumulator, _), *_ = node.next_functions

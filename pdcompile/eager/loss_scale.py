@@ -34,13 +34,13 @@ class Scale:
 
     @staticmethod
     def of(state: dict[str, Any]) -> Scale:
-        """From the state_dict of a GradScaler that is enabled: it scales by a float32, and shows
-        what it was given until it first does."""
+        """Scale from the state_dict of a GradScaler that is enabled: it scales by a float32, and
+        shows what it was given until it first does."""
         rule = (state[name] for name in _RULE)
         return Scale(_float32(state["scale"]), int(state["_growth_tracker"]), *rule)
 
     def state(self) -> dict[str, Any]:
-        """For GradScaler.load_state_dict."""
+        """State for GradScaler.load_state_dict."""
         rule = {name: getattr(self, name) for name in _RULE}
         return {"scale": self.value, "_growth_tracker": self.finite, **rule}
 
@@ -64,7 +64,7 @@ class LossScale:
         self._skipped: set[int] = set()
 
     def scale(self, minibatch: int) -> float:
-        """What the loss of a minibatch is multiplied by."""
+        """Factor that the loss of a minibatch is multiplied by."""
         known = [number for number in self._after if number <= minibatch - self._lag]
         return self._after[max(known, default=min(self._after))].value
 
@@ -95,7 +95,7 @@ class LossScale:
             self._skipped.add(minibatch)
 
     def skips(self, minibatch: int) -> bool:
-        """Whether a minibatch that was learnt of makes no update."""
+        """True if a minibatch that was learnt of makes no update."""
         return minibatch in self._skipped
 
     # -- the user's GradScaler ---------------------------------------------------------------
@@ -114,7 +114,7 @@ class LossScale:
     # -- states ------------------------------------------------------------------------------
 
     def saved(self) -> tuple[SavedScale, ...]:
-        """What later minibatches need: updates before, and the fields of the scale after them."""
+        """State that later minibatches need: updates before, and fields of the scale after them."""
         return tuple((number, *astuple(one)) for number, one in sorted(self._after.items()))
 
     def restart(self, minibatches: int, saved: Iterable[SavedScale] = ()) -> None:

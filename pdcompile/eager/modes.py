@@ -49,7 +49,7 @@ def _switch(model: nn.Module, training: bool) -> None:
 
 
 def switching() -> bool:
-    """Whether a model's own ``train()`` is running."""
+    """True if a model's own ``train()`` is running."""
     return bool(_switching)
 
 
@@ -109,7 +109,7 @@ def _refuse_writes(model: nn.Module) -> None:
 
 
 def overrides_train(model: nn.Module) -> bool:
-    """Whether some module has its own ``train()``, which may do more than set flags."""
+    """True if some module has its own ``train()``, which may do more than set flags."""
     return any(
         getattr(module.train, "__func__", None) is not nn.Module.train for module in model.modules()
     )

@@ -59,7 +59,7 @@ def _watched(hook: Any, root: nn.Module, acts: Callable[[], Any]) -> Callable[..
 
 
 def _state(root: nn.Module, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What the modules hold, and how often it was written; the tensors alike."""
+    """Attributes of the modules, and how often each was written; the tensors alike."""
     held = [*tensors, *root.parameters(), *root.buffers()]
     tables = [
         [(name, id(item)) for name, item in table.items()]

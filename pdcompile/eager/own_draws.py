@@ -42,13 +42,13 @@ class OwnDraws(TorchDispatchMode):
         self._is_open = False
 
     def open(self) -> None:
-        """What runs from now on draws from here."""
+        """Have all that runs from now on draw from here."""
         if not self._is_open:
             self.__enter__()  # type: ignore[no-untyped-call]
             self._is_open = True
 
     def close(self) -> None:
-        """What runs from now on draws as it would without this."""
+        """Have all that runs from now on draw as it would without this."""
         if self._is_open:
             self._is_open = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

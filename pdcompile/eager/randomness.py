@@ -111,7 +111,7 @@ _FUNCTIONS = _public_functions()
 
 
 def is_random_function(func: Callable[..., Any]) -> bool:
-    """Whether a public torch function, method or ATen op may draw from a generator.
+    """True if a public torch function, method or ATen op may draw from a generator.
 
     `func` is what ``__torch_function__`` receives: ``F.dropout``, ``torch.rand``,
     ``torch.Tensor.normal_``, ``torch.ops.aten.bernoulli`` (packet or overload).
@@ -127,7 +127,7 @@ def is_random_function(func: Callable[..., Any]) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether capture records the module as one op: a torch.nn built-in that runs no other module.
+    """True if capture records the module as one op: a torch.nn built-in that runs no other module.
 
     Subclasses of built-ins are user code, not leaves.  MultiheadAttention is a leaf although
     it has a child (out_proj), whose weight it reads without calling it.  Containers
@@ -142,7 +142,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def is_random_module(module: nn.Module) -> bool:
-    """Whether the module is a leaf that may draw (dropouts, RReLU, attention, fused RNNs, …)."""
+    """True if the module is a leaf that may draw (dropouts, RReLU, attention, fused RNNs, …)."""
     return isinstance(module, _RANDOM_MODULES) and is_leaf(module)
 
 
@@ -197,7 +197,7 @@ def _host_generator() -> torch.Generator:
 
 
 def drawing() -> AbstractContextManager[Any]:
-    """Around what may draw, after its `reseed`."""
+    """Context of what may draw, after its `reseed`."""
     return _here.own or nullcontext()
 
 
@@ -209,7 +209,7 @@ def begin_draw(seed: int) -> None:
 
 
 def end_draw() -> None:
-    """What has begun to draw has drawn."""
+    """End the draw that has begun."""
     if _here.own is not None:
         _here.own.close()
 
@@ -253,7 +253,7 @@ def preserved_rng(
 
 @contextmanager
 def one_thread(owner: object, *, draws: bool) -> Iterator[None]:
-    """Around a call of a pipeline or reference `owner`: no other thread is in one of it, nor in
+    """Context of a call of a pipeline or reference `owner`: no other thread is in one of it, nor in
     any while one of both draws, as each would draw from what the other has seeded.
 
     Refused and not waited for: on two ranks the calls may begin in unlike orders.

@@ -18,7 +18,7 @@ MISSING = object()  # the value of an attribute that is not there
 
 
 def of_class(kind: type, name: str) -> Any:
-    """What lies under the name in a class or its bases."""
+    """The object under the name in a class or its bases."""
     for base in kind.__mro__:
         if name in vars(base):
             return vars(base)[name]
@@ -26,7 +26,7 @@ def of_class(kind: type, name: str) -> Any:
 
 
 def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = of_class) -> Any:
-    """What lies under the name in the object or its class, without running a property."""
+    """The value under the name in the object or its class, without running a property."""
     own: dict[str, Any] = getattr(owner, "__dict__", {})
     if name in own:
         return own[name]
@@ -57,12 +57,12 @@ def plain_text(value: Any, depth: int = 4) -> str | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a numpy array; numpy need not be installed."""
+    """True if a value is a numpy array; numpy need not be installed."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same object."""
+    """True if two tensors are the same object."""
     return one is other
 
 

@@ -43,7 +43,7 @@ class Rest:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What is kept until then."""
+        """Gradients that are kept until then."""
         return [one for roots, _ in self._runs for _, one in roots if one is not None]
 
 
@@ -149,7 +149,7 @@ class _Graph:
         return found
 
     def _ends(self, early: set[Node]) -> dict[Node, set[Node | None]]:
-        """For each leaf that comes later: the early nodes whose edges lead to it by others."""
+        """Early nodes whose edges lead, by others, to each leaf that comes later."""
         ends: dict[Node, set[Node | None]] = {node: set() for node in self.following}
         for node in self.roots:
             if node not in early:

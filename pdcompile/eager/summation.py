@@ -49,7 +49,7 @@ def _summands(op: Op, graph: OpGraph) -> Iterator[str]:
 
 
 def _differentiated(op: Op, graph: OpGraph) -> bool:
-    """Whether backward passes through this op; a container counts as differentiated."""
+    """True if backward passes through this op; a container counts as differentiated."""
     made = [op.name, *op.mutates]
     values = [graph.values[name] for name in made if name in graph.values]
     return any(value.needs_gradient or not value.is_tensor for value in values)

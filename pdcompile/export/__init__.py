@@ -30,7 +30,7 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was written, and what the cuts cost.
+    """Files that were written, and the price of their cuts.
 
     `percent`: how much longer the objective of the plan is since its cuts lie between modules;
     both by the costs in the plan.
@@ -156,7 +156,7 @@ def _refuse_without_values(model: nn.Module, to: str) -> None:
 
 
 def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
-    """Whether a plan is the file of that name in a folder."""
+    """True if a plan is the file of that name in a folder."""
     with suppress(OSError):  # there is none yet
         return os.path.samefile(plan, Path(folder) / PLAN)
     return False
@@ -179,7 +179,7 @@ def optimizer_call(name: str, lr: float) -> OptimizerCall:
 
 
 def source_of(target: str, folder: Path) -> Source:
-    """How a script in a folder reaches the target."""
+    """The place from which a script in a folder imports the target."""
     place, _, function = target.rpartition(":")
     if not (place.endswith(".py") or "/" in place or os.sep in place):
         return Source(place, function, False)

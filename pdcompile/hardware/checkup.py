@@ -60,7 +60,7 @@ def checkup(
 
 
 def _requirements() -> list[str] | None:
-    """What pdcompile wants; None where it is not installed."""
+    """Requirements of pdcompile; None where it is not installed."""
     try:
         return requires("pdcompile") or []
     except PackageNotFoundError:

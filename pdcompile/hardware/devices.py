@@ -23,13 +23,13 @@ SHARE = "PDCOMPILE_SHARE_GPUS"  # 1: to try out with few GPUs what needs one for
 
 
 def shares() -> bool:
-    """Whether the processes of this host share its GPUs."""
+    """True if the processes of this host share its GPUs."""
     return os.environ.get(SHARE, "") not in ("", "0")
 
 
 def gpus() -> int:
-    """How many GPUs torch finds; torch built for CPUs finds none.  Where they are shared there are
-    as many as processes."""
+    """Number of GPUs that torch finds; torch built for CPUs finds none.  Where they are shared, as
+    many as there are processes."""
     found = torch.cuda.device_count()
     return max(found, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if found and shares() else found
 
@@ -45,7 +45,7 @@ def gpu(index: int) -> torch.device:
 
 
 def apart_for_nccl() -> None:
-    """Before NCCL's first call: it refuses two ranks of one GPU, unless they say that they are on
+    """Prepare NCCL's first call: it refuses two ranks of one GPU, unless they say that they are on
     hosts of their own."""
     if shares():
         host = f"{os.uname().nodename} {os.environ.get('LOCAL_RANK', '0')}"
@@ -53,7 +53,7 @@ def apart_for_nccl() -> None:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether its numbers are in the host's memory, where Python reads them without waiting."""
+    """True if its numbers are in the host's memory, where Python reads them without waiting."""
     return tensor.device.type == HOST.type
 
 
@@ -63,7 +63,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether it computes in the memory of the host."""
+    """True if it computes in the memory of the host."""
     return device.type == HOST.type
 
 
@@ -88,7 +88,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def gpu_name(device: torch.device | str) -> str:
-    """What its maker calls a GPU."""
+    """The name that its maker gives a GPU."""
     return torch.cuda.get_device_name(device)
 
 
@@ -98,7 +98,7 @@ def gpu_memory_bytes(device: torch.device) -> int:
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """What a GPU draws random numbers from, unless an op is given another one."""
+    """Generator that a GPU draws random numbers from, unless an op is given another one."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
@@ -110,7 +110,7 @@ def timed_event() -> Any:
 
 
 def of_kind(kind: str) -> torch.device:
-    """What this host has of a kind of a cluster: its present GPU, or else the CPU."""
+    """Device of this host for a kind of a cluster: its present GPU, or else the CPU."""
     if kind == HOST_KIND or not gpus():
         return HOST
     known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -118,12 +118,12 @@ def of_kind(kind: str) -> torch.device:
 
 
 def label(device: torch.device) -> str:
-    """How measurements name it: a GPU as its maker does."""
+    """Name in measurements: that of its maker for a GPU."""
     return HOST.type if is_host(device) else gpu_name(device)
 
 
 def making(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, what is made of nothing is made on a GPU; for the CPU nothing has to be said."""
+    """Context in which what is made of nothing is made on a GPU; without effect for the CPU."""
     return nullcontext() if is_host(device) else device
 
 
@@ -158,7 +158,7 @@ def name_and_modes(device: torch.device) -> str:
 
 
 def passing_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """What a GPU gives out while `run` runs and has back when it returns, beside its result.
+    """Bytes that a GPU gives out while `run` runs and has back at its return, beside its result.
 
     The peak that torch tells of the GPU begins anew.
     """

@@ -13,7 +13,7 @@ NO_LIMIT = 1 << 60  # bytes; systems write such numbers for none
 
 
 def memory_bytes() -> int | None:
-    """What processes of this host may use: its memory, or the limit of their container if that
+    """Memory that processes of this host may use: its own, or the limit of their container if that
     is less; None where the system does not say."""
     found = [limit for limit in (_physical(), _limit()) if limit is not None]
     return min(found, default=None)
@@ -75,7 +75,7 @@ def _physical() -> int | None:
 
 
 def _limit() -> int | None:
-    """Of the control group, in its newer or its older form."""
+    """Limit of the control group, in its newer or its older form."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         found = _number(CGROUP / name)
         if found is not None and found < NO_LIMIT:

@@ -93,7 +93,7 @@ class PipelineTrainer(Trainer):
             self._loss_shifts_labels = not self.model.config.is_encoder_decoder
 
     def create_accelerator_and_postprocess(self) -> None:
-        """To Trainer the ranks are one process: each of them sees every minibatch."""
+        """Make the ranks one process to Trainer: each of them sees every minibatch."""
         args = self.args
         for name, remedy in _REFUSED.items():
             if getattr(args, name, None):

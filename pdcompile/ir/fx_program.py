@@ -182,7 +182,7 @@ def _extras(graph: OpGraph, ops: Sequence[Op]) -> Iterator[tuple[str, str]]:
 
 
 def is_plain(fqn: str) -> bool:
-    """Whether every part of a dotted name may appear in source text as it is."""
+    """True if every part of a dotted name may appear in source text as it is."""
     return all(
         re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+", part) and not iskeyword(part)
         for part in fqn.split(".")

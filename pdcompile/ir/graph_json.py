@@ -105,7 +105,7 @@ def from_record(kind: type[OpGraph], data: Any, where: str) -> OpGraph:
 
 
 def _nonsense(graph: OpGraph) -> Iterator[tuple[str, str]]:
-    """What no graph is: (place, message)."""
+    """Contradictions in a graph: (place, message)."""
     if graph.batch_size < 1:
         yield "batch_size", f"{graph.batch_size} samples"
     for name, value in graph.values.items():

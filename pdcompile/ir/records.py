@@ -179,7 +179,7 @@ class Op(Cached):
 
     @property
     def opaque(self) -> bool:
-        """Whether it is a module of the user that runs as it is."""
+        """True if it is a module of the user that runs as it is."""
         return self.kind == "opaque"
 
     @property
@@ -311,15 +311,15 @@ class SizeRange:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is one size alone."""
+        """True if it is one size alone."""
         return self.smallest == self.largest
 
     def holds(self, size: int) -> bool:
-        """Whether a microbatch may have this many samples."""
+        """True if a microbatch may have this many samples."""
         return self.smallest <= size and (self.largest is None or size <= self.largest)
 
     def holds_parts(self, size: int, count: int) -> bool:
-        """Whether a minibatch of this size may be cut into so many microbatches."""
+        """True if a minibatch of this size may be cut into so many microbatches."""
         return self.holds(size // count) and self.holds(-(-size // count))
 
 

@@ -1,4 +1,4 @@
-"""Which gradients are sparse: those of tables that are looked up with sparse=True, and no more."""
+"""Sparse gradients: those of tables that are looked up with sparse=True, and no more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASKED = {  # the argument of a function or method that asks for it: its positio
 
 
 def makes_sparse(op: Op) -> bool:
-    """Whether the gradient for what this op looks rows up in is sparse."""
+    """True if the gradient for what this op looks rows up in is sparse."""
     if not op.grad_enabled:
         return False
     if op.kind == "module":
@@ -27,7 +27,7 @@ def makes_sparse(op: Op) -> bool:
 
 
 def trained_readers(graph: OpGraph) -> dict[str, list[int]]:
-    """Of each trainable parameter: the ops, by index, that give it a gradient."""
+    """The ops, by index, that give each trainable parameter a gradient."""
     found: dict[str, list[int]] = {f: [] for f, i in graph.tensors.items() if i.requires_grad}
     for i, op in enumerate(graph.ops):
         if graph.values[op.name].needs_gradient:

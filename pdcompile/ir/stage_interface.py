@@ -97,7 +97,7 @@ class StageInterface:
 
 
 def named_results(stage: int, ports: Sequence[Port], results: Any) -> dict[str, Any]:
-    """What a stage's forward returned, by value.
+    """Results of a stage's forward, by value.
 
     Raises SourceError when it is not one result for each port: the file was edited.
     """

@@ -185,7 +185,7 @@ def _overridable() -> set[Any]:
 
 
 def _is_operator(value: Any) -> bool:
-    """Whether a function computes on tensors and numbers only: torch.load must not pass."""
+    """True if a function computes on tensors and numbers only: torch.load must not pass."""
     if value in (ASSERT, torch.autograd.grad):
         return True
     if value in _ARITHMETIC or value in _overridable():

@@ -122,7 +122,7 @@ def _on_inputs(graph: OpGraph, given: Collection[str]) -> list[Op]:
 
 
 def is_pure(op: Op) -> bool:
-    """Whether the op depends on its arguments alone: no parameters, buffers, modules or draws."""
+    """True if the op depends on its arguments alone: no parameters, buffers, modules or draws."""
     plain = op.kind in ("function", "method", "getattr") and op.draw is None
     return plain and not op.attributes
 

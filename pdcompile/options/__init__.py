@@ -27,7 +27,7 @@ NOT_OPTIONS = {
 
 
 class Held(NamedTuple):
-    """Where a tensor is of a model that an earlier pipeline has split over ranks.
+    """Place of a tensor of a model that an earlier pipeline has split over ranks.
 
     `stages` of that pipeline hold it, the first is its owner; `ranks` are those of each stage.
     """
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, FailureOptions):
-    """What a user asks for, validated once, the same on every rank.
+    """Everything that a user asks for, validated once, the same on every rank.
 
     Fields of its own are no options: `microbatch_counts` and `extra_warmup` are of `pdcompile plan`
     alone, whose plans may use more than the runtime can do.  `said`: options that a plan does not
@@ -85,7 +85,7 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
         return Options(**there, said=frozenset(there).intersection(is_open))
 
     def beside(self, held: Mapping[str, Held]) -> Options:
-        """For a model that is split already: as many stages and replicas as it was split into."""
+        """These options with as many stages and replicas as a model was split into before."""
         ranks = next((one.ranks for one in held.values()), ())
         counts = tuple(map(len, ranks))
         told = self.plan is not None or self.sources is not None
@@ -96,5 +96,5 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
 
     @property
     def searches(self) -> bool:
-        """Whether the planner decides more than the cut."""
+        """True if the planner decides more than the cut."""
         return "auto" in (self.schedule, self.recompute) or self.replicas != 1

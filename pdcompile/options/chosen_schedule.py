@@ -1,4 +1,4 @@
-"""Which schedule the options choose, and what it refuses of the others."""
+"""The schedule that options choose, and options that it refuses."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _refuse_several(options: Options, kind: ScheduleKind) -> None:
 
 
 def microbatches_of(options: Options) -> Any:
-    """How many the user asks for, or has written a schedule for; "auto" where neither."""
+    """The number that the user asks for, or has written a schedule for; else "auto"."""
     kind = find(options.schedule)
     return kind.written.num_microbatches if kind and kind.written else options.microbatches
 

@@ -152,7 +152,7 @@ def _several(stages: int, there: int) -> str:
 
 
 def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
-    """Whether each stage recomputes; None where the planner decides.
+    """Recomputation of each stage; None where the planner decides.
 
     Raises:
         ConfigError: it is given for another number of stages.
@@ -259,7 +259,7 @@ def _width(replicas: Any) -> int:
 
 
 def _num_devices(cluster: Any) -> int | None:
-    """Of the cluster that the user gives; None where none is given."""
+    """Devices of the cluster that the user gives; None where none is given."""
     return None if cluster == "auto" else len(_cluster(cluster, 1, in_process=True).devices)
 
 
@@ -315,7 +315,7 @@ def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
 
 
 def search_space(options: Options, configuration: Configuration, sizes: SizeRange) -> SearchSpace:
-    """What the planner may choose, for one model on one cluster: often the cut alone.
+    """The choices of the planner, for one model on one cluster: often the cut alone.
 
     Args:
         sizes: microbatch sizes for which the capture is the model.

@@ -74,13 +74,13 @@ def _recorded(plan: Plan) -> dict[str, Any]:
 
 
 def _said(options: Options, name: str) -> bool:
-    """Whether the user decided this one, and did not leave it to the planner."""
+    """True if the user decided this one, and did not leave it to the planner."""
     left = getattr(options, name) in ("auto", "any")
     return not left and (name in options.said or not ROWS[name].is_open)
 
 
 def _asked(options: Options, name: str, stated: Any, stages: int) -> Any:
-    """What the options say, in the form in which a plan states it; that itself if nothing."""
+    """The value of an option in the form in which a plan states it; `stated` if it says nothing."""
     given = getattr(options, name)
     if not _said(options, name):
         return None if stated == "callable" else stated

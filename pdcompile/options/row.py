@@ -67,7 +67,7 @@ class Row:
 
     @property
     def is_open(self) -> bool:
-        """Whether None stands for "not said": a given plan then decides, else the default."""
+        """True if None stands for "not said": a given plan then decides, else the default."""
         return bool(self.plan) and self.default != "auto"
 
     @property

@@ -33,7 +33,7 @@ def default_optimizer(parameters: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained, and how."""
+    """Options of a training."""
 
     loss_fn: Callable[..., Any] | None = option(
         None,
@@ -195,7 +195,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """What a pipeline runs on."""
+    """Options of the machines that a pipeline runs on."""
 
     cluster: Any = option(
         "auto",
@@ -250,7 +250,7 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a plan is searched."""
+    """Options of the search for a plan."""
 
     constraints: Sequence[Any] = option(
         (),
@@ -302,7 +302,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class GivenOptions:
-    """What takes the place of passes, what is checked, and what is shown."""
+    """Options that take the place of passes, and those of checks and progress."""
 
     plan: Any = option(
         None,
@@ -358,7 +358,7 @@ class GivenOptions:
 
 @dataclass(frozen=True)
 class FailureOptions:
-    """How a failure is found."""
+    """Options that find failures."""
 
     detect_nonfinite: bool = option(
         False,

@@ -60,7 +60,7 @@ def counts(text: str) -> Any:
 
 
 def optimizer_of(name: str, lr: float | None) -> Any:
-    """What makes an optimizer: a class of torch.optim, the function of ``FILE:FUNCTION``, or None
+    """Maker of an optimizer: a class of torch.optim, the function of ``FILE:FUNCTION``, or None
     for ``none``.  Raises ConfigError."""
     if ":" in name or name.lower() == "none":
         if lr is not None:

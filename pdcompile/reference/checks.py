@@ -50,7 +50,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def turns_of(options: Options) -> tuple[int, ...]:
-    """When each microbatch goes backward; empty: right after its forward, in ascending order."""
+    """Turn of each microbatch's backward; empty: right after its forward, in ascending order."""
     kind = find(options.schedule)
     return () if kind is None else kind.turns
 

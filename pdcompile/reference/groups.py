@@ -64,7 +64,7 @@ class Groups:
             group["lr"] = lr
 
     def accumulated(self) -> dict[str, Accumulated]:
-        """What waits, by the names of the model."""
+        """Sums that wait, by the names of the model."""
         return {
             name: Accumulated(count, None if name not in self._sums else self._sums[name].clone())
             for name, count in self._counts.items()

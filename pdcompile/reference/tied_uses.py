@@ -45,7 +45,7 @@ class TiedUses(TorchFunctionMode):
 
     @contextmanager
     def of_minibatch(self) -> Iterator[None]:
-        """Around forwards and backwards, after which the sums are in ``.grad``."""
+        """Context of forwards and backwards, after which the sums are in ``.grad``."""
         parameters = dict(self._model.named_parameters())
         held = [(parameters[one.fqn], one) for one in self._tied]
         for parameter, one in held:
@@ -63,7 +63,7 @@ class TiedUses(TorchFunctionMode):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward of one microbatch; outside of a minibatch it changes nothing."""
+        """Context of the forward of one microbatch; outside of a minibatch it changes nothing."""
         self._running: list[Call] = []
         self._calls: Counter[str] = Counter()
         self._used: Counter[tuple[int, Call]] = Counter()
@@ -80,7 +80,7 @@ class TiedUses(TorchFunctionMode):
 
     @contextmanager
     def loss(self) -> Iterator[None]:
-        """Around ``loss_fn``, which is no part of the model."""
+        """Context of ``loss_fn``, which is no part of the model."""
         with self if self._leaves else ExitStack():
             self._running = [(LOSS_PATH, 0)]
             yield

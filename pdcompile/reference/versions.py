@@ -34,7 +34,7 @@ from pdcompile.schedule.registry import KINDS, find, one_age_streams
 
 
 class Age(NamedTuple):
-    """How many updates old the weights are that a minibatch runs on; minibatches of an update."""
+    """Age in updates of the weights that a minibatch runs on; minibatches of an update."""
 
     lag: int = 0
     group: int = 1
@@ -126,7 +126,7 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
 
 
 def learning_rates(options: Options) -> dict[str, float]:
-    """What the learning rate of each parameter is multiplied by, where that is asked for."""
+    """Factor of the learning rate of each parameter, where that is asked for."""
     plan = options.plan
     if not (isinstance(plan, Plan) and options.linear_lr_scaling):
         return {}

@@ -140,7 +140,7 @@ def _base(name: str) -> str:
 
 
 def _casts(value: Any, kind: str = HOST_KIND) -> bool:
-    """Whether a region for this kind of device casts it."""
+    """True if a region for this kind of device casts it."""
     return (
         isinstance(value, Tensor)
         and value.device.type == kind

@@ -81,7 +81,7 @@ class KnownResults:
 
 @functools.lru_cache(maxsize=4096)
 def _by_form(func: Any) -> bool:
-    """Whether the form of the result, one tensor, follows from the forms of the arguments."""
+    """True if the form of the result, one tensor, follows from the forms of the arguments."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     schema = func._schema
@@ -125,7 +125,7 @@ def _forms(values: Any) -> tuple[Any, ...]:
 
 
 def _is_plain(fake: FakeTensor) -> bool:
-    """Whether nothing but shape, strides, offset, dtype and device tells of its results."""
+    """True if nothing but shape, strides, offset, dtype and device tells of its results."""
     return (
         fake.constant is None
         and fake.layout is torch.strided

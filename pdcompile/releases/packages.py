@@ -10,7 +10,7 @@ TORCH = ">=2.11,<2.16"  # as pyproject.toml has it: each minor release of these 
 
 
 def in_range(has: str, wanted: str) -> bool:
-    """Whether a version is within ``>=2.11,<2.16``; of anything else than such bounds it is."""
+    """True if a version is within ``>=2.11,<2.16``; of anything else than such bounds it is."""
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in re.findall(r"[0-9]+", text.partition("+")[0])[:3])

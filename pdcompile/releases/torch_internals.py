@@ -239,7 +239,7 @@ def kernels_of_region(kind: str) -> frozenset[str]:
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Whether the dispatcher has a kernel of this ATen op for this key."""
+    """True if the dispatcher has a kernel of this ATen op for this key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
 
 
@@ -271,21 +271,21 @@ def region_kernels(
 
 
 def outside_autocast() -> Any:
-    """Around calls of a kernel of a region that it must not be called for again."""
+    """Context of calls of a kernel of a region that it must not be called for again."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     keys = keys.add(torch._C.DispatchKey.AutocastCUDA)
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether an op is made of others for autograd too, with no kernel of its own."""
+    """True if an op is made of others for autograd too, with no kernel of its own."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     name = cast(str, op.name())  # type: ignore[no-untyped-call]
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a region's second run draws what the first drew; arguments of CHECKPOINT_REGION."""
+    """True if a region's second run draws what the first drew; arguments of CHECKPOINT_REGION."""
     return bool(kwargs["preserve_rng_state"] if "preserve_rng_state" in kwargs else args[1])
 
 
@@ -303,7 +303,7 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
 
 
 def profiler_records() -> bool:
-    """Whether torch's profiler is on."""
+    """True if torch's profiler is on."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
