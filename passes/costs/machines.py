@@ -74,7 +74,7 @@ def calibrate(budget_seconds: float = 0.05, device: str = HOST_KIND) -> Machine:
         return took(lambda: run, there, budget_seconds / 3)
 
     def beside_call(one: Took) -> float:
-        """The machine without the price of a call: a GPU that is kept occupied does not wait for it."""
+        """Seconds without the price of a call: a GPU that is kept occupied does not wait for it."""
         return one.seconds if one.dispatch_seconds else max(one.seconds - call, one.seconds / 2)
 
     with torch.no_grad():
