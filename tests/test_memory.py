@@ -137,6 +137,10 @@ def halves(x: Tensor) -> Tensor:
     return x.bfloat16()
 
 
+def small(x: Tensor) -> Tensor:
+    return last(x[:, :, :8, :8])
+
+
 def last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -151,6 +155,8 @@ KERNELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] =
     "channels last": (
         lambda: nn.Conv2d(32, 128, 5, padding=2).to(memory_format=torch.channels_last), last,
     ),
+    "higher than the images": (lambda: nn.Conv2d(32, 64, 9, padding=4, stride=4), small),
+    "dilated": (lambda: nn.Conv2d(32, 32, 3, padding=2, dilation=2), torch.clone),
     "without oneDNN": (lambda: nn.Conv2d(32, 32, 3, padding=1).double(), Tensor.double),
     "half precision": (lambda: nn.Conv2d(32, 32, 1).bfloat16(), halves),
     "batch norm": (lambda: nn.BatchNorm2d(32), torch.clone),
