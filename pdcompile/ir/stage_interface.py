@@ -96,6 +96,15 @@ class StageInterface:
         return tuple(dict.fromkeys((*self.train.opaque_calls, *self.eval.opaque_calls)))
 
 
+def holding_stages(interfaces: Sequence[StageInterface]) -> dict[str, list[int]]:
+    """Stages that hold each tensor of the model, its owner first."""
+    found: dict[str, list[int]] = {}
+    for stage, one in enumerate(interfaces):
+        for fqn in dict.fromkeys((*one.parameters, *one.buffers, *one.constants)):
+            found.setdefault(fqn, []).append(stage)
+    return found
+
+
 def named_results(stage: int, ports: Sequence[Port], results: Any) -> dict[str, Any]:
     """Results of a stage's forward, by value.
 

@@ -26,14 +26,14 @@ class Row(NamedTuple):
 
 def holdings(session: Session, minibatches: int) -> Iterator[Row]:
     """Rows of all kinds but the optimizer's, whose tensors lie in values of its own."""
-    owner, state = owners(session), session.state
+    state = session.state
     by_replica = sorted(session.workers, key=partial(writes, session))
     first = {worker.stage: worker for worker in by_replica}  # of each stage here
     names = state.names
     for fqn in (fqn for fqn in state.infos if fqn in names):
-        owned = writes(session, first.get(owner.get(fqn, 0)))
+        worker = first.get(state.owner(fqn), session.workers[0])
+        owned = worker.stage == state.owner(fqn) and writes(session, worker)
         if owned or not state.tensors[fqn].is_meta:
-            worker = first.get(owner.get(fqn, 0), session.workers[0])
             yield Row(Holding(HoldingKind.WEIGHT, fqn), state.tensors[fqn], worker, owned)
     for stage, worker in first.items():
         for fqn in hidden(session, stage):
@@ -64,18 +64,9 @@ def replica_buffers(session: Session) -> Iterator[Row]:
             yield Row(Holding(HoldingKind.REPLICA, fqn, index), tensor, worker, True)
 
 
-def owners(session: Session) -> dict[str, int]:
-    """The first stage that holds each tensor of the model."""
-    found: dict[str, int] = {}
-    for stage, one in enumerate(session.compiled.interfaces):
-        for fqn in (*one.parameters, *one.buffers, *one.constants):
-            found.setdefault(fqn, stage)
-    return found
-
-
-def writes(session: Session, worker: Worker | None) -> bool:
+def writes(session: Session, worker: Worker) -> bool:
     """True if a worker is the first replica of its stage."""
-    return worker is not None and worker.transport.rank == session.spec.ranks[worker.stage][0]
+    return worker.transport.rank == session.spec.ranks[worker.stage][0]
 
 
 def hidden(session: Session, stage: int) -> list[str]:

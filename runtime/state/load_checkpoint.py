@@ -33,7 +33,6 @@ from pdcompile.runtime.state.holdings import (
     holdings,
     made_groups,
     older_versions,
-    owners,
 )
 from pdcompile.warn import warn
 
@@ -193,10 +192,10 @@ def prepare(
 def _has_history(session: Session, found: Prepared) -> bool:
     """True if the checkpoint has all earlier weights that the plan computes on; else notes it."""
     contents, position = found.contents, found.contents.position
-    owner, missing, surplus = owners(session), [], []
+    missing, surplus = [], []
     for fqn in session.state.trainable():
         there = set(contents.versions(found.stored[fqn]))
-        older = older_versions(session, owner[fqn], position.minibatches)
+        older = older_versions(session, session.state.owner(fqn), position.minibatches)
         if older and not {*older, older.stop} <= there:
             missing.append(fqn)
         if there and min(there) < older.start:

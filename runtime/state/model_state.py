@@ -12,6 +12,7 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.ir.records import TensorInfo
+from pdcompile.ir.stage_interface import holding_stages
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.given_state import check_state
@@ -32,14 +33,13 @@ class State:
         self.keys = tensor_keys(model)  # of a state dict
         graphs = compiled.capture.eval, compiled.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
-        self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
-        self._owners: dict[str, tuple[int, ...]] = {}
-        for interface, ranks_of_stage in zip(
-            compiled.interfaces, compiled.stream.spec.ranks, strict=True
-        ):
-            for fqn in (*interface.parameters, *interface.buffers, *interface.constants):
-                self._owners.setdefault(fqn, ranks_of_stage)
-                self._holders[fqn] += [r for r in ranks_of_stage if r not in self._holders[fqn]]
+        self.stages = holding_stages(compiled.interfaces)
+        of_stage = compiled.stream.spec.ranks
+        self._owners = {fqn: of_stage[stages[0]] for fqn, stages in self.stages.items()}
+        self._holders = {
+            fqn: [*dict.fromkeys(r for stage in self.stages.get(fqn, ()) for r in of_stage[stage])]
+            for fqn in self._infos
+        }
         self.owned = [
             [f for f, i in self._infos.items() if i.requires_grad and self._holders[f][0] == rank]
             for rank in range(compiled.stream.spec.num_ranks)
@@ -52,6 +52,10 @@ class State:
             **_own(model, compiled.capture.train.tensor_values),
         }
         self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
+
+    def owner(self, fqn: str) -> int:
+        """The first stage that holds a tensor; stage 0 answers for those that none does."""
+        return self.stages.get(fqn, [0])[0]
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:

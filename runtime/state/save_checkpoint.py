@@ -39,7 +39,6 @@ from pdcompile.runtime.state.holdings import (
     held,
     holdings,
     older_versions,
-    owners,
     writes,
 )
 from pdcompile.schedule.registry import name_of
@@ -178,7 +177,7 @@ def _stages(
     schedulers: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Stages without files; `encoders` get the tensors of the optimizer's state of each."""
-    owner, optimizer, waiting = owners(session), session.optimizer, held(session, minibatches)
+    optimizer, waiting, owner = session.optimizer, held(session, minibatches), session.state.owner
     names = names_of(all_parameters(session))
     state = {} if optimizer is None else named_state(optimizer, names)
     groups = [] if optimizer is None else named_groups(optimizer, names)
@@ -191,7 +190,7 @@ def _stages(
     for stage, encoder in encoders.items():
 
         def own(names: Sequence[str], stage: int = stage) -> tuple[str, ...]:
-            return tuple(name for name in names if owner.get(name) == stage)
+            return tuple(name for name in names if owner(name) == stage)
 
         values = session.updater.values_of(stage) if groups else []
         stored = [
@@ -205,7 +204,7 @@ def _stages(
                 "updates": minibatches // session.spec.group(stage),
                 "older": [*older_versions(session, stage, minibatches)],
                 "waiting": max(
-                    (one.minibatches for f, one in waiting.items() if owner[f] == stage), default=0
+                    (one.minibatches for f, one in waiting.items() if owner(f) == stage), default=0
                 ),
                 "groups": encode(stored),
                 "state": {f: encoder.encode(dict(state[f]), f) for f in own([*state])},

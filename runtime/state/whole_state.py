@@ -33,7 +33,6 @@ from pdcompile.runtime.state.holdings import (
     held,
     holdings,
     made_groups,
-    owners,
     writes,
 )
 
@@ -96,10 +95,10 @@ def gather_optimizer(session: Session, exchange: Exchange) -> dict[str, Any]:
     order = whole_order(session)
     names = names_of(all_parameters(session))
     mine = {worker.stage for worker in session.workers if writes(session, worker)}
-    owner = owners(session)
-    state = {f: one for f, one in named_state(optimizer, names).items() if owner[f] in mine}
+    owner = session.state.owner
+    state = {f: one for f, one in named_state(optimizer, names).items() if owner(f) in mine}
     groups = [
-        one._replace(names=tuple(f for f in one.names if owner.get(f) in mine))
+        one._replace(names=tuple(f for f in one.names if owner(f) in mine))
         for one in named_groups(optimizer, names)
     ]
     if session.world is not None:

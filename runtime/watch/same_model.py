@@ -18,6 +18,7 @@ from torch import nn
 
 from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, InfeasibleError, some
+from pdcompile.ir.stage_interface import holding_stages
 from pdcompile.options import Held, Options
 from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.schedule.registry import flush_schedules
@@ -81,21 +82,12 @@ def forward_allowed(model: nn.Module) -> Iterator[None]:
 def note_split(model: nn.Module, compiled: Compiled, group: Any) -> None:
     """The ranks of a pipeline hold the tensors of their own stages, and no others."""
     ranks = tuple(map(tuple, compiled.stream.spec.ranks))
-    stages = _stages(compiled)
+    stages = holding_stages(compiled.interfaces)
     for fqn, slot in slots(model).items():
         for name in slot.names if fqn in stages else ():
             path, _, leaf = name.rpartition(".")
             home = _held.setdefault(model.get_submodule(path), {})
             home[leaf] = Held(tuple(stages[fqn]), ranks, group)
-
-
-def _stages(compiled: Compiled) -> dict[str, list[int]]:
-    """The stages that hold each tensor, the owner first."""
-    found: dict[str, list[int]] = {}
-    for stage, one in enumerate(compiled.interfaces):
-        for fqn in (*one.parameters, *one.buffers):
-            found.setdefault(fqn, []).append(stage)
-    return found
 
 
 def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
@@ -174,7 +166,7 @@ def check_alike(compiled: Compiled, options: Options) -> None:
     """Raise ConfigError where a plan has a tensor on ranks that do not hold it.  All ranks do."""
     ranks = compiled.stream.spec.ranks
     written = {fqn for stage in range(len(ranks)) for fqn in compiled.written_buffers(stage)}
-    for fqn, stages in _stages(compiled).items():
+    for fqn, stages in holding_stages(compiled.interfaces).items():
         was = options.held.get(fqn)
         if was is None:
             continue
