@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -116,17 +116,27 @@ def execute(
     lookup: Lookup,
     *,
     watch: Callable[[str, Any], None] | None = None,
+    kept: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Runs all ops in order; `inputs` by value name.  Returns every value by name.
 
-    `watch` is called with the name and the value of each op after it has run.
+    `watch` is called with the name and the value of each op after it has run.  With `kept` the ops
+    of the model alone run, and other values are dropped once no op reads them any more.
     """
     env: dict[str, Any] = dict(inputs)
-    for _, region in groupby(graph.ops, key=_region):
-        ops = list(region)
-        with _modes(ops[0]):
-            for op in ops:
+    ops = [op for op in graph.ops if kept is None or op.region == "forward"]
+    ends: dict[int, set[str]] = {}
+    if kept is not None:
+        last = {name: i for i, op in enumerate(ops) for name in (op.name, *op.inputs)}
+        for name in last.keys() - set(kept):
+            ends.setdefault(last[name], set()).add(name)
+    for _, region in groupby(enumerate(ops), key=lambda one: _region(one[1])):
+        members = list(region)
+        with _modes(members[0][1]):
+            for i, op in members:
                 env[op.name] = bound(op, env, lookup)()
                 if watch is not None:
                     watch(op.name, env[op.name])
+                for name in ends.get(i, ()):
+                    del env[name]
     return env

@@ -90,9 +90,6 @@ NoTorchDispatch: Any = torch._C._DisableTorchDispatch
 function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 without_function_mode: Callable[[], Any] = torch.overrides._pop_mode_temporarily
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
-exit_autocast: Callable[[Any], None] = torch.amp.autocast_mode._exit_autocast
 dispatch_keys: Callable[[Tensor], Any] = torch._C._dispatch_keys
 
 
