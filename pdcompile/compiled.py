@@ -102,14 +102,9 @@ class Compiled:
         parts = [explain(self.plan).rstrip(), str(self.proof)]
         if self.verification is None:
             parts.append("not verified (verify='off')")
-        elif not (self.verification.unverified and self._noted):
+        else:
             parts.append(str(self.verification))
         return "\n".join(parts)
-
-    @property
-    def _noted(self) -> bool:
-        """True if a note of the plan says already why nothing was verified."""
-        return any(note.startswith("not verified: ") for note in self.plan.notes)
 
     def dump(self, folder: str, model: nn.Module | None = None) -> None:
         """Write stage_0.py, stage_1.py, …, pipeline.py and plan.json into a folder."""

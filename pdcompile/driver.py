@@ -22,7 +22,6 @@ from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
-from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.given import (
@@ -152,7 +151,7 @@ def run_passes(
         plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
-    plan = _noted(replace(plan, forecast=forecast), model, captured, options)
+    plan = _noted(replace(plan, forecast=forecast), captured, options)
     check_memory(chosen.cluster, plan)
     _write_capture(captured, options, step.listener)
     captured = boundaries.as_planned(captured, plan)
@@ -162,7 +161,8 @@ def run_passes(
         "verified",
         lambda: verify(
             captured, plan, sources, model, flat, layout, options.loss_fn,
-            mode=options.verify, loss_reduction=options.loss_reduction,
+            mode="full" if options.verify == "full" else "auto",
+            loss_reduction=options.loss_reduction,
         ),
     )  # fmt: skip
     return Compiled(
@@ -249,12 +249,10 @@ def _write_capture(captured: Capture, options: Options, listener: Listener) -> N
         listener.told(f"the capture is not kept beside the plan: {reason}")
 
 
-def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
+def _noted(plan: Plan, captured: Capture, options: Options) -> Plan:
     """The plan with notes where it drops outputs, where replicas have buffers of their own, where
-    its loss is a mean over some of the targets, where its stages cannot be compared with the model,
-    where ranks share cores, and where its devices have another autocast region than the model was
-    captured in."""
-    reason = unverifiable(model) if options.verify == "auto" else ""
+    its loss is a mean over some of the targets, where ranks share cores, and where its devices have
+    another autocast region than the model was captured in."""
     notes = tuple(note for note in plan.notes if not note.startswith(DROPPED))
     graph, training = captured.train, plan.training
     others = any(ref.name != graph.loss for ref in walk(graph.output, Ref))
@@ -263,7 +261,6 @@ def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) ->
     notes = (*notes, *notes_on_own_buffers(plan, graph))
     if options.loss_reduction == "mean" and training.num_microbatches > 1:
         notes = (*notes, *uneven_means(graph))
-    notes = (*notes, f"not verified: {reason}") if reason else notes
     crowded = note_on_cores() if is_distributed(options) else ""
     notes = (*notes, crowded) if crowded else notes
     other = other_region(training.autocast, Cluster.from_toml(plan.cluster).devices)
@@ -302,7 +299,7 @@ def compile(
     seed: int | None = None,
     costs: Any = "measured",
     refine: bool | Literal["auto"] = "auto",
-    verify: Literal["auto", "full", "blocks", "off"] = "auto",
+    verify: Literal["auto", "full", "off"] = "auto",
     outputs: Literal["none", "evaluation", "last", "everything", "all"] | None = None,
     keep_model: bool = False,
     max_staleness: int | Literal["any"] = 0,

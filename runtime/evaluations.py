@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
 from pdcompile.errors import InputError, PdcompileError, some
+from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.plan import Edge
@@ -25,7 +26,6 @@ from pdcompile.runtime.calls import default_of, of_target
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session, wirings
 from pdcompile.runtime.stage.weights import instance, places
-from pdcompile.runtime.stage.wiring import Wiring
 from pdcompile.runtime.transport import launch
 from pdcompile.runtime.transport.launch import data_path
 from pdcompile.runtime.transport.links import pairs

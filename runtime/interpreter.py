@@ -21,10 +21,9 @@ from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.recording import Recording
-from pdcompile.runtime.stage.compute import Compute, Feed
+from pdcompile.runtime.stage.compute import Compute, Feed, expected
 from pdcompile.runtime.stage.replicas import OF_REPLICAS, Replicas
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.stage.wiring import expected
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import Done, Handle, OnItsWay, Transport

@@ -18,8 +18,7 @@ from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.stage.compute import Feed
-from pdcompile.runtime.stage.wiring import expected
+from pdcompile.runtime.stage.compute import Feed, expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
 

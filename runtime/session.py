@@ -17,6 +17,8 @@ from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.errors import PdcompileError
+from pdcompile.ir.stage_streams import draws_in
+from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.plan import Edge
@@ -28,9 +30,7 @@ from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
 from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Feed
-from pdcompile.runtime.stage.random_streams import draws_in
 from pdcompile.runtime.stage.replicas import ReplicaWeights
-from pdcompile.runtime.stage.wiring import Wiring, wire
 from pdcompile.runtime.state.initial import initial_state
 from pdcompile.runtime.transport.launch import World, data_path
 from pdcompile.runtime.watch.coupling import refuse_coupled

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.loss_scale import LossScale
+from pdcompile.ir.stage_streams import Streams
 from pdcompile.plan import Plan
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.stage.compute import Compute, Precision
-from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.second_run import SecondRun
 from pdcompile.runtime.stage.weights import StageWeights

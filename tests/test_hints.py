@@ -91,8 +91,10 @@ def test_a_schedule_that_there_is_not_names_the_nearest(given: str, call: Call) 
 
 
 def test_a_value_that_there_is_not_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'blocks'\? one of 'auto', 'full'"):
-        compiled(nn.Linear(1, 1), verify="block")
+    with pytest.raises(ConfigError, match=r"did you mean 'full'\? one of 'auto', 'full'"):
+        compiled(nn.Linear(1, 1), verify="ful")
+    with pytest.raises(ConfigError, match=r"remedy: one of .*\"auto\" compares the ops of a model"):
+        compiled(nn.Linear(1, 1), verify="blocks")
     with pytest.raises(ConfigError, match=r"did you mean 'adagrad'\? one of "):
         optimizer_of("AdaGrat", 0.1)
     with pytest.raises(ConfigError, match="remedy: one of 'auto', 'full'"):

@@ -294,12 +294,41 @@ def test_a_wrong_edge_is_noticed():
         verify(broken, plan, generate(broken, plan), model, flat, layout, models.square_loss)
 
 
-def test_a_model_on_meta_is_reported_as_not_verified():
-    _, flat, layout, found = captured("mlp")
+def test_which_comparison_is_made(monkeypatch):
+    model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    meta = models.mlp().to("meta")
-    report = verify(found, plan, generate(found, plan), meta, flat, layout, models.square_loss)
-    assert "not verified" in str(report)
+    given = (flat, layout, models.square_loss)
+    sources = generate(found, plan)
+    real = verify(found, plan, sources, model, *given)
+    assert (real.unverified, real.outputs, real.ops) == ("", 4, 24)
+    meta = verify(found, plan, sources, models.mlp().to("meta"), *given)
+    assert str(meta).startswith(
+        "the stages have the ops of the model, no numbers were compared (24 ops, training and "
+        "evaluation: all 12 parameters and buffers (layers.0.weight, …) are on the meta device"
+    )
+    monkeypatch.setattr(step_runs, "SHARE", 1e-9)
+    large = verify(found, plan, sources, model, *given)
+    assert "over half of what is free" in large.unverified
+    assert (large.outputs, large.ops, large.differences) == (0, 24, ())
+
+
+@pytest.mark.parametrize("without", ["values", "memory"])
+def test_a_wrong_op_is_found_where_no_numbers_can_be_compared(without, monkeypatch):
+    model, flat, layout, found = captured("mlp")
+    if without == "values":
+        model = models.mlp().to("meta")
+    else:
+        monkeypatch.setattr(step_runs, "SHARE", 1e-9)
+    plan = cut(found, [5])
+    wrong = edited(found, plan, "torch.relu(linear)", "torch.tanh(linear)")
+    given = (model, flat, layout, models.square_loss)
+    report = verify(found, plan, wrong, *given)
+    place = r"relu_2 \(torch\.relu\) at \S*models\.py:\d+; stage_1\.py:\d+ calls torch\.tanh"
+    assert [one.mode for one in report.differences] == ["train", "eval"]
+    assert re.fullmatch(place, report.places[0])
+    assert "edited (stage_1.py): the stages differ from eager in 2 places of 24 ops" in str(report)
+    with pytest.raises(VerifyError, match=f"op 'relu_2' of stage 1 in train mode .*{place}"):
+        verify(found, plan, dataclasses.replace(wrong, edited=()), *given)
 
 
 def test_sums_without_a_fixed_order_are_equal_up_to_the_rounding_of_what_they_sum() -> None:

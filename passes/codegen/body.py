@@ -349,9 +349,10 @@ def cloned_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
     Autograd may keep what the op reads until the microbatch's backward, and in a pipeline the
     next microbatches' forwards, which write the buffer, come first.  Eager runs the backward
     before them.  Where the op writes itself, or makes a view that is written later, the buffer is
-    what is meant.
+    what is meant, and one that copies it keeps nothing.
     """
-    if not graph.training or not op.grad_enabled or op.mutates or op.buffers_written:
+    writes = op.mutates or op.buffers_written
+    if not graph.training or not op.grad_enabled or writes or op.target == "clone":
         return frozenset()
     held = [fqn for fqn in op.attributes if graph.tensors[fqn].kind == "buffer"]  # often none
     read = written_buffers(graph.ops).intersection(held) if held else frozenset()

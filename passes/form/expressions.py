@@ -182,7 +182,7 @@ def arguments(op: Op, twin: Op | None, scope: Scope, skip: int = 0) -> list[str]
     other = twin or op
     found = [dual(a, b, scope) for a, b in zip(op.args[skip:], other.args[skip:], strict=True)]
     for (key, a), (_, b) in zip(op.kwargs, other.kwargs, strict=True):
-        if _is_default(op, key, a) and _is_default(op, key, b):
+        if is_default(op, key, a) and is_default(op, key, b):
             continue
         text = dual(a, b, scope)
         if key.isascii() and key.isidentifier() and not keyword.iskeyword(key):
@@ -256,7 +256,7 @@ def rough(op: Op, twin: Op | None, scope: Scope) -> str:
     return expression(op, twin, scope)
 
 
-def _is_default(op: Op, key: str, value: Any) -> bool:
+def is_default(op: Op, key: str, value: Any) -> bool:
     """Whether ``key=value`` is what the function assumes without it."""
     if value is not None and type(value) not in (bool, int, float, str):
         return False

@@ -84,7 +84,6 @@ def measure_stages(
     share = budget_seconds / len(set(keys))
     found: dict[str, StageTimes] = {}
     tensors = tensors_by_name(model, sources)
-    edges = {edge.value: edge for edge in plan.edges}
     device = _device(plan, tensors)
     leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
     making = making_of_nothing(graph, stage_of_ops(graph, plan))
@@ -97,7 +96,9 @@ def measure_stages(
                 progress(k, len(keys), f"stage {k}")
             interface, key = sources.interfaces[k], keys[k]
             own = _Copies(tensors, device)
-            stage = LocalStage(build(cls, interface, own, model).train(), interface, edges, 0)
+            stage = LocalStage(
+                build(cls, interface, own, model).train(), interface, len(keys), plan.edges
+            )
 
             there = devices.making(device) if k in making else nullcontext()
 
@@ -112,7 +113,6 @@ def measure_stages(
                 if environment is not None and known is None:
                     _save(environment, key, found[key])
                 model.zero_grad(set_to_none=True)
-            stage.begin(0)
             forward()
             values.update({name: value.detach() for name, value in stage.left.items()})
         if progress:
@@ -191,16 +191,13 @@ def _once(
             return dispatched(run, device)
         return kept_busy(run, device, queueing[nth])
 
-    stage.begin(0)
     forth = seconds(forward, 0)
     # As large as the values themselves: what a later stage sends is neither 0 nor 1.
-    own = {name: value for name, value in stage.left.items() if name not in stage.entered}
     gradients = {
-        name: value.detach()
-        for name, value in own.items()
-        if name in stage.edges and stage.edges[name].gradient
+        edge: stage.left[port.value].detach()
+        for port, edge in stage.wiring.outputs
+        if edge in stage.wiring.differentiable
     }
-    del own
     return forth, seconds(partial(stage.backward, gradients), 1)
 
 

@@ -1,98 +1,73 @@
 """Runs the stages one after the other in one process, cut from each other as on several machines.
 
-Used to verify and to time stages.  It shares nothing with the runtime on purpose and sends no
-messages: the values of one microbatch are in a dict, and gradients go back along the edges in
-the plan's order.
+Used to verify and to time stages.  It sends no messages: the values of one microbatch are in a
+dict, and gradients go back along the edges in the plan's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from pdcompile.eager.entrance import Entrance
-from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
-from pdcompile.ir.stage_interface import Signature, Sources, StageInterface, named_results
-from pdcompile.passes.codegen.folder import set_draw, stage_classes
+from pdcompile.ir.stage_interface import Sources, StageInterface
+from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
+from pdcompile.ir.stage_streams import Streams
+from pdcompile.ir.stage_wiring import wire
+from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.plan import Edge, TiedParameter
 from pdcompile.reference.tied_uses import add_sum
 
 
-@dataclass
 class LocalStage:
-    """One stage in one mode, with the edges of all stages by value.
+    """One stage in one mode, with the edges of all stages.
 
-    After `forward`: `entered` are the values of earlier stages that send a gradient back, `left`
-    its results, `loss` the loss if it makes that.
+    After `forward`: `left` are its results by value name, `loss` is the loss if it makes that.
     """
 
-    module: nn.Module
-    interface: StageInterface
-    edges: Mapping[str, Edge]
-    seed: int
-    entered: dict[str, Entrance] = field(default_factory=dict)
-    left: dict[str, Tensor] = field(default_factory=dict)
-    loss: Tensor | None = None
-    _hooks: list[RemovableHandle] = field(default_factory=list)
+    def __init__(
+        self,
+        module: nn.Module,
+        interface: StageInterface,
+        num_stages: int,
+        edges: Sequence[Edge],
+        seed: int = 0,
+    ) -> None:
+        self.module = module
+        signature = interface.train if module.training else interface.eval
+        self.wiring = wire(interface.index, num_stages, signature, edges, module.training)
+        streams = Streams(seed)
+        streams.attach(module, interface)
+        self._run = StageRun(interface.index, streams)
+        self._flight = Flight()
+        self.left: dict[str, Tensor] = {}
 
     @property
-    def signature(self) -> Signature:
-        return self.interface.train if self.module.training else self.interface.eval
+    def loss(self) -> Tensor | None:
+        return self._flight.loss
 
-    def begin(self, minibatch: int) -> None:
-        """Seeds random ops for this minibatch (its microbatch 0) from here on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._scope, self._hooks = announce(
-            self.module, self.interface, self.signature, self.seed, minibatch
-        )
-
-    def forward(self, values: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> None:
-        """Runs on values of earlier stages and leaves of the call."""
-        self.entered, arguments = {}, []
-        for port in self.signature.inputs:
-            value = leaves[port.path] if port.path is not None else values[port.value].detach()
-            if port.path is None and self.module.training and self.edges[port.value].gradient:
-                entrance = self.entered[port.value] = Entrance(value)
-                value = entrance.value
-            arguments.append(value.clone() if port.mutated else value)
-        results = self.module(*arguments)
-        self.left = named_results(self.interface.index, self.signature.outputs, results)
-        self.loss = self.left.get(self.signature.loss or "")
-        if self.signature.loss_inputs:
-            arguments = [
-                self.left[p.value] if p.value in self.left else leaves[p.path or ""]
-                for p in self.signature.loss_inputs
-            ]
-            self.loss = self.module.loss(*arguments)  # type: ignore[operator]
-
-    def backward(self, sums: dict[str, Tensor]) -> None:
-        """Continues from the gradients of later readers, by value, and leaves its own there."""
-        roots: list[tuple[Tensor, Tensor | None]] = [
-            (one.value, sums[value]) for value, one in self.entered.items() if value in sums
+    def forward(
+        self, values: Mapping[str, Tensor], leaves: Mapping[str, Any], minibatch: int = 0
+    ) -> None:
+        """Runs on values of earlier stages and leaves of the call, as microbatch 0."""
+        given = [
+            leaves[port.path] if port.path is not None else values[port.value].detach()
+            for port, _ in self.wiring.inputs
         ]
-        for value, tensor in self.left.items():
-            edge = self.edges.get(value)
-            own = edge is not None and edge.source == self.interface.index
-            if own and value in sums and tensor.requires_grad:
-                roots.append((tensor, sums[value]))
-        if self.loss is not None and self.loss.requires_grad:
-            roots.append((self.loss, None))
-        if roots:
-            scope = self._scope
-            run = scope.backward_of if scope.draws else torch.autograd.backward
-            run([root for root, _ in roots], [gradient for _, gradient in roots])
-        for value, entrance in self.entered.items():
-            if entrance.gradient is not None:
-                sums[value] = entrance.gradient
+        call = Microbatch(minibatch, 0, leaves.__getitem__)
+        self._flight, self.left = self._run.forward(self.module, self.wiring, given, call)
+
+    def backward(self, sums: dict[int, Tensor]) -> None:
+        """Continues from the gradients of later readers, by edge, and leaves its own there."""
+        self._run.backward(self._flight, self.wiring, sums.get)
+        for edge, entrance in self._flight.entered.items():
+            if (gradient := entrance.take()) is not None:
+                sums[edge] = gradient
 
 
 @dataclass(slots=True)
@@ -145,7 +120,6 @@ class Chain:
         self.edited = sources.edited  # names of files
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._tied = [_Tied.of(one, parameters) for one in tied]
-        by_value = {edge.value: edge for edge in edges}
 
         def tensors_of(stage: int) -> dict[str, Tensor]:
             copies = {
@@ -157,33 +131,29 @@ class Chain:
         self._stages = [
             LocalStage(
                 build(cls, one, tensors_of(one.index), model).train(graph.training),
-                one, by_value, seed,
+                one, len(sources.interfaces), edges, seed,
             )
             for cls, one in zip(stage_classes(sources), sources.interfaces, strict=True)
         ]  # fmt: skip
-        self.begin(0)
 
-    def begin(self, minibatch: int) -> None:
-        """Seeds random ops for this minibatch (its microbatch 0) from here on."""
+    def forward(
+        self, leaves: Mapping[str, Any], minibatch: int
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The model's outputs by value name, and the loss if there is one."""
         for one in self._tied:
             one.refresh()
-        for stage in self._stages:
-            stage.begin(minibatch)
-
-    def forward(self, leaves: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The model's outputs by value name, and the loss if there is one."""
         values: dict[str, Tensor] = {}
         loss = None
         for k, stage in enumerate(self._stages):
             self.running = k
-            stage.forward(values, leaves)
+            stage.forward(values, leaves, minibatch)
             values.update(stage.left)
             loss = stage.loss if stage.loss is not None else loss
         return self._stages[-1].left, loss
 
     def backward(self) -> None:
         """Gradients of every parameter; sums along an edge start at its last reader."""
-        sums: dict[str, Tensor] = {}
+        sums: dict[int, Tensor] = {}
         for k, stage in reversed(list(enumerate(self._stages))):
             self.running = k
             stage.backward(sums)
@@ -224,27 +194,3 @@ def fill(
                 if value is not None:
                     full = f"{at}.{name}" if at else name
                     table[name] = tensor(interface.aliases.get(full, full))
-
-
-def announce(
-    stage: nn.Module, interface: StageInterface, signature: Signature, seed: int, minibatch: int = 0
-) -> tuple[DrawScope, list[RemovableHandle]]:
-    """Seeds every random op of the stage by its place in the model (microbatch 0).
-
-    Returns the scope of opaque modules, and the hooks, to be removed before the next minibatch.
-    """
-    names = {module: name for name, module in stage.named_modules()}
-
-    def draw(where: nn.Module | str, index: int) -> None:
-        path = where if isinstance(where, str) else names[where]
-        reseed(seed_of(seed, minibatch, 0, path, index))
-
-    def hooked(path: str, indices: tuple[int, ...]) -> RemovableHandle:
-        following = cycle(indices)
-        hook = lambda module, args: draw(path, next(following))  # noqa: E731
-        return stage.get_submodule(path).register_forward_pre_hook(hook)
-
-    set_draw(type(stage), draw)
-    scope = DrawScope(stage, seed, minibatch, 0)
-    opaque.announce(stage, interface, lambda: scope)
-    return scope, [hooked(path, indices) for path, indices in signature.draws.items()]

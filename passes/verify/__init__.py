@@ -1,9 +1,11 @@
-"""Compares what the chained stages compute with what the model computes, bit for bit.
+"""Compares the chained stages with the model: what they compute bit for bit, or op by op.
 
 Eager and stages run on the model's own tensors with the same random streams: outputs, the loss,
 the gradient of every parameter and all buffers are compared, in training and in evaluation, on
 two inputs, the second after an update.  Between stages values are detached and gradients handed
-back as the plan says, so that a wrong edge is noticed too.
+back as the plan says, so that a wrong edge is noticed too.  The source of every stage is besides
+compared with the capture op by op, which takes no memory: of models without memory, or too large
+for this machine, that is all.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.autocast import on_gpu, regions_of
-from pdcompile.eager.meta import unverifiable
+from pdcompile.eager.meta import without_values
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
@@ -24,14 +26,14 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.trace.comparison.steps import ModelFails
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.comparison import Comparison, difference_error
-from pdcompile.passes.verify.distinct_blocks import verify_blocks
 from pdcompile.passes.verify.full_batch import Reduction, full_batch_notes
-from pdcompile.passes.verify.step_runs import fits, is_large, memory_budget, step_inputs
+from pdcompile.passes.verify.retrace import retraced
+from pdcompile.passes.verify.step_runs import is_large, step_inputs, too_large
 from pdcompile.passes.verify.verification import Compared, Difference, Verification
 from pdcompile.plan import Plan
 from pdcompile.warn import warn
 
-__all__ = ["Compared", "Difference", "Verification", "not_compared", "verify"]
+__all__ = ["Compared", "Difference", "Verification", "verify"]
 
 
 def verify(
@@ -43,19 +45,18 @@ def verify(
     layout: BatchLayout,
     loss_fn: Callable[..., Any] | None = None,
     *,
-    mode: Literal["auto", "full", "blocks", "off"] = "auto",
+    mode: Literal["auto", "full"] = "auto",
     loss_reduction: Reduction | None = None,
 ) -> Verification:
-    """Runs the model and the stages on microbatches of a minibatch and compares the results.
+    """Compares the source of each stage with the capture, op by op; then, where they fit into half
+    of the free memory, runs the model and the stages and compares the results.
 
     Args:
         flat, layout: a minibatch; its microbatches are the inputs.
         loss_fn: the loss that was captured with the model.
         mode: "full": two steps, the captured graph apart from the stages, and gradients of the
             minibatch against those of its microbatches; "auto": the stages, and where one forward
-            takes long one step only; "blocks": each distinct block apart.  What does not fit into
-            half of the free memory is compared block by block, and with "full" also a model on
-            the meta device, of which "auto" compares nothing.
+            takes long one step only.
         loss_reduction: as given to compile; None: as the plan says.
 
     Modes, parameters, gradients, buffers and random state of the model are as before afterwards.
@@ -64,18 +65,25 @@ def verify(
         VerifyError: something differs in sources that nobody edited, or a stage raises.
         SourceError: a source cannot be loaded.
     """
+    reason = without_values(model) or too_large(model, capture.train)
+    if reason:
+        return _ops_alone(capture, plan, sources, mode, reason)
+    count = 0
+    if not sources.edited:  # an edit may compute the same by other ops
+        count = _ops_alone(capture, plan, sources, mode, "").ops
     region, device = plan.training.autocast or "", device_of(model, flat)
     region = region if on_gpu(region) and devices.is_host(device) else ""
     home = next((tensor.device for tensor in model.parameters()), devices.HOST)
     comparison = Comparison(capture, plan, sources, model, loss_fn, layout, home)
     try:
         with regions_of(region, device):
-            return replace(_compared(comparison, flat, mode, loss_reduction), casts_of=region)
+            found = _compared(comparison, flat, mode, loss_reduction)
+        return replace(found, casts_of=region, ops=count)
     except ModelFails as error:
         if not region:
             raise
         reason = f"on the CPU, with the casts of {region}, {error.message}"
-        return not_compared(reason, sources.edited)
+        return _ops_alone(capture, plan, sources, mode, reason)
     except VerifyError as error:
         if not (region and capture.of_device):
             raise
@@ -83,23 +91,32 @@ def verify(
         raise VerifyError(message.format(error.message), where=where, remedy=remedy) from error
 
 
+def _ops_alone(
+    capture: Capture, plan: Plan, sources: Sources, mode: Literal["auto", "full"], reason: str
+) -> Verification:
+    """The comparison of ops; `reason`: why there is none of numbers.
+
+    Raises:
+        VerifyError: they differ in sources that nobody edited, or a stage raises.
+    """
+    count, found = retraced(capture, plan, sources)
+    if found and not sources.edited:
+        raise difference_error(found, capture.train)
+    notes = capture.train.notes if mode == "full" else ()
+    size = capture.train.batch_size
+    return Verification(
+        size, 0, 0, 0, True, sources.edited, tuple(found), reason, ops=count, notes=notes
+    )
+
+
 def _compared(
     comparison: Comparison,
     flat: FlatCall,
-    mode: Literal["auto", "full", "blocks", "off"],
+    mode: Literal["auto", "full"],
     loss_reduction: Reduction | None,
 ) -> Verification:
     capture, sources, model = comparison.capture, comparison.sources, comparison.model
     plan, layout, loss_fn = comparison.plan, comparison.layout, comparison.loss_fn
-    meta = unverifiable(model)
-    if meta and mode == "auto":
-        return not_compared(meta, sources.edited)
-    if meta or mode == "blocks" or not fits(model, capture.train):
-        budget = memory_budget()
-        report = verify_blocks(capture, plan, sources, model, flat, layout, loss_fn, budget=budget)
-        if report.differences and not sources.edited:
-            raise difference_error(report.differences, capture.train)
-        return replace(report, notes=capture.train.notes if mode != "auto" else ())
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1
     steps = comparison.run(step_inputs(flat, layout, capture.train, count), graph=full)
@@ -117,8 +134,3 @@ def _compared(
         for hint in hints:
             warn(hint)
     return replace(report, notes=(*known, *hints))
-
-
-def not_compared(reason: str, edited: tuple[str, ...] = ()) -> Verification:
-    """The report on a model that cannot be compared, for the reason that `unverifiable` names."""
-    return Verification(0, 0, 0, 0, True, edited, (), reason)

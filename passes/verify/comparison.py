@@ -128,10 +128,9 @@ class Comparison:
 
     def _both(self, chain: Chain, step: Step, *, gradients: bool) -> tuple[StepValues, StepValues]:
         """The values of model and stages; with `gradients` the model records autograd."""
-        chain.begin(step.minibatch)
         with self._around(step.graph):
             expected = step.values(step.eager, gradients=gradients)
-            return expected, step.values(partial(stages, chain, step.call, self.plan))
+            return expected, step.values(partial(stages, chain, step, self.plan))
 
     @contextmanager
     def _around(self, graph: OpGraph) -> Iterator[None]:
@@ -144,9 +143,8 @@ class Comparison:
         does, and is no rounding."""
         plain, in_eval = self._chains(generate(self.capture, self.plan))
         plain = plain if chain.graph.training else in_eval
-        plain.begin(step.minibatch)
         with self._around(step.graph):
-            return step.values(partial(stages, plain, step.call, self.plan))
+            return step.values(partial(stages, plain, step, self.plan))
 
     def _with_gradients(
         self, chain: Chain, step: Step, failed: ModelFails

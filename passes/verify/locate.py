@@ -33,11 +33,10 @@ def located(
 
     def watched() -> tuple[Outputs, Loss]:
         with seen:
-            return stages(chain, step.call, plan)
+            return stages(chain, step, plan)
 
     try:
         right, result = replay(step)
-        chain.begin(step.minibatch)
         step.values(watched)
     except PdcompileError:
         return list(found)  # nothing more can be said of it

@@ -18,8 +18,9 @@ from pdcompile.passes.costs import estimate
 from pdcompile.passes.preserved_state import write_buffers
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.content_watch import line_of_traceback
-from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs
+from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs, Step
 from pdcompile.plan import Plan
+from pdcompile.units import format_bytes
 
 
 def needs_gradients(failed: ModelFails) -> ModelFails:
@@ -34,26 +35,33 @@ def needs_gradients(failed: ModelFails) -> ModelFails:
     )
 
 
-def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Outputs, Loss]:
-    """Runs one step of the generated stages.  Raises VerifyError, naming the stage that fails."""
+def stages(chain: Chain, step: Step, plan: Plan) -> tuple[Outputs, Loss]:
+    """Runs one step by the generated stages.  Raises VerifyError, naming the stage that fails."""
     try:
         with autocast_region(plan.training.autocast):
-            outputs, loss = chain.forward(flat.copied_leaves())
+            outputs, loss = chain.forward(step.call.copied_leaves(), step.minibatch)
         if chain.graph.training and loss is not None:
             chain.backward()
     except PdcompileError:
         raise
     except Exception as error:
-        mode = "training" if chain.graph.training else "evaluation"
-        raise VerifyError(
-            f"stage {chain.running} raises in {mode}, where the model does not: "
-            f"{type(error).__name__}: {error}",
-            where=line_of_traceback(error) or f"stage_{chain.running}.py",
-            remedy="undo the last edit of the stage's file"
-            if f"stage_{chain.running}.py" in chain.edited
-            else "please report this model: stages have to do what it does",
-        ) from error
+        raise failed_stage(chain.running, chain.graph, error, chain.edited) from error
     return outputs, loss
+
+
+def failed_stage(
+    stage: int, graph: OpGraph, error: Exception, edited: tuple[str, ...]
+) -> VerifyError:
+    """The error for a stage whose Python raises one; `edited`: names of files."""
+    file = f"stage_{stage}.py"
+    return VerifyError(
+        f"stage {stage} raises in {'training' if graph.training else 'evaluation'}, where the "
+        f"model does not: {type(error).__name__}: {error}",
+        where=line_of_traceback(error) or file,
+        remedy="undo the last edit of the stage's file"
+        if file in edited
+        else "please report this model: stages have to do what it does",
+    )
 
 
 STEP = 0.01  # of a parameter's size, so that weights change visibly in any dtype
@@ -153,17 +161,16 @@ def advance(
 SHARE = 0.5  # of the free memory, for a comparison
 
 
-def memory_budget() -> int:
-    """The bytes that a comparison may take: half of the free memory."""
-    return int(SHARE * _free())
-
-
-def fits(model: nn.Module, graph: OpGraph) -> bool:
-    """Whether gradients of eager and stages, updated weights, and both sides' activations fit."""
+def too_large(model: nn.Module, graph: OpGraph) -> str:
+    """The reason why numbers cannot be compared: gradients of eager and stages, updated weights,
+    and both sides' activations do not fit; "" where they do."""
     tensors = (*model.parameters(), *model.buffers())
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     costs = estimate(graph, microbatch_size=graph.batch_size)
-    return 3 * weights + 2 * sum(cost.saved_bytes for cost in costs) <= memory_budget()
+    needed = 3 * weights + 2 * sum(cost.saved_bytes for cost in costs)
+    if needed <= SHARE * _free():
+        return ""
+    return f"model and stages side by side take {format_bytes(needed)}, over half of what is free"
 
 
 def _free() -> int:

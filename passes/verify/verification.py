@@ -21,7 +21,7 @@ class Difference:
     """
 
     mode: str  # train | eval
-    what: str  # output | loss | gradient | buffer
+    what: str  # output | loss | gradient | buffer | op
     name: str
     stage: int
     largest: float  # absolute difference; infinite where shape or dtype differ
@@ -30,6 +30,8 @@ class Difference:
 
     def __str__(self) -> str:
         gap = f"by up to {self.largest:.3g}"
+        if self.what == "op":
+            return f"op {self.name!r} of stage {self.stage} in {self.mode} mode differs"
         if self.largest == float("inf"):
             gap = "(missing, not finite, or of another shape or dtype)"
         step = f", in step {self.step + 1} only" if self.step else ""
@@ -57,8 +59,8 @@ class Verification:
 
     `outputs`, `gradients` and `buffers` count the tensors of one step, training and evaluation
     together.  `steps` follow each other, with updated weights and buffers, each on its own
-    inputs.  `blocks` names the blocks that were compared where the whole model does not fit, and
-    `left_out` the parts that were not compared.  `casts_of` is the autocast region of a
+    inputs.  `ops` counts those that were compared with the capture's, in the sources of all stages;
+    `unverified` says why no numbers were.  `casts_of` is the autocast region of a
     GPU, where model and stages were compared on the CPU, with its casts.  `notes` are intended
     differences from one full-batch step of eager, and hints at a wrong option.  `rows` count the
     tensors of each step.
@@ -71,31 +73,35 @@ class Verification:
     exact: bool  # compared bit for bit; otherwise within rounding (not on a CPU)
     edited: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
-    unverified: str = ""  # why nothing was compared
+    unverified: str = ""
     steps: int = 1
     graph: bool = False  # the captured graph was compared as well, apart from the stages
-    blocks: str = ""
-    left_out: tuple[str, ...] = ()
+    ops: int = 0
     casts_of: str = ""
     notes: tuple[str, ...] = ()
     rows: tuple[Compared, ...] = ()
 
     def __str__(self) -> str:
         edited = f"edited ({', '.join(self.edited)}): " if self.edited else ""
-        if self.unverified:
-            return f"{edited}not verified: {self.unverified}"
-        rest = [f"  not verified: {', '.join(self.left_out)}"] if self.left_out else []
-        rest += [f"  note: {note}" for note in self.notes]
+        rest = [f"  note: {note}" for note in self.notes]
         if not self.differences:
-            how = ("bit for bit" if self.exact else "up to rounding") + self.place
-            head = f"{edited}{self.blocks or 'the stages'} equal eager {how} ({self.compared})"
-            return "\n".join([head, *rest])
+            return "\n".join([f"{edited}{self.verdict} ({self.compared})", *rest])
         count = len(self.differences)
-        lines = [f"{edited}the stages differ from eager in {self.share} ({self.compared})"]
+        lines = [f"{edited}{self.verdict} ({self.compared})"]
         lines += [f"  first at {place}" for place in self.places]
         lines += [f"  {difference}" for difference in self.differences[:10]]
         lines += [f"  and {count - 10} more"] if count > 10 else []
         return "\n".join([*lines, *rest])
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in words."""
+        if self.differences:
+            return f"the stages differ from eager in {self.share}"
+        if self.unverified:
+            return "the stages have the ops of the model, no numbers were compared"
+        how = "bit for bit" if self.exact else "up to rounding"
+        return f"the stages equal eager {how}{self.place}"
 
     @property
     def place(self) -> str:
@@ -104,14 +110,18 @@ class Verification:
 
     @property
     def share(self) -> str:
-        """The number of differences, of how many tensors in all steps."""
+        """The number of differences, of how many ops or of tensors in all steps."""
+        if self.unverified:
+            return f"{len(self.differences)} places of {self.ops} ops, no numbers were compared"
         each = self.rows or (self,)
         total = sum(one.outputs + one.gradients + one.buffers for one in each)
         return f"{len(self.differences)} places of {total} compared"
 
     @property
     def compared(self) -> str:
-        """The counts of compared tensors, in words."""
+        """The counts of compared ops and tensors, in words."""
+        if self.unverified:
+            return f"{self.ops} ops, training and evaluation: {self.unverified}"
         steps = f"{self.steps} steps on {self.steps} inputs, " if self.steps > 1 else ""
         graph = "captured graph and stages, " if self.graph else ""
         return (

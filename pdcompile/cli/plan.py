@@ -69,8 +69,7 @@ def plan(
     console = stdout()
     console.print(plan_report(made))
     console.print(result.proof.summary, markup=False)
-    if result.verification is None or not result.verification.unverified:  # a note says that
-        console.print(str(result.verification), markup=False)
+    console.print(str(result.verification), markup=False)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)
 

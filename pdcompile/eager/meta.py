@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 LEAST_MEASURED = 0.5  # of the seconds of a model without memory, for costs="measured"
 
 
-def unverifiable(model: nn.Module) -> str:
-    """The reason why stages cannot be compared with the model; "" when they can be."""
+def without_values(model: nn.Module) -> str:
+    """The reason why a model cannot be run, and no number of it compared; "" where it can be."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     bare = [name for name, tensor in tensors if tensor.is_meta]
     if not bare:
@@ -23,9 +23,7 @@ def unverifiable(model: nn.Module) -> str:
     count = "all" if len(bare) == len(tensors) else f"{len(bare)} of"
     return (
         f"{count} {len(tensors)} parameters and buffers ({bare[0]}, …) are on the meta device and "
-        "have no values, so no output or gradient of the generated stages was compared with "
-        'eager; capture, plan and schedule were checked. `pdcompile verify`, or verify="blocks", '
-        "compares block by block with values drawn for that"
+        "have no values"
     )
 
 

@@ -326,12 +326,16 @@ class GivenOptions:
         check=one_of(False, True),
         flag=Flag(type=bool, verbs=USES_STAGES),
     )
-    verify: Literal["auto", "full", "blocks", "off"] = option(
+    verify: Literal["auto", "full", "off"] = option(
         "auto",
-        '"auto" compares the stages with eager before the first step; "full" also the captured '
-        'graph, and what a full batch gives; "blocks" each distinct block apart; "off".',
-        check=one_of("auto", "full", "blocks", "off"),
-    )
+        '"auto" compares the stages with eager before the first step, and where the model does not '
+        'fit, or has no memory, their ops alone; "full" also the captured graph, and what a full '
+        'batch gives; "off".',
+        check=one_of(
+            "auto", "full", "off",
+            or_else='; "auto" compares the ops of a model that is too large to be run here',
+        ),
+    )  # fmt: skip
     weights: Any = option(
         None,
         "For a model on the meta device: a .safetensors file, an index or a folder of such files "

@@ -27,7 +27,6 @@ def verify_report(found: Verification) -> Group:
         parts += [Text(f"  {difference}") for difference in found.differences[:SHOWN]]
         more = len(found.differences) - SHOWN
         parts += [Text(f"  and {more} more")] if more > 0 else []
-    parts += [Text(f"not verified: {what}", style="yellow") for what in found.left_out]
     parts += [Text(f"note: {note}", style="dim") for note in found.notes]
     return Group(*parts)
 
@@ -56,9 +55,10 @@ def _share(count: int, wrong: list[Difference], kinds: tuple[str, ...]) -> str:
 
 
 def _verdict(found: Verification) -> Text:
-    if found.unverified:
-        return Text(f"not verified: {found.unverified}", style="yellow")
-    who = "captured graph and stages" if found.graph else found.blocks or "the stages"
+    if found.unverified and not found.differences:
+        edited = f"edited ({', '.join(found.edited)}): " if found.edited else ""
+        return Text(f"{edited}{found.verdict} ({found.compared})", style="yellow")
+    who = "captured graph and stages" if found.graph else "the stages"
     who = f"edited ({', '.join(found.edited)}): {who}" if found.edited else who
     if found.differences:
         return Text(f"{who} differ from eager in {found.share}", style="bold red")

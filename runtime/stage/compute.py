@@ -1,10 +1,7 @@
-"""Forward and backward of one microbatch on one stage: autograd, and no messages.
+"""Forward and backward of one microbatch on one stage, on the weights of a version; no messages.
 
-Each value from another stage that needs a gradient comes in by an `Entrance`.  Backward is one
-call into autograd, with its roots in eager's order of summation: first what later stages have
-already summed for what came in here (chained edges), then the gradients of what went out, then the
-loss.  A stage that recomputes runs forward again for it (`SecondRun`).  Where
-the schedule splits it, it stops where no earlier stage waits, and goes on later (`Rest`).
+`StageRun` runs the stage.  Here are the minibatches that it runs for (`Feed`), what waits between
+forward and backward, and what a stage that recomputes keeps instead (`SecondRun`).
 """
 
 from __future__ import annotations
@@ -16,22 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
-from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
-from pdcompile.eager.randomness import DrawScope, end_draw
-from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
-from pdcompile.ir.stage_interface import named_results
+from pdcompile.ir.graph import size_at
+from pdcompile.ir.stage_interface import Port
+from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
+from pdcompile.ir.stage_streams import Streams
+from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.stage.absent import absent, is_absent
-from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.second_run import Kept, SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.stage.wiring import Wiring, expected
-from pdcompile.runtime.transport.contract import check_tensor
+from pdcompile.runtime.transport.contract import Expected, check_tensor
 
 Leaves = dict[str, Any]  # of the caller's, by path
 
@@ -57,15 +52,11 @@ class Feed:
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A microbatch between its forward and its backward."""
+class _Waiting:
+    """A microbatch between its forward and its backward, or between the two parts of that."""
 
-    entered: dict[int, Entrance] = field(default_factory=dict)  # by edge
-    left: dict[int, GradientEdge | None] = field(default_factory=dict)  # edge: where it was made
-    loss: Tensor | None = None
-    draws: DrawScope | None = None  # of opaque modules, which may run again
+    flight: Flight | None
     kept: Kept | None = None  # of a stage that recomputes: it has no graph until its backward
-    rest: Rest | None = None  # between the two parts of its backward
     sent: set[int] = field(default_factory=set)  # by the first part: memory of gradients
 
 
@@ -77,7 +68,7 @@ class Precision(NamedTuple):
 
 
 class Compute:
-    """The compute of one stage."""
+    """The compute of one stage: `StageRun` on the weights of a version, and what is in flight."""
 
     def __init__(
         self,
@@ -94,11 +85,11 @@ class Compute:
         self._device = device or RankDevice()
         self._stage = stage
         self._weights = weights
-        self._streams = streams
-        self._region, self._scale = precision
+        self._stage_run = StageRun(stage, streams, precision.region)
+        self._scale = precision.scale
         self._second = second
         self._whole = whole
-        self.flights: dict[tuple[int, int], _Flight] = {}  # what waits for its backward
+        self.flights: dict[tuple[int, int], _Waiting] = {}  # what waits for its backward
 
     def forward(
         self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]
@@ -121,60 +112,37 @@ class Compute:
         if flight.loss is not None:
             feed.losses.append(flight.loss.detach())
         if wiring.training:
-            self.flights[feed.minibatch, microbatch] = (
-                flight if kept is None else _Flight(kept=kept)
-            )
+            waiting = _Waiting(flight) if kept is None else _Waiting(None, kept)
+            self.flights[feed.minibatch, microbatch] = waiting
         return values
 
     def _run(
         self, feed: Feed, microbatch: int, module: nn.Module, given: list[Any], leaves: Leaves
-    ) -> tuple[_Flight, dict[str, Tensor]]:
+    ) -> tuple[Flight, dict[str, Tensor]]:
         """The stage's part of autograd's graph, and its results, for what was given to it."""
-        wiring, flight = feed.wiring, _Flight()
-        arguments = []
-        for (port, edge), value in zip(wiring.inputs, given, strict=True):
-            if edge in wiring.differentiable:
-                entrance = flight.entered[edge] = Entrance(value)
-                value = entrance.value
-            arguments.append(value.clone() if port.mutated else value)
-        self._streams.begin(feed.minibatch, microbatch)
-        with torch.set_grad_enabled(wiring.training), self._region():
-            results = module(*arguments)
-            values = named_results(self._stage, [port for port, _ in wiring.outputs], results)
-            if wiring.is_last and feed.with_loss:
-                loss = self._loss(module, wiring, values, leaves)
-                flight.loss = scaled_loss(loss, feed.weights[microbatch])
-        end_draw()
-        for port, edge in wiring.outputs:
-            value = values[port.value]
-            what = f"result {port.name!r} of stage {self._stage}"
-            check_tensor(value, expected(port, feed.sizes[microbatch], feed.minibatch), what)
-            if edge in wiring.differentiable:
-                flight.left[edge] = get_gradient_edge(value) if value.requires_grad else None
-        if wiring.training:
-            flight.draws = self._streams.drawn(module)
-        return flight, values
+        wiring, size, stage = feed.wiring, feed.sizes[microbatch], self._stage
+        where = "loss_fn" if wiring.signature.loss_inputs else "the model's output"
 
-    def _again(self, feed: Feed, microbatch: int, version: int, kept: Kept) -> _Flight:
+        def loss(found: Tensor) -> Tensor:
+            return scaled_loss(check_loss(found, where), feed.weights[microbatch])
+
+        def check(port: Port, value: Any) -> None:
+            what = f"result {port.name!r} of stage {stage}"
+            check_tensor(value, expected(port, size, feed.minibatch), what)
+
+        call = Microbatch(
+            feed.minibatch, microbatch, lambda path: self._placed(leaves[path]),
+            loss if feed.with_loss else None, check,
+        )  # fmt: skip
+        return self._stage_run.forward(module, wiring, given, call)
+
+    def _again(self, feed: Feed, microbatch: int, version: int, kept: Kept) -> Flight:
         """Run the stage a second time, for the graph that the first run did not keep."""
         assert self._second is not None
         module = self._weights.module(version, feed.wiring.training)
         with self._second.around(module, kept.buffers):
             flight, _ = self._run(feed, microbatch, module, kept.given, kept.leaves)
         return flight
-
-    def _loss(
-        self, module: Any, wiring: Wiring, values: dict[str, Tensor], leaves: Leaves
-    ) -> Tensor:
-        signature = wiring.signature
-        if not signature.loss_inputs:
-            assert signature.loss is not None
-            return check_loss(values[signature.loss], "the model's output")
-        arguments = [
-            values[port.value] if port.value in values else self._placed(leaves[port.path or ""])
-            for port in signature.loss_inputs
-        ]
-        return check_loss(module.loss(*arguments), "loss_fn")
 
     def _placed(self, leaf: Any) -> Any:
         return self._device.place(leaf) if isinstance(leaf, Tensor) else leaf
@@ -193,59 +161,53 @@ class Compute:
         Returns what goes to earlier stages as (edge, sum).  `split`: only what that needs, and the
         gradients of tied copies, with `backward_weight` to follow.
         """
-        flight = self.flights.pop((feed.minibatch, microbatch))
-        if flight.kept is not None:
-            flight = self._again(feed, microbatch, version, flight.kept)
+        waiting = self.flights.pop((feed.minibatch, microbatch))
+        flight = waiting.flight
+        if flight is None:
+            assert waiting.kept is not None
+            flight = self._again(feed, microbatch, version, waiting.kept)
+        del waiting  # what was kept for it is not needed any more
         self._weights.begin_backward(feed.minibatch, version)
-        roots = self._roots(feed, flight, receive)
-        rest = Rest()
-        if split and not self._whole and flight.draws is None:
+
+        def gradient(edge: int) -> Tensor | None:
+            came = receive(edge)
+            return None if self._device.on_host(came) and is_absent(came) else came
+
+        passed_on = None
+        if split and not self._whole:
             passed_on = [self._weights.parameter(version, fqn) for fqn in self._weights.copies]
-            rest = first_part(roots, [*passed_on, *(one.leaf for one in flight.entered.values())])
-        elif roots and flight.draws is not None:
-            flight.draws.backward_of([one for one, _ in roots], [one for _, one in roots])
-        elif roots:
-            accumulate(roots)
+        self._stage_run.backward(
+            flight, feed.wiring, gradient, of_loss=self._of_loss(feed, flight), first=passed_on
+        )
         sent = []
         for edge, entrance in flight.entered.items():
-            gradient = entrance.take()
-            sent.append((edge, absent(entrance.value) if gradient is None else gradient))
+            found = entrance.take()
+            sent.append((edge, absent(entrance.value) if found is None else found))
         memories = {memory_of(gradient) for _, gradient in sent}
-        kept = map(memory_of, rest.gradients)
+        kept = map(memory_of, flight.rest.gradients)
         self._weights.separate_gradients(version, memories.union(kept))
         if split:
-            self.flights[feed.minibatch, microbatch] = _Flight(rest=rest, sent=memories)
+            rest = Flight(rest=flight.rest)
+            self.flights[feed.minibatch, microbatch] = _Waiting(rest, sent=memories)
         return sent
 
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
         """Accumulate the gradients that a split `backward` left."""
-        flight = self.flights.pop((feed.minibatch, microbatch))
-        assert flight.rest is not None
+        waiting = self.flights.pop((feed.minibatch, microbatch))
+        assert waiting.flight is not None
         self._weights.begin_backward(feed.minibatch, version)
-        flight.rest.run()
-        self._weights.separate_gradients(version, flight.sent)
+        self._stage_run.backward_weight(waiting.flight)
+        self._weights.separate_gradients(version, waiting.sent)
 
-    def _roots(
-        self,
-        feed: Feed,
-        flight: _Flight,
-        receive: Callable[[int], Tensor],
-    ) -> list[Root]:
-        """Where backward begins, in eager's order of summation: where a gradient has come in."""
-        came: list[tuple[Tensor | GradientEdge | None, Tensor]] = [
-            (entrance.value, receive(edge))
-            for edge, entrance in flight.entered.items()
-            if edge in feed.wiring.chained
-        ]
-        for edge, origin in flight.left.items():
-            came.append((origin, receive(edge)))
-        roots: list[Root] = [
-            (origin, gradient)
-            for origin, gradient in came
-            if origin is not None and not (self._device.on_host(gradient) and is_absent(gradient))
-        ]
-        if flight.loss is not None and flight.loss.requires_grad:
-            scale = None if self._scale is None else self._scale.scale(feed.minibatch)
-            seed = None if scale is None else torch.full_like(flight.loss, scale)
-            roots.append((flight.loss, seed))
-        return roots
+    def _of_loss(self, feed: Feed, flight: Flight) -> Tensor | None:
+        """The gradient that backward begins with at the loss; None: 1."""
+        scale = None if self._scale is None else self._scale.scale(feed.minibatch)
+        if scale is None or flight.loss is None:
+            return None
+        return torch.full_like(flight.loss, scale)
+
+
+def expected(port: Port, size: int, minibatch: int) -> Expected:
+    """What a port carries for a microbatch of `size` samples."""
+    shape = tuple(size_at(one, size) for one in port.shape)
+    return Expected(shape, getattr(torch, port.dtype), minibatch)

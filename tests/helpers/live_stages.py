@@ -14,9 +14,10 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Signature
+from pdcompile.ir.stage_streams import Streams
 from pdcompile.passes import codegen
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
-from pdcompile.passes.stages.chain import announce, build, tensors_by_name
+from pdcompile.passes.stages.chain import build, tensors_by_name
 from pdcompile.plan import Plan, TiedParameter
 
 
@@ -119,7 +120,9 @@ def measured(model: nn.Module, flat: FlatCall, capture: Capture, plan: Plan) -> 
             runs = []
             for _ in range(2):  # the first without gradients, the next one with them
                 module = build(cls, interface, tensors, model).train()
-                announce(module, interface, interface.train, 0)
+                streams = Streams(0)
+                streams.attach(module, interface)
+                streams.begin(0, 0)
                 run = _Runs(interface.train, edges, interface.index, flat.leaves, plan.tied, values)
                 runs.append(run.once(module, tensors))
             values.update({name: one.detach().clone() for name, one in run.results.items()})

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from pdcompile.ir.graph import size_at
 from pdcompile.ir.stage_interface import Port, Signature
 from pdcompile.plan import Edge
-from pdcompile.runtime.transport.contract import Expected
 from pdcompile.schedule import Kind
 
 
@@ -45,7 +42,7 @@ class Wiring:
 
 
 def wire(
-    stage: int, num_stages: int, signature: Signature, edges: tuple[Edge, ...], training: bool
+    stage: int, num_stages: int, signature: Signature, edges: Sequence[Edge], training: bool
 ) -> Wiring:
     """Join a stage's signature to the edges that enter and leave it."""
     entering = {edge.value: n for n, edge in enumerate(edges) if stage in edge.targets}
@@ -70,9 +67,3 @@ def wire(
             if training and edges[n].gradient and stage != edges[n].targets[-1]
         ),
     )
-
-
-def expected(port: Port, size: int, minibatch: int) -> Expected:
-    """What a port carries for a microbatch of `size` samples."""
-    shape = tuple(size_at(one, size) for one in port.shape)
-    return Expected(shape, getattr(torch, port.dtype), minibatch)
