@@ -99,7 +99,7 @@ def test_rounded_cuts_lie_between_parts_and_are_the_best_of_those() -> None:
     assert found.after_seconds == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
 def test_no_cut_between_parts_is_faster(data: st.DataObject) -> None:
     """Of random models, by trying all of them."""

@@ -64,10 +64,9 @@ class TrainingOptions:
         f"{described()}; auto: the planner chooses of those that update as eager does, and "
         f"that max_staleness allows; or the path of a .csv file with one of your own "
         f"(pdcompile schedule --help). Default: {DEFAULT}.",
-        'stash and vsync use gradients of weights as old as the warm-up is deep.  "auto" decides '
-        "microbatches and warm-up too, as ``pdcompile plan`` does, and takes two stages a rank "
-        "only where `stages` is left out.  Of a file stages, ranks and microbatches are what it "
-        "says.",
+        '"auto" decides microbatches and warm-up too, as ``pdcompile plan`` does, and takes two '
+        "stages a rank only where `stages` is left out.  Of a file stages, ranks and microbatches "
+        "are what it says.",
         plan="training.schedule",
         compared=True,
         flag=Flag(read=named),
@@ -98,7 +97,7 @@ class TrainingOptions:
             "M",
             texts.microbatches,
             remedy="a number such as 8, auto, or several for plan: 4,8,16",
-            more="plan: or several to choose from, 4,8,16.",
+            more="pdcompile plan takes several to choose from: 4,8,16.",
         ),
     )
     batch_dims: Any = option(
