@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdcompile.cli import main
-from pdcompile.cli.run import StepsDone, step_seconds
+from pdcompile.cli.run import step_seconds
 from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
@@ -479,13 +479,6 @@ def test_steps_are_timed_when_the_pipeline_is_full() -> None:
     assert step_seconds([9.0, 11.0, 12.0]) is None
     assert step_seconds([9.0, 11.0, 12.0, 13.0]) == 1.0
     assert step_seconds([9.0, 11.0, 12.0, 13.0, 17.0]) == 2.0
-
-
-def test_a_training_line_says_how_far_it_is() -> None:
-    done = StepsDone(10)
-    assert done.line() == "training: step 0 of 10, 0 s so far"
-    done.advance("loss 2.5")
-    assert done.line() == "training: step 1 of 10, loss 2.5, 0 s so far, about 0 s to come"
 
 
 def test_a_dry_run_says_what_would_be_done(tmp_path: Path, call: Call) -> None:

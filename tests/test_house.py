@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_100),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_450),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_410),
     "export": (("passes/export", "pdcompile/export"), 1_600),
 }
 LINES_OF_A_FILE = 500

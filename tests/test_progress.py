@@ -79,6 +79,17 @@ def test_long_work_says_the_pass_how_far_it_is_and_what_is_to_come(
     assert "verified, 0 s so far\n" in said
 
 
+def test_a_training_says_how_far_it_is(capsys: pytest.CaptureFixture[str], soon: None) -> None:
+    with progress.compiling(lines=False, title="training") as listener:
+        listener.steps(0, 10, "")
+        assert "training: step 0 of 10, 0 s so far\n" in spoken(
+            capsys, "step 0 of 10, 0 s so far\n"
+        )
+        listener.steps(5, 10, "loss 2.5")
+        said = spoken(capsys, "to come")
+    assert "training: step 5 of 10, loss 2.5, 0 s so far, about 0 s to come\n" in said
+
+
 def test_work_that_is_over_says_nothing_more(
     capsys: pytest.CaptureFixture[str], soon: None
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a verb would do, without capturing, measuring, planning or writing anything."""
+"""Account of what a verb would do, without capturing, measuring, planning or writing anything."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def plan_and_target(words: list[str], plan: Path | None, to: str) -> tuple[str, 
 
 
 def cost_line(found: Export) -> str:
-    """What rounding cost, with both objectives."""
+    """Cost of rounding, with both objectives."""
     from pdcompile.schedule.registry import kind_of
     from pdcompile.units import format_seconds
 

@@ -220,7 +220,7 @@ class Flags:
         return parsed(written | {"max_stages": [] if most is None else [str(most)]})
 
     def _optimizer(self, workload: Workload) -> Any:
-        """That of the flags, else the workload's, else AdamW."""
+        """Optimizer of the flags, else the workload's, else AdamW."""
         name, lr = self.said.get("optimizer"), self.said.get("lr")
         if name is not None or "optimizer" not in workload.options:
             return texts.optimizer_of(name or "AdamW", lr)

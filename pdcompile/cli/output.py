@@ -58,12 +58,12 @@ def _console(file: TextIO) -> Console:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints: under torchrun only rank 0 does."""
+    """True in the process that prints: under torchrun only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def under_torchrun() -> bool:
-    """Whether other processes train with this one."""
+    """True where other processes train with this one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

@@ -64,7 +64,7 @@ def probe(
 
 
 def lines(found: Probed) -> list[str]:
-    """What was measured, for a reader."""
+    """Lines of a report on the measurements."""
     from pdcompile.passes.probe.levels import drawn
     from pdcompile.units import format_bytes, format_flops, format_rate, format_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +18,14 @@ from pdcompile.cli.app import app
 from pdcompile.cli.dry_run import intended, show
 from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 from pdcompile.errors import ConfigError
+from pdcompile.pass_runner import Listener
 
 saving = partial(typer.Option, rich_help_panel="Checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """When to save a checkpoint, where, and whether to begin with one."""
+    """Options of checkpoints: when and where to save, and one to begin with."""
 
     save: Annotated[
         Path | None,
@@ -47,19 +48,19 @@ class Saves:
 
     @property
     def folder(self) -> Path | None:
-        """Where checkpoints are; None: nobody asks for any."""
+        """Folder of checkpoints; None: none are asked for."""
         asked = self.save_every is not None or self.resume
         return self.save or (Path("checkpoints") if asked else None)
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to save after a step."""
+        """True where a checkpoint is due after a step."""
         every = self.save_every
         return self.folder is not None and (step == last or bool(every and not (step + 1) % every))
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a run tells of itself."""
+    """Options of what a run reports."""
 
     every: Annotated[
         int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
@@ -105,6 +106,7 @@ def run(
     """
     from pdcompile import driver
     from pdcompile.cli.output import is_first_rank, stdout
+    from pdcompile.report.progress import compiling
     from pdcompile.workload import load_target
 
     flags.check()
@@ -123,10 +125,11 @@ def run(
         stdout().print(pipe.explain(short=known), markup=False)
     first = pipe.position.minibatches
     minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
-    with pipe, training_progress(max(steps - first, 0)) as advance:
+    with pipe, compiling(lines=False, title="training") as listener:
         if told.trace is not None:
             pipe.record()
-        done = trained(pipe, minibatches, Looks(told.every, steps, advance), saves, target)
+        looks = Looks(told.every, steps, max(steps - first, 0), listener)
+        done = trained(pipe, minibatches, looks, saves, target)
         pipe.flush()
         seconds = time.perf_counter() - done.began
         if told.trace is not None:
@@ -153,7 +156,7 @@ def run(
 
 
 def write_trace(pipe: Any, path: Path) -> None:
-    """What was recorded on all ranks, into a file of rank 0."""
+    """Writes the events recorded on all ranks into a file of rank 0."""
     from pdcompile.cli.output import is_first_rank, under_torchrun, write_text
     from pdcompile.report.chrome import Trace
     from pdcompile.report.chrome import trace as as_trace
@@ -164,37 +167,18 @@ def write_trace(pipe: Any, path: Path) -> None:
         write_text(path, json.dumps(as_trace(made)))
 
 
-class StepsDone:
-    """Training steps that are over, as a line for a log."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.text = total, 0, ""
-        self._began = time.monotonic()
-
-    def advance(self, text: str) -> None:
-        """Note one more step."""
-        self.done, self.text = self.done + 1, text
-
-    def line(self) -> str:
-        """``training: step 12 of 100, loss 2.3050, 40 s so far, about 293 s to come``."""
-        seconds = time.monotonic() - self._began
-        parts = [f"step {self.done} of {self.total}", self.text, f"{seconds:.0f} s so far"]
-        if self.done:
-            parts.append(f"about {seconds / self.done * (self.total - self.done):.0f} s to come")
-        return f"training: {', '.join(part for part in parts if part)}"
-
-
 class Looks(NamedTuple):
-    """When to look at a loss, and what to tell it to."""
+    """Looks at losses: every n-th step, of so many that are `left` of all, for a listener."""
 
     every: int
     steps: int
-    advance: Callable[[str], None]
+    left: int
+    listener: Listener
 
 
 @dataclass
 class Trained:
-    """What a run has come to: losses by step, when each call ended, and items of some kind."""
+    """Results of a run: losses by step, when each call ended, and items of some kind."""
 
     began: float
     losses: dict[int, float] = field(default_factory=dict)
@@ -217,6 +201,7 @@ def trained(
         ConfigError: there is no loss.
     """
     found = Trained(time.perf_counter())
+    looks.listener.steps(0, looks.left, "")
     for step, (inputs, expected) in minibatches:
         args, kwargs = call_of(inputs)
         with _ops_refusing():
@@ -234,7 +219,8 @@ def trained(
         if saves.due(step, looks.steps - 1):
             found.checkpoint = str(pipe.save(saves.folder, keep=saves.keep))
         found.ended.append(time.perf_counter())
-        looks.advance(f"loss {found.losses[max(found.losses)]:.4f}")
+        loss = found.losses[max(found.losses)]
+        looks.listener.steps(len(found.ended), looks.left, f"loss {loss:.4f}")
     return found
 
 
@@ -297,33 +283,3 @@ def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> 
     if isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
         return first.numel(), "tokens"
     return batch_size, "samples"
-
-
-@contextmanager
-def training_progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Progress of training on rank 0; yields ``advance(text)``, to be called after each step.
-
-    On a terminal a bar, elsewhere a line after 10 seconds and then every 30.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    from pdcompile.cli.output import is_first_rank, stderr
-    from pdcompile.report.progress import beating
-
-    console = stderr()
-    if not is_first_rank():
-        yield lambda text: None
-        return
-    if not console.is_terminal:
-        told = StepsDone(steps)
-        with beating(told.line, lambda text: console.print(text, soft_wrap=True, markup=False)):
-            yield told.advance
-        return
-    columns = (
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), Remaining(),
-        TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda text: bar.update(task, advance=1, description=text)

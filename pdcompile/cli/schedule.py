@@ -161,7 +161,7 @@ def _of_file(source: str, counts: dict[str, int | None]) -> Written:
 
 
 def _is_plan(path: Path) -> bool:
-    """Is it the file of a plan, which has stages?"""
+    """True for the file of a plan, which has stages."""
     try:
         data = loads(read_limited(path), where=str(path))
     except (OSError, PdcompileError):

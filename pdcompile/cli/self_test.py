@@ -38,7 +38,7 @@ class Residuals(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one schedule.
+    """Outcome of the self-test of one schedule.
 
     `difference`: the largest one of a weight or loss from the reference, relative to the largest
     value of its tensor; None where it did not run, and `said` why.  `memory`: of rank 0's GPU after

@@ -34,7 +34,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What a file says of itself, as its ``otherData``."""
+    """Header of a trace file: its ``otherData``."""
 
     format: str
     measured: bool

@@ -109,7 +109,7 @@ def deciding(found: Explanation) -> Text:
 
 
 def boundary_table(found: Explanation) -> Table:
-    """For each cut what crosses it, the next-best cut and its price.
+    """One row a cut: values that cross it, the next-best cut and its price.
 
     A faster one is called so: a plan may be preferred for its cuts, or was not proved optimal.
     """

@@ -1,4 +1,4 @@
-"""What all reports share: names of modules, ranges, counts, changes, the table, the console."""
+"""Parts that all reports share: names of modules, ranges, counts, tables, the console."""
 
 from __future__ import annotations
 

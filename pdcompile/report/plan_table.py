@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from io import StringIO
 
@@ -37,7 +38,7 @@ def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """What is run and how long a step takes, for who knows the plan: two lines or so."""
+    """Schedule, sizes and forecast of a plan in two lines or so."""
     forecast = [] if plan.forecast is None else [forecast_line(plan)]
     return _text(Group(headline(plan), *forecast))
 
@@ -136,6 +137,18 @@ def limits(plan: Plan) -> dict[int, int | None]:
     return {rank: device.memory_bytes for rank, device in enumerate(devices)}
 
 
+def fullest(plan: Plan) -> list[int]:
+    """Ranks of a plan with a forecast, nearest to their memory limits first, then by bytes."""
+    assert plan.forecast is not None
+    limit_of, ledgers = limits(plan), plan.forecast.ledgers
+
+    def fullness(rank: int) -> tuple[float, int]:
+        total = ledgers[rank].total_bytes
+        return total / (limit_of.get(rank) or math.inf), total
+
+    return sorted(range(len(ledgers)), key=fullness, reverse=True)
+
+
 def memory_table(plan: Plan) -> Table:
     """The memory of each rank at its peak, line by line, against its limit.
 
@@ -188,15 +201,15 @@ def forecast_line(plan: Plan) -> Text:
 
 
 def _in_turns(plan: Plan) -> str:
-    """That the forecast is not of how the plan's cluster runs it."""
+    """Remark that the forecast does not hold where one process runs all stages in turn."""
     if plan.num_ranks == 1 or not Cluster.from_toml(plan.cluster).in_process:
         return ""
     return "; of stages side by side: in one process they take turns"
 
 
 def _sums(plan: Plan) -> str:
-    """What of that are sums of gradients over replicas, in bytes and seconds where the plan holds
-    the problem that says so."""
+    """Remark on sums of gradients over replicas among what is sent: bytes and seconds, where the
+    plan holds its problem."""
     if all(stage.replicas == 1 for stage in plan.stages):
         return ""
     from pdcompile.errors import PlanError
@@ -226,7 +239,7 @@ def _fastest(certificate: Certificate) -> str:
 
 
 def in_words(scope: str) -> str:
-    """Of which plans a certificate speaks, and why they are not all plans."""
+    """Plans that a certificate speaks of, and reasons why they are not all plans."""
     parts = scope.split("; ")
     why = [part.removeprefix(ONE_GROUP) for part in parts if part.startswith(ONE_GROUP)]
     plans = [part for part in parts if not part.startswith(ONE_GROUP)]

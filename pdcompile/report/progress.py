@@ -97,6 +97,12 @@ class _Bar(Listener):
             completed=done,
         )
 
+    def steps(self, done: int, total: int, text: str) -> None:
+        self._bar.update(
+            self._task, description=f"{self._title}: {_step(done, total, text)}",
+            total=total, completed=done,
+        )  # fmt: skip
+
     def found(self, text: str) -> None:
         self._bar.update(self._task, description=f"{self._title}: searching, {text}")
 
@@ -114,19 +120,23 @@ class _Lines(Listener):
         self._console, self._title, self._each = console, title, ended
         self._began = time.monotonic()
         self._pass = self._state = ""
+        self._share = 0.0  # of the steps of a training that are over
 
     def show(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
 
     def line(self) -> str | None:
-        """What takes so long; None where nothing has for long."""
+        """``training: step 12 of 100, loss 2.3050, 40 s so far, about 293 s to come``; None for a
+        pass that has just begun."""
         seconds = time.monotonic() - self._began
-        if seconds < min(FIRST, EVERY) / 2:  # a pass that has just begun
+        if seconds < min(FIRST, EVERY) / 2:
             return None
-        parts = [self._pass, self._state, f"{seconds:.0f} s so far", self._left()]
+        parts = [self._pass, self._state, f"{seconds:.0f} s so far", self._left(seconds)]
         return f"{self._title}: {', '.join(part for part in parts if part)}"
 
-    def _left(self) -> str:
+    def _left(self, seconds: float) -> str:
+        if self._share:
+            return f"about {seconds * (1 / self._share - 1):.0f} s to come"
         if self._pass not in PASSES[:-1]:
             return ""
         return f"then {', '.join(PASSES[PASSES.index(self._pass) + 1 :])}"
@@ -142,6 +152,9 @@ class _Lines(Listener):
     def part(self, done: int, total: int, what: str) -> None:
         self._state = f"{done} of {total} {_parts_of(what)}"
 
+    def steps(self, done: int, total: int, text: str) -> None:
+        self._state, self._share = _step(done, total, text), done / max(total, 1)
+
     def found(self, text: str) -> None:
         self._state = text
 
@@ -154,6 +167,10 @@ class _Lines(Listener):
             self.show(f"{self._title}: {text}")
 
 
+def _step(done: int, total: int, text: str) -> str:
+    return f"step {done} of {total}" + (f", {text}" if text else "")
+
+
 def _parts_of(what: str) -> str:
-    """What a pass is made of: `what` names the part that begins."""
+    """Kind of the parts of a pass; `what` names the one that begins."""
     return "stages" if what.startswith("stage ") else "ops"

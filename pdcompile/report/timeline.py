@@ -108,7 +108,7 @@ def bars(events: Iterable[Event]) -> tuple[Bar, ...]:
 
 
 def numbered(shown: Iterable[Bar]) -> str:
-    """What the number of a bar is: a minibatch is its only microbatch, or has several."""
+    """Meaning of the numbers on bars: microbatch, or minibatch where each is one microbatch."""
     return "microbatch" if any(bar.microbatch > 0 for bar in shown) else "minibatch"
 
 
@@ -157,7 +157,7 @@ def text(events: Iterable[Event], *, width: int = 96, bands: int = 1, times: boo
 
 
 def legend(drawing: Text, shown: Sequence[Bar]) -> str:
-    """What the signs of a text timeline mean, of those that it has.
+    """Meaning of the signs that a text timeline has.
 
     Args:
         drawing: what `text` made of the events whose bars are `shown`.

@@ -1,4 +1,4 @@
-"""From a plan, its simulations and a run to the data of a page: pure functions."""
+"""Data of a page from a plan, its simulations and a run: pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import Plan
 from pdcompile.report import palette
 from pdcompile.report.labels import counted
-from pdcompile.report.page.grids import grid
 from pdcompile.report.page.lanes import lanes
 from pdcompile.report.page.measured_run import Run, compared
 from pdcompile.report.page.memory_lanes import memory_lanes
@@ -26,7 +25,7 @@ from pdcompile.report.page.words import (
     proved,
     what_limits,
 )
-from pdcompile.report.plan_table import headline, limits
+from pdcompile.report.plan_table import fullest, headline, limits
 from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.report.timeline import Event
 from pdcompile.schedule.registry import kind_of
@@ -48,7 +47,7 @@ FAR = 1.25  # times, from which a run is called far from its forecast
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a page is made of, beside the plan.
+    """Inputs of a page beside the plan.
 
     `steady`: the simulation that the forecast is read from; `drawn`: the minibatches of the
     timeline.  `explanation`: what of it is missing, `unexplained` says.
@@ -86,7 +85,7 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         timeline=lanes(drawn, () if run is None else run.aligned(drawn)),
         critical=critical_strips(path),
         model=model_map(plan),
-        stages=grid(plan_stages(plan)),
+        stages=Grid.of(plan_stages(plan)),
         memory=memory_lanes(plan, curves, seconds),
         traffic=traffic(plan, made.steady),
         binding=_binding(made),
@@ -98,7 +97,7 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
 
 
 def _off(plan: Plan, run: Run | None) -> Iterator[str]:
-    """Whether a run was far from the forecast."""
+    """A sentence where a run was far from the forecast."""
     forecast = plan.forecast
     measured = None if run is None else run.step_seconds
     if forecast is None or not measured or not forecast.step_seconds:
@@ -114,17 +113,11 @@ def _off(plan: Plan, run: Run | None) -> Iterator[str]:
 def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
     forecast, limit_of = plan.forecast, limits(plan)
     assert forecast is not None
-    totals = [ledger.total_bytes for ledger in forecast.ledgers]
-
-    def fullness(rank: int) -> tuple[float, int]:
-        limit = limit_of.get(rank)
-        return (totals[rank] / limit if limit else 0.0), totals[rank]
-
-    rank = max(range(len(totals)), key=fullness)
-    limit = limit_of.get(rank)
+    rank = fullest(plan)[0]
+    total, limit = forecast.ledgers[rank].total_bytes, limit_of.get(rank)
     room = f"rank {rank}; no limit"
     if limit:
-        room = f"of {format_bytes(limit)} on rank {rank}: {100 * totals[rank] / limit:.0f} %"
+        room = f"of {format_bytes(limit)} on rank {rank}: {100 * total / limit:.0f} %"
     gap, certain = gap_tile(plan.certificate)
     seconds = None if run is None else run.step_seconds
     measured = "" if seconds is None else f"measured {format_seconds(seconds)}"
@@ -135,8 +128,8 @@ def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
              if forecast.samples_per_second < 100 else f"{forecast.samples_per_second:,.0f}",
              f"minibatches of {plan.training.batch_size}"),
         Tile("idle", f"{100 * forecast.bubble:.1f} %", "of the time of all devices"),
-        Tile("peak memory", format_bytes(totals[rank]), room,
-             "bad" if limit and totals[rank] > limit else ""),
+        Tile("peak memory", format_bytes(total), room,
+             "bad" if limit and total > limit else ""),
         Tile("gap", gap, certain),
     )  # fmt: skip
 
@@ -158,9 +151,9 @@ def _binding(made: Sources) -> Binding:
     )
     return Binding(
         " ".join(filter(None, (f"{deciding(found)}.", made.unexplained))),
-        grid(stage_table(found)),
-        grid(boundary_table(found)) if found.boundaries else None,
-        grid(relaxed_table(tried), note) if tried.relaxed else None,
+        Grid.of(stage_table(found)),
+        Grid.of(boundary_table(found)) if found.boundaries else None,
+        Grid.of(relaxed_table(tried), note) if tried.relaxed else None,
     )
 
 

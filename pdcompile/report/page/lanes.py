@@ -67,7 +67,7 @@ def _lanes(shown: Sequence[Bar], most: int, *, measured: bool) -> list[Lane]:
 
 
 def kept(shown: Sequence[Bar], most: int) -> tuple[float, float]:
-    """From when until when bars are left out, so that at most so many remain; (0, 0): none are.
+    """Seconds between which bars are left out, so that at most so many remain; (0, 0): none are.
 
     As many remain before as after.
     """

@@ -25,7 +25,7 @@ OTHER_PLAN = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a trace says of a plan: its compute, by minibatch; `note`: what to know about it."""
+    """Compute of a run from its trace, by minibatch; `note`: what to know about it."""
 
     minibatches: tuple[tuple[RecordedEvent, ...], ...]
     apart: bool
@@ -33,14 +33,14 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """From the start of a minibatch to that of the next, on average; None: not known."""
+        """Mean seconds from the start of a minibatch to that of the next; None: not known."""
         starts = [min(one.start_seconds for one in events) for events in self.minibatches]
         if not self.apart or len(starts) < 2:
             return None
         return (starts[-1] - starts[0]) / (len(starts) - 1)
 
     def aligned(self, drawn: Sequence[Event]) -> tuple[RecordedEvent, ...]:
-        """As many of its last minibatches as are drawn of the forecast, with the same numbers."""
+        """Its last minibatches, as many as are drawn of the forecast, with the same numbers."""
         numbers = sorted({one.minibatch for one in drawn if str(one.action) in COMPUTE})
         if not self.apart or not numbers:
             return ()

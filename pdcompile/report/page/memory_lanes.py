@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from pdcompile.passes.simulate.ledger import Held
 from pdcompile.plan import MemoryLedger, Plan
-from pdcompile.report.page.grids import grid
-from pdcompile.report.page.page_data import MemoryLane, MemoryLanes
+from pdcompile.report.page.page_data import Grid, MemoryLane, MemoryLanes
 from pdcompile.report.palette import MEMORY
-from pdcompile.report.plan_table import limits, memory_table
+from pdcompile.report.plan_table import fullest, limits, memory_table
 from pdcompile.units import format_bytes
 
 MOST_CURVES = 8
@@ -26,15 +25,10 @@ assert LINES.keys() == MEMORY.keys()
 
 
 def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -> MemoryLanes:
-    """Of a plan with a forecast; `curves` by rank over so many seconds."""
+    """Memory of a plan with a forecast; `curves` by rank over so many seconds."""
     assert plan.forecast is not None
     limit_of, ledgers = limits(plan), plan.forecast.ledgers
-
-    def fullness(rank: int) -> tuple[float, int]:
-        limit, total = limit_of.get(rank), ledgers[rank].total_bytes
-        return (total / limit if limit else 0.0), total
-
-    fullest = sorted(range(len(ledgers)), key=fullness, reverse=True)[:MOST_CURVES]
+    drawn = fullest(plan)[:MOST_CURVES]
     lanes = []
     for rank, ledger in enumerate(ledgers):
         limit, total = limit_of.get(rank), ledger.total_bytes
@@ -47,14 +41,14 @@ def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -
                 f"{100 * total / limit:.0f} %" if limit else "",
                 limit is not None and total > limit,
                 grouped(ledger),
-                thinned(curves[rank]) if rank in fullest else (),
+                thinned(curves[rank]) if rank in drawn else (),
             )
         )
-    hidden = len(ledgers) - len(fullest)
+    hidden = len(ledgers) - len(drawn)
     note = f"Over time: the {MOST_CURVES} fullest ranks; {hidden} others are left out." * (
         hidden > 0
     )
-    return MemoryLanes(tuple(LINES), seconds, tuple(lanes), grid(memory_table(plan)), note)
+    return MemoryLanes(tuple(LINES), seconds, tuple(lanes), Grid.of(memory_table(plan)), note)
 
 
 def grouped(ledger: MemoryLedger) -> tuple[int, ...]:
@@ -65,7 +59,7 @@ def grouped(ledger: MemoryLedger) -> tuple[int, ...]:
 def thinned(
     curve: Sequence[Held], most: int = MOST_POINTS
 ) -> tuple[tuple[float, *tuple[int, ...]], ...]:
-    """At most so many points of a curve; of neighbours the fullest, so that the peak remains."""
+    """Points of a curve, at most so many; of neighbours the fullest, so that the peak remains."""
     size = -(-len(curve) // most) if curve else 1
     chunks = (curve[i : i + size] for i in range(0, len(curve), size))
     kept = (max(chunk, key=lambda one: one.ledger.total_bytes) for chunk in chunks)

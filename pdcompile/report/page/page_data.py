@@ -1,4 +1,4 @@
-"""What a report's page shows, as data: made once from a plan, and embedded in the page as JSON.
+"""Data of a report's page: made once from a plan, and embedded in the page as JSON.
 
 Texts are finished: they have their units, and are plain text, never markup.  Seconds count from
 the start of the timeline.
@@ -7,6 +7,11 @@ the start of the timeline.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from pdcompile.report.labels import Heading
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,21 @@ class Grid:
     numbers: tuple[bool, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+    @staticmethod
+    def of(table: Table, note: str = "") -> Grid:
+        """A table of the terminal; columns that are set to the right hold numbers."""
+        columns = table.columns
+        return Grid(
+            tuple(_plain(column.header) for column in columns),
+            tuple(column.justify == "right" for column in columns),
+            tuple(zip(*([_plain(cell) for cell in one.cells] for one in columns), strict=True)),
+            note,
+        )
+
+
+def _plain(cell: Any) -> str:
+    return cell.word if isinstance(cell, Heading) else str(cell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +109,7 @@ class ModelMap:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLane:
-    """What one rank holds: at its peak by group, and over time, as (second, bytes a group …)."""
+    """Memory of one rank: at its peak by group, and over time, as (second, bytes a group …)."""
 
     rank: int
     limit_bytes: int | None
@@ -133,7 +153,7 @@ class Strips:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What binds each stage, and what comes next: None of these where the plan has no problem."""
+    """Tables of `explain`; None of them where the plan has no problem."""
 
     sentence: str
     stages: Grid | None = None

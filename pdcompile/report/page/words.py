@@ -1,4 +1,4 @@
-"""What a report says in sentences: what limits a plan, how good it is, what its numbers mean."""
+"""Sentences of a report: limits of a plan, how good it is, meaning of its numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdcompile.cluster import Cluster, Device
 from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
 from pdcompile.report import labels
-from pdcompile.report.plan_table import in_words, limits
+from pdcompile.report.plan_table import fullest, in_words, limits
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
@@ -26,7 +26,7 @@ FILLING = 0.15  # of a step, from which more microbatches are worth a sentence
 
 
 def named(share: Share) -> str:
-    """What a part of the critical path is: ``computing of stage 2``."""
+    """Name of a part of the critical path: ``computing of stage 2``."""
     return {
         "compute": f"computing of stage {share.stage}",
         "update": f"updates of stage {share.stage}",
@@ -100,14 +100,11 @@ def _balance(plan: Plan, decisive: int) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     assert plan.forecast is not None
-    known = [
-        (ledger.total_bytes / limit, rank, ledger.total_bytes, limit)
-        for rank, ledger in enumerate(plan.forecast.ledgers)
-        if (limit := limits(plan).get(rank))
-    ]
-    if not known:
+    rank = fullest(plan)[0]
+    total, limit = plan.forecast.ledgers[rank].total_bytes, limits(plan).get(rank)
+    if not limit:
         return
-    part, rank, total, limit = max(known)
+    part = total / limit
     if part > 1:
         more = format_bytes(total - limit)
         yield f"Rank {rank} needs {more} more than its limit of {format_bytes(limit)}."
