@@ -18,6 +18,7 @@ from torch import nn
 
 from pdcompile.checkpoint import folder
 from pdcompile.checkpoint.folder import LATEST
+from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.manifest import MANIFEST
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.errors import CheckpointError, PdcompileError
@@ -248,6 +249,19 @@ def test_where_nothing_is(tmp_path: Path, target: Any) -> None:
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path, target: Any) -> None:
     refused(target, tmp_path / ("x" * 300), "the folder cannot be read: File name too long")
+
+
+def test_places_of_tensors_are_a_format() -> None:
+    """Checkpoints that are on disk have them so."""
+    found = {kind.name: Holding(kind, "a.b", 3).place for kind in HoldingKind}
+    assert found == {
+        "WEIGHT": ("", "a.b"),
+        "OLDER": ("-rest", "older/3/a.b"),
+        "ACCUMULATED": ("-rest", "gradient/a.b"),
+        "BUFFER": ("-rest", "buffer/a.b"),
+        "REPLICA": ("-replica-003", "a.b"),
+        "OPTIMIZER": ("-optimizer", "a.b"),
+    }
 
 
 def test_a_manifest_that_is_older_than_some_keys_is_read(copy: Path, saved: Path) -> None:

@@ -70,6 +70,7 @@ def test_what_torchrun_ends_meanwhile_is_shown_before(tmp_path: Path) -> None:
     assert "goes on" not in run.output
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("one", "other"), [(SAME, SAME), (SAME, OTHER), (DERIVED, OTHER), (DERIVED, DERIVED)]
 )
@@ -80,6 +81,7 @@ def test_json_is_one_object(one: str, other: str, tmp_path: Path) -> None:
         assert sum(line.startswith("error on rank ") for line in lines) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "change",
     ['os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")', 'os.environ["MASTER_PORT"] = "1"'],

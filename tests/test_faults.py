@@ -258,6 +258,7 @@ pipe.step(inputs, target=target)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_rank_that_failed_ends_at_once_and_loses_nothing(catches: bool, tmp_path: Path) -> None:
     done = processes(LAST_WORDS, 2, tmp_path, *["catch"] * catches)
