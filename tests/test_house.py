@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 3_120),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_900,
+        5_650,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_820),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_700),
@@ -49,7 +49,7 @@ LINES_OF_A_CLASS = 250
 LINES_OF_A_FUNCTION = 60  # of its body, without the docstring
 STILL_TOO_LONG: set[str] = set()
 FILES_STILL_TOO_LONG = {
-    "pdcompile/plan/makespan.py", "passes/schedules/lower_comm.py",
+    "pdcompile/plan/makespan.py",
 }  # fmt: skip
 
 

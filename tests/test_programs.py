@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check_programs
 from pdcompile.passes.check.programs import Programs
-from pdcompile.passes.schedules.stream import (
-    evaluation,
-    gradients,
-    make_stream,
-    norms,
-    refresh,
-    share,
-)
+from pdcompile.passes.schedules.between_calls import norms, refresh, share
+from pdcompile.passes.schedules.stream import evaluation, gradients, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Kind, Schedule
 from pdcompile.schedule.registry import KINDS

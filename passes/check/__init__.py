@@ -177,7 +177,7 @@ def _flushed(walk: Walk, stream: Stream) -> Walk:
 def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     spec = walks[0].spec
     transfers = sum(walk.exchange.num_transfers for walk in walks)
-    channels = {key for walk in walks for key in walk.exchange.channels}
+    channels = {key for walk in walks for key in walk.exchange.walk.incomplete if len(key) > 2}
     minibatches = sum(walk.num_minibatches for walk in walks)
     microbatches = sum(walk.num_microbatches for walk in walks)
     num_stages = len(spec.ranks)

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdcompile.passes.check import ChannelModel, check, check_programs
+from pdcompile.passes.schedules.between_calls import buffers, norms, refresh, share
 from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
-from pdcompile.passes.schedules.stream import (
-    Stream,
-    buffers,
-    evaluation,
-    gradients,
-    make_stream,
-    norms,
-    refresh,
-    share,
-)
+from pdcompile.passes.schedules.stream import Stream, evaluation, gradients, make_stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from pdcompile.passes.schedules.program_walk import Label
 from pdcompile.schedule import Action, Instruction, Kind
 from pdcompile.schedule.instruction import POST_RECV, SEND, TRANSFERS, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import GRADIENT_SLOTS
 from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops
-
-Label = tuple[int, int]  # minibatch from the beginning of training, microbatch or −1
 
 
 class Violation(Exception):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pdcompile.passes.check.transfers import Label, Transfers, Violation
+from pdcompile.passes.check.transfers import Transfers, Violation
+from pdcompile.passes.schedules.program_walk import Label
 from pdcompile.schedule import Action, Instruction, Kind
 from pdcompile.schedule.spec import PipelineSpec
 

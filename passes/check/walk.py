@@ -49,7 +49,7 @@ class Walk:
         }
         for _, tokens in self.each():
             tokens.begin(minibatches)
-        self.exchange = Exchange(spec, channels, minibatches)
+        self.exchange = Exchange(spec, channels)
         self.base = minibatches  # calls of step so far
         self.num_programs = 0
         self.num_instructions = 0
@@ -83,6 +83,7 @@ class Walk:
             tells = any(tokens.loss_after for _, tokens in self.each())
             losses = self.spec.losses(count, self.base) if tells else []
             self.exchange.expect(program, [*broadcasts, *losses])
+            self._end(program, kind)
         except Misfit as error:
             kind_of_error = DeadlockError if error.hangs else ScheduleError
             raise self._error(
@@ -90,7 +91,6 @@ class Walk:
             ) from None
         except Stuck as stuck:
             raise self._deadlock(program, stuck) from None
-        self._end(program, kind)
         self.num_programs += 1
         self.num_instructions += sum(map(len, program.columns))
         if kind == STEP:
@@ -106,13 +106,7 @@ class Walk:
             except Violation as error:
                 message = f"at the end of the program: {error}"
                 raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
-        for (of, stage), group in self.exchange.groups.items():
-            due = int(of is COLLECTIVES.get(kind))
-            for rank in group.members if due or of is Kind.BUFFERS else ():
-                if (group.posted.get(rank, 0), group.waited.get(rank, 0)) != (due, due):
-                    whose = f" of stage {stage}" if stage >= 0 else ""
-                    message = f"the exchange of {of.name.lower()}{whose}: expected {due}"
-                    raise self._error(program, rank, len(program.columns[rank]) - 1, message)
+        self.exchange.expect_exchanged(program, COLLECTIVES.get(kind))
 
     def copy(self) -> Walk:
         """The same state, to prove another continuation from it."""

@@ -21,12 +21,12 @@ proves it for each program all the same, from the columns alone (model `device_o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
+from pdcompile.passes.schedules.program_walk import Operation, ProgramWalk, Step, Visitor
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import DATA, ENDS, REPLICATED, TO_INPUTS
+from pdcompile.schedule.instruction import DATA, ENDS, TO_INPUTS
 from pdcompile.schedule.spec import OPERATIONS, PipelineSpec
 
 #: on a clock on which all stages are alike
@@ -38,10 +38,6 @@ _TICKS = {
     Action.STEP: 1,
 }
 
-#: what an operation is, for all of its ranks: a transfer (kind, edge, sender, receiver, receiving
-#: stage, minibatch, microbatch), or a collective (kind, stage, minibatch)
-Name = tuple[int, ...]
-
 
 class HalfBegun(NamedTuple):
     """Operations that some of their ranks have come to, and others will in a later call: each rank
@@ -50,147 +46,106 @@ class HalfBegun(NamedTuple):
     ends: tuple[tuple[int, Instruction], ...] = ()
 
 
-@dataclass(slots=True)
-class _Operation:
-    """A transfer or collective: the ranks that have come to it, and when the last one did."""
-
-    size: int  # ranks that it takes
-    ends: dict[int, Instruction] = field(default_factory=dict)
-    time: int = 0
-
-    @property
-    def done(self) -> bool:
-        return len(self.ends) == self.size
-
-
 #: of an event: its time, computes first, then as they were come to
 Place = tuple[int, bool, int]
 Label = tuple[int, int, int]  # stage, minibatch, microbatch
 
 
-class _Walk:
-    """All columns on one clock."""
+class _Order(Visitor):
+    """All columns on one clock; `note` of an operation is the time at which its last rank came."""
 
     def __init__(self, spec: PipelineSpec, program: Schedule, before: HalfBegun):
-        self.spec, self.program = spec, program
+        self.program = program
+        self.walk = ProgramWalk(spec, self, in_turns=True)
+        self.operations: list[Operation] = []
         self.forward_only = program.name.endswith("+eval")
-        self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
-        self.operations: dict[Name, _Operation] = {}
-        self.sends: dict[Label, list[_Operation]] = {}
-        self.sums: dict[Label, list[_Operation]] = {}  # of tied gradients, sent
+        self.sends: dict[Label, list[Operation]] = {}
+        self.sums: dict[Label, list[Operation]] = {}  # of tied gradients, sent
         self.clocks = [0] * len(program.columns)
-        self.position = [0] * len(program.columns)
-        self.events: list[list[tuple[Place, Instruction]]] = [[] for _ in program.columns]
+        self.events: list[list[tuple[Place, Step, Operation | None]]]
+        self.events = [[] for _ in program.columns]
         self.count = 0
         for rank, one in before.ends:
-            self._begin(rank, one)
+            self.walk.begin(Step(rank, one, (one.minibatch, one.microbatch), -1, -1))
 
     def run(self) -> None:
         """To the end of all columns.  Raises ScheduleError where they come to none."""
-        columns, moved = self.program.columns, True
-        while moved:
-            moved = False
-            for rank, column in enumerate(columns):
-                while self.position[rank] < len(column) and self._do(
-                    rank, column[self.position[rank]]
-                ):
-                    self.position[rank] += 1
-                    moved = True
-        for rank, column in enumerate(columns):
-            if self.position[rank] < len(column):
-                one = column[self.position[rank]]
-                raise ScheduleError(
-                    f"rank {rank} cannot come past {one}: what it needs would have to be sent or "
-                    f"received further ahead than one operation at a time allows",
-                    where=f"{self.program.name}, rank {rank}, instruction {self.position[rank]}",
-                    remedy="another schedule, or smaller warm-up depths; over gloo with tags "
-                    "(PDCOMPILE_TRANSPORT unset) several may be in flight",
-                )
+        self.walk.run([(0, self.program)])
+        for rank, (step, _) in sorted(self.walk.standing.items()):
+            raise ScheduleError(
+                f"rank {rank} cannot come past {step.one}: what it needs would have to be sent or "
+                f"received further ahead than one operation at a time allows",
+                where=f"{self.program.name}, rank {rank}, instruction {step.position}",
+                remedy="another schedule, or smaller warm-up depths; over gloo with tags "
+                "(PDCOMPILE_TRANSPORT unset) several may be in flight",
+            )
 
-    def _do(self, rank: int, one: Instruction) -> bool:
-        """Whether the rank comes past this instruction."""
-        data = one.action.kind in DATA and one.peer != rank
-        if data and one.action.phase in ENDS:
-            self._begin(rank, one)
-            return True
-        needed = self._needed(rank, one, waits=data)
-        if not all(operation.done for operation in needed):
-            return False
-        ticks = _TICKS.get(one.action, 0)
-        time = max([self.clocks[rank], *(operation.time for operation in needed)]) + ticks
+    def came(self, step: Step, operation: Operation) -> None:
+        one = step.one
+        if len(operation.ends) == 1:
+            self.operations.append(operation)
+        operation.note = max(operation.note or 0, self.clocks[step.rank])
+        if one.action.phase is Phase.SEND and one.peer != step.rank:
+            sends = self.sums if one.action.kind is Kind.TIED else self.sends
+            sends.setdefault((one.stage, *step.label), []).append(operation)
+
+    def completed(self, step: Step, operation: Operation) -> None:
+        """With the last rank there, it is an event."""
+        for end in operation.ends.values():
+            self._event(operation.note, end, operation)
+        self.count += 1
+        self.walk.end(operation)
+
+    def lacks(self, step: Step) -> Operation | None:
+        return next((one for one in self._before(step.one) if not one.over), None)
+
+    def executed(self, step: Step, operation: Operation | None) -> float:
+        if step.one.action.phase in ENDS:
+            return 0.0
+        rank, ticks = step.rank, _TICKS.get(step.one.action, 0)
+        needed = [operation] if operation else self._before(step.one)
+        time = max([self.clocks[rank], *(one.note for one in needed)]) + ticks
         self.clocks[rank] = time
-        self._event(time, {rank: one}, computes=ticks > 0)
-        return True
+        self._event(time, step, operation, computes=ticks > 0)
+        self.count += 1
+        return 0.0
 
-    def _needed(self, rank: int, one: Instruction, *, waits: bool) -> list[_Operation]:
+    def _before(self, one: Instruction) -> list[Operation]:
         """Operations that come before an instruction (none of an earlier call: they are over).
 
         Values are sent before their backward, weights before the next update, and the sum of a
         minibatch's tied gradients before its update.
         """
-        if waits and one.action.phase in (Phase.WAIT_SEND, Phase.WAIT_RECV, Phase.WAIT):
-            found = self.operations.get(self._name(rank, one))
-            return [] if found is None else [found]
+        label = (one.stage, one.minibatch, one.microbatch)
         if one.action in TO_INPUTS or (one.action is Action.FREE and self.forward_only):
-            return self.sends.get((one.stage, one.minibatch, one.microbatch), [])
+            return self.sends.get(label, [])
         if one.action is Action.STEP:
             sends = self.sends.items()
-            weights = [op for label, ops in sends if label[::2] == (one.stage, -1) for op in ops]
-            return weights + self.sums.get((one.stage, one.minibatch, one.microbatch), [])
+            weights = [op for of, ops in sends if of[::2] == (one.stage, -1) for op in ops]
+            return weights + self.sums.get(label, [])
         return []
 
-    def _begin(self, rank: int, one: Instruction) -> None:
-        """This rank comes to an operation; with the last one there, it is an event."""
-        name = self._name(rank, one)
-        found = self.operations.get(name)
-        if found is None:
-            found = self.operations[name] = _Operation(self._size(one))
-        found.ends[rank] = one
-        found.time = max(found.time, self.clocks[rank])
-        if one.action.phase is Phase.SEND:
-            sends = self.sums if one.action.kind is Kind.TIED else self.sends
-            sends.setdefault((one.stage, one.minibatch, one.microbatch), []).append(found)
-        if found.done:
-            self._event(found.time, found.ends, computes=False)
-
-    def _event(self, time: int, ends: dict[int, Instruction], *, computes: bool) -> None:
-        for rank, one in ends.items():
-            self.events[rank].append(((time, not computes, self.count), one))
-        self.count += 1
-
-    def _name(self, rank: int, one: Instruction) -> Name:
-        kind = one.action.kind
-        if one.action.phase in (Phase.POST, Phase.WAIT):
-            return kind, one.stage if kind in REPLICATED else -1, one.minibatch
-        if one.action.phase in (Phase.SEND, Phase.WAIT_SEND):
-            stage = one.target if one.target >= 0 else self.stage_of.get(one.peer, -1)
-            ends = rank, one.peer, stage
-        else:
-            ends = one.peer, rank, one.stage
-        return kind, one.edge, *ends, one.minibatch, one.microbatch
-
-    def _size(self, one: Instruction) -> int:
-        if one.action.phase is not Phase.POST:
-            return 2
-        replicated = one.action.kind in REPLICATED
-        return len(self.spec.ranks[one.stage]) if replicated else len(self.stage_of)
+    def _event(
+        self, time: int, step: Step, operation: Operation | None, *, computes: bool = False
+    ) -> None:
+        self.events[step.rank].append(((time, not computes, self.count), step, operation))
 
     def column(self, rank: int) -> Iterator[Instruction]:
         """A rank's part of the events, with at most `OPERATIONS` begun and not waited for."""
-        begun: dict[Name, Instruction] = {}  # what is to be waited for, in order
-        for _, one in sorted(self.events[rank], key=lambda event: event[0]):
-            phase = one.action.phase
+        begun: dict[Operation, Instruction] = {}  # what is to be waited for, in order
+        for _, step, operation in sorted(self.events[rank], key=lambda event: event[0]):
+            one, phase = step.one, step.one.action.phase
             if one.action.kind not in DATA or one.peer == rank or phase is Phase.LOCAL:
                 yield one
             elif phase in ENDS:
+                assert operation
                 while len(begun) >= OPERATIONS:
                     yield begun.pop(next(iter(begun)))
                 yield one
-                action = ENDS[phase][one.action.kind]
-                begun[self._name(rank, one)] = one._replace(action=action)
+                begun[operation] = one._replace(action=ENDS[phase][one.action.kind])
             elif phase in (Phase.WAIT_SEND, Phase.WAIT_RECV, Phase.WAIT):
-                if (name := self._name(rank, one)) in begun:
-                    yield begun.pop(name)
+                if operation in begun:
+                    yield begun.pop(operation)
             else:
                 yield one
         yield from begun.values()
@@ -199,10 +154,10 @@ class _Walk:
         """What is left, seen from the next call (`shift` 1 after a step)."""
         return HalfBegun(
             tuple(
-                (rank, end._replace(minibatch=end.minibatch - shift))
-                for found in self.operations.values()
-                if not found.done
-                for rank, end in found.ends.items()
+                (rank, end.one._replace(minibatch=end.label[0] - shift))
+                for operation in self.operations
+                if not operation.over
+                for rank, end in operation.ends.items()
             )
         )
 
@@ -219,7 +174,7 @@ def in_device_order(
 
     Raises ScheduleError where one operation at a time does not get to the end.
     """
-    walk = _Walk(spec, program, before)
+    walk = _Order(spec, program, before)
     walk.run()
     columns = tuple(tuple(walk.column(rank)) for rank in range(len(program.columns)))
     return Schedule(program.name, columns), walk.half_begun(shift)

@@ -8,27 +8,18 @@ so does the program, as the same object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
-from pdcompile.passes.schedules.lower_comm import (
-    Column,
-    StageState,
-    Upto,
-    lower_broadcasts,
-    lower_buffers,
-    lower_norms,
-    lower_refresh,
-    project,
-)
+from pdcompile.passes.schedules.lower_comm import Column, StageState, Upto, project
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.instruction import TO_INPUTS
 from pdcompile.schedule.registry import StageWork, Task, flush_schedules
-from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
+from pdcompile.schedule.spec import PipelineSpec, spec_of, with_edges
 
 Limits = dict[tuple[int, int], int]  # see StageWork
 
@@ -95,27 +86,6 @@ def evaluation(
     With `with_loss` the last stage tells the loss of minibatch 0 to every rank.
     """
     return _evaluation(with_edges(spec_of(plan), edges), num_microbatches, with_loss)
-
-
-def refresh(plan: Plan) -> Schedule:
-    """The program that brings tied copies up to date after changes outside of updates."""
-    return lower_refresh(spec_of(plan))
-
-
-def norms(plan: Plan) -> Schedule:
-    """The program in which all ranks exchange the norms of the gradients that there are."""
-    return lower_norms(spec_of(plan))
-
-
-def buffers(plan: Plan) -> Schedule:
-    """The program in which replicas bring together the buffers that training writes, and compare
-    what must be equal."""
-    return lower_buffers(spec_of(plan))
-
-
-def share(plan: Plan, broadcasts: Iterable[Broadcast]) -> Schedule:
-    """The program that brings what one rank has to those that need it."""
-    return lower_broadcasts(spec_of(plan), broadcasts)
 
 
 def tasks_of(spec: PipelineSpec) -> list[list[Task]]:

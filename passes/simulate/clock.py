@@ -19,16 +19,22 @@ The timing model, all of it:
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from pdcompile.cluster import Link, message_seconds, ring_seconds, slowest
 from pdcompile.errors import ScheduleError
+from pdcompile.passes.schedules.program_walk import (
+    Operation,
+    ProgramWalk,
+    Step,
+    Visitor,
+    numbered,
+)
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.instruction import ENDS
 from pdcompile.schedule.registry import kind_of
 from pdcompile.schedule.spec import spec_of
 
@@ -57,27 +63,6 @@ class TimelineEvent:
     cause: TimelineEvent | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass(slots=True)
-class _Transfer:
-    sender: int
-    receiver: int
-    stage: int
-    instruction: Instruction | None = None  # the send
-    minibatch: int = 0
-    posted: bool = False
-    done: bool = False
-    event: TimelineEvent | None = None
-
-
-@dataclass(slots=True)
-class _Channel:
-    transfers: list[_Transfer] = field(default_factory=list)
-    num_sent: int = 0
-    num_posted: int = 0
-    num_received: int = 0
-    num_send_waited: int = 0
-
-
 def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
     """What each action takes on each stage."""
     found, kind = {}, kind_of(plan.training.schedule)
@@ -91,10 +76,7 @@ def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
     return found
 
 
-_RECEIVES = frozenset((Phase.POST_RECV, Phase.WAIT_RECV))
-
-
-class Clock:
+class Clock(Visitor):
     """Runs programs; afterwards `events` and, per program and rank, `ends` are known, and when
     each rank was done with each of its instructions (`passed`).
 
@@ -119,31 +101,9 @@ class Clock:
         self.causes: list[TimelineEvent | None] = [None] * num_ranks  # whose end each rank goes by
         self.passed: list[list[float]] = [[] for _ in range(num_ranks)]
         self.ends = [[0.0] * num_ranks for _ in programs]
-        self.columns: list[list[tuple[Instruction, int, int]]] = [[] for _ in range(num_ranks)]
-        base = 0
-        for number, program in enumerate(programs):
-            for rank, column in enumerate(program.columns):
-                self.columns[rank] += [(one, base, number) for one in column]
-            base += program.name == self.spec.name
-        self.position = [0] * num_ranks
-        self.only_stage = {rank: stages[0] for rank, stages in self.spec.holders}
-        self.channels: dict[tuple[Kind, int, int, int, int], _Channel] = {}
-        self.posted: Counter[tuple[Kind, int, int]] = Counter()  # members, of each collective
-        self.collectives: dict[tuple[Kind, int, int], TimelineEvent] = {}  # on their last member
-        #: what executes an instruction that takes no time; False when the rank has to wait
-        self.rules: dict[Phase, Callable[[int, Instruction, int], bool]] = {
-            Phase.SEND: self._send,
-            Phase.POST_RECV: self._post,
-            Phase.WAIT_RECV: self._wait,
-            Phase.WAIT_SEND: self._wait_send,
-            Phase.POST: self._collective,
-            Phase.WAIT: self._collective,
-        }
-        self.sleeping: dict[object, list[int]] = {}
-        self.link_queue: dict[tuple[int, int], deque[_Transfer]] = {}
-        self.heap: list[tuple[float, int, int, _Transfer | None]] = []
-        self.ticket = count()
-        self.now = 0.0
+        self.programs = numbered(self.spec, programs)
+        self.walk = ProgramWalk(self.spec, self)
+        self.link_queue: dict[tuple[int, int], deque[Operation]] = {}
 
     @property
     def timeline(self) -> tuple[TimelineEvent, ...]:
@@ -154,152 +114,82 @@ class Clock:
 
         Raises ScheduleError when ranks wait for ever (`check` says more).
         """
-        for rank in range(len(self.columns)):
-            self._advance(rank)
-        while self.heap:
-            self.now, _, rank, transfer = heapq.heappop(self.heap)
-            if transfer is None:
-                self._advance(rank)
-            else:
-                self._arrive(transfer)
-        for rank, column in enumerate(self.columns):
-            if self.position[rank] < len(column):
-                raise ScheduleError(
-                    f"rank {rank} waits for ever at {column[self.position[rank]][0]}"
-                )
+        self.walk.run(self.programs)
+        for rank, (step, _) in sorted(self.walk.standing.items()):
+            raise ScheduleError(f"rank {rank} waits for ever at {step.one}")
         return tuple(map(max, self.ends))
 
-    def _at(self, seconds: float, rank: int, transfer: _Transfer | None = None) -> None:
-        heapq.heappush(self.heap, (seconds, next(self.ticket), rank, transfer))
-
-    def _advance(self, rank: int) -> None:
-        """Go on until the rank computes, waits or is finished."""
-        column, compute, rules = self.columns[rank], Phase.COMPUTE, self.rules
-        while self.position[rank] < len(column):
-            one, base, number = column[self.position[rank]]
-            phase = one.action.phase
-            seconds = self.seconds[one.action, one.stage] if phase is compute else None
-            if seconds is None:
-                rule = rules.get(phase)
-                if rule is not None and not rule(rank, one, base):
-                    return  # the rank has to wait
-                self.position[rank] += 1
-                self.ends[number][rank] = self.now
-                if self.keeps_events:
-                    self.passed[rank].append(self.now)
-                continue
-            self.position[rank] += 1
-            end = self.now + seconds
-            self.ends[number][rank] = end
+    def executed(self, step: Step, operation: Operation | None) -> float:
+        rank, one, now = step.rank, step.one, self.walk.now
+        seconds = 0.0
+        if one.action.phase is Phase.COMPUTE:
+            seconds = self.seconds[one.action, one.stage]
             if self.keeps_events:
-                self.passed[rank].append(end)
                 event = TimelineEvent(
-                    rank, one.stage, one.action, base + one.minibatch, one.microbatch,
-                    self.now, end, cause=self.causes[rank],
+                    rank, one.stage, one.action, *step.label,
+                    now, now + seconds, cause=self.causes[rank],
                 )  # fmt: skip
                 self.events.append(event)
                 self.causes[rank] = event
-            if seconds > 0:
-                self._at(end, rank)
-                return
-
-    def _send(self, rank: int, one: Instruction, base: int) -> bool:
-        channel = self._channel(one, rank, one.peer)
-        transfer = self._transfer(channel, channel.num_sent, rank, one.peer, one.stage)
-        channel.num_sent += 1
-        transfer.instruction, transfer.minibatch = one, base + one.minibatch
-        if rank == one.peer:
-            transfer.done = True
-        else:
-            self._enqueue(transfer, rank)
-        return True
-
-    def _post(self, rank: int, one: Instruction, _: int) -> bool:
-        channel = self._channel(one, one.peer, rank)
-        transfer = self._transfer(channel, channel.num_posted, one.peer, rank, -1)
-        channel.num_posted += 1
-        transfer.posted = True
-        self._enqueue(transfer, rank)
-        return True
-
-    def _wait(self, rank: int, one: Instruction, _: int) -> bool:
-        channel = self._channel(one, one.peer, rank)
-        done = self._done(channel, channel.num_received, rank)
-        channel.num_received += done
-        return done
-
-    def _wait_send(self, rank: int, one: Instruction, _: int) -> bool:
-        channel = self._channel(one, rank, one.peer)
-        done = self._done(channel, channel.num_send_waited, rank)
-        channel.num_send_waited += done
-        return done
-
-    def _channel(self, one: Instruction, sender: int, receiver: int) -> _Channel:
-        """By the stage that receives: where a rank holds several, a send says which."""
-        if one.action.phase in _RECEIVES:
-            stage = one.stage
-        else:
-            stage = one.target if one.target >= 0 else self.only_stage[receiver]
-        key = (one.action.kind, one.edge, sender, receiver, stage)
-        found = self.channels.get(key)
-        if found is None:
-            found = self.channels[key] = _Channel()
-        return found
-
-    def _transfer(
-        self, channel: _Channel, index: int, sender: int, receiver: int, stage: int
-    ) -> _Transfer:
-        """The index-th transfer of a channel, whichever end comes first."""
-        if index == len(channel.transfers):
-            channel.transfers.append(_Transfer(sender, receiver, stage))
-        found = channel.transfers[index]
-        found.stage = max(found.stage, stage)
-        return found
-
-    def _done(self, channel: _Channel, index: int, rank: int) -> bool:
-        if index >= len(channel.transfers):
-            raise ScheduleError(f"rank {rank} waits for a transfer that was not posted")
-        transfer = channel.transfers[index]
-        if not transfer.done:
-            self.sleeping.setdefault(id(transfer), []).append(rank)
-        return transfer.done
-
-    def _enqueue(self, transfer: _Transfer, rank: int) -> None:
-        """One end of a transfer is there, by what this rank has executed."""
-        if not transfer.posted or transfer.instruction is None:
-            return
-        queue = self.link_queue.setdefault(_link_key(self.links, transfer), deque())
-        queue.append(transfer)
-        if len(queue) == 1:
-            self._start(transfer, self.causes[rank])
-
-    def _start(self, transfer: _Transfer, cause: TimelineEvent | None) -> None:
-        one = transfer.instruction
-        assert one is not None
-        link, size = self.links(transfer.sender, transfer.receiver), self.bytes_of(one)
-        end = self.now + message_seconds(link, size)
+        elif operation is not None and one.action.phase not in ENDS:
+            self._goes_by(rank, operation.note)
+        self.ends[step.program][rank] = now + seconds
         if self.keeps_events:
-            transfer.event = TimelineEvent(
-                transfer.sender, transfer.stage, one.action, transfer.minibatch, one.microbatch,
-                self.now, end, transfer.receiver, size, cause,
-            )  # fmt: skip
-            self.events.append(transfer.event)
-        self._at(end, transfer.sender, transfer)
+            self.passed[rank].append(now + seconds)
+        return seconds
 
-    def _arrive(self, transfer: _Transfer) -> None:
-        transfer.done = True
-        queue = self.link_queue[_link_key(self.links, transfer)]
+    def stray(self, step: Step) -> None:
+        raise ScheduleError(f"rank {step.rank} at {step.one} waits for what was not begun before")
+
+    def completed(self, step: Step, operation: Operation) -> None:
+        """A transfer joins the queue of its link, a collective begins."""
+        if step.one.action.phase is Phase.POST:
+            self._sum(step, operation)
+        elif len(operation.members) == 1:
+            self.walk.end(operation)
+        else:
+            queue = self.link_queue.setdefault(self._link(operation), deque())
+            queue.append(operation)
+            if len(queue) == 1:
+                self._start(operation, self.causes[step.rank])
+
+    def _start(self, operation: Operation, cause: TimelineEvent | None) -> None:
+        sender, receiver = operation.members
+        sent, now = operation.ends[sender], self.walk.now
+        link, size = self.links(sender, receiver), self.bytes_of(sent.one)
+        end = now + message_seconds(link, size)
+        if self.keeps_events:
+            operation.note = TimelineEvent(
+                sender, sent.one.stage, sent.one.action, *sent.label,
+                now, end, receiver, size, cause,
+            )  # fmt: skip
+            self.events.append(operation.note)
+        self.walk.later(operation, end)
+
+    def arrived(self, operation: Operation) -> None:
+        queue = self.link_queue[self._link(operation)]
         queue.popleft()
         if queue:
-            self._start(queue[0], transfer.event)
-        for rank in self._wake(id(transfer)):
-            self._goes_by(rank, transfer.event)
+            self._start(queue[0], operation.note)
+        self.walk.end(operation)
 
-    def _wake(self, key: object) -> list[int]:
-        ranks = self.sleeping.pop(key, [])
-        for rank in ranks:
-            self._at(self.now, rank)
-        return ranks
+    def _link(self, operation: Operation) -> tuple[int, int]:
+        first, second = operation.members
+        full_duplex = self.links(first, second).full_duplex
+        return (first, second) if full_duplex else (min(first, second), max(first, second))
+
+    def _sum(self, step: Step, operation: Operation) -> None:
+        """All members have posted: they sum from now on."""
+        one, now, members = step.one, self.walk.now, operation.members
+        stage = one.stage if one.action.kind is Kind.REDUCE else -1
+        end = now + _collective_seconds(self.plan, self.links, members, stage)
+        operation.note = TimelineEvent(
+            step.rank, one.stage, one.action, *step.label, now, end,
+            num_bytes=self.bytes_of(one), cause=self.causes[step.rank],
+        )  # fmt: skip
+        if self.keeps_events:
+            self.events += [replace(operation.note, rank=each) for each in members]
+        self.walk.end(operation, until=end)
 
     def _goes_by(self, rank: int, event: TimelineEvent | None) -> None:
         """The rank has waited for an event; where it was busy as long, by its own work."""
@@ -316,38 +206,6 @@ class Clock:
             return 0
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)
         return (self.plan.edges if values else self.plan.tied)[one.edge].bytes
-
-    def _collective(self, rank: int, one: Instruction, base: int) -> bool:
-        kind, minibatch = one.action.kind, base + one.minibatch
-        stage = one.stage if kind is Kind.REDUCE else -1
-        key = (kind, stage, minibatch)
-        members = self.spec.ranks[stage] if stage >= 0 else tuple(self.only_stage)
-        if one.action.phase is Phase.POST:
-            self.posted[key] += 1
-            if self.posted[key] == len(members):  # they sum from now on
-                end = self.now + _collective_seconds(self.plan, self.links, members, stage)
-                self.collectives[key] = TimelineEvent(
-                    rank, one.stage, one.action, minibatch, -1, self.now, end,
-                    num_bytes=self.bytes_of(one), cause=self.causes[rank],
-                )  # fmt: skip
-                if self.keeps_events:
-                    self.events += [replace(self.collectives[key], rank=each) for each in members]
-                self._wake(key)
-            return True
-        if self.posted[key] < len(members):
-            self.sleeping.setdefault(key, []).append(rank)
-            return False
-        self._goes_by(rank, self.collectives[key])
-        end = self.collectives[key].end_seconds
-        if end > self.now:
-            self._at(end, rank)
-            return False
-        return True
-
-
-def _link_key(links: Links, transfer: _Transfer) -> tuple[int, int]:
-    ends = (transfer.sender, transfer.receiver)
-    return ends if links(*ends).full_duplex else (min(ends), max(ends))
 
 
 def _collective_seconds(plan: Plan, links: Links, members: Sequence[int], stage: int) -> float:

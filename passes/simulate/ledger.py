@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
+from pdcompile.passes.schedules.program_walk import numbered
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, TO_INPUTS, TO_WEIGHTS
@@ -104,19 +105,12 @@ def _walked(
     spec: PipelineSpec, programs: Sequence[Schedule], rank: int, held: dict[int, _StageLedger]
 ) -> Iterator[Instruction]:
     """Execute a rank's instructions, and give each one afterwards."""
-    for base, program in _bases(spec, programs):
+    for base, program in numbered(spec, programs):
         for walk in held.values():
             walk.begin(base, trains=program.name == spec.name)
         for one in program.columns[rank]:
             held[one.stage].execute(one, base)
             yield one
-
-
-def _bases(spec: PipelineSpec, programs: Sequence[Schedule]) -> Iterable[tuple[int, Schedule]]:
-    base = 0
-    for program in programs:
-        yield base, program
-        base += program.name == spec.name
 
 
 @dataclass
