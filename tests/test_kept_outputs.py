@@ -167,7 +167,8 @@ def test_gradients_and_buffers_are_the_same_with_less_traffic() -> None:
 def test_the_caches_of_a_decoder_are_not_sent() -> None:
     found: dict[str, Any] = {}
     for outputs in ("none", "last", "everything"):
-        pipe = compiled(llama(use_cache=True), outputs)
+        # One cut for all: a faster plan may send more, and a busy planner find another one.
+        pipe = compiled(llama(use_cache=True), outputs, constraints=(CutBefore("model.layers.1"),))
         result = pipe.forward_backward(**batch(0))
         grads = [parameter.grad.clone() for parameter in pipe.parameters()]
         found[outputs] = pipe.plan, result, (result.loss.wait(), *grads), pipe.predict(**batch(1))
