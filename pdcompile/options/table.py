@@ -135,7 +135,6 @@ class TrainingOptions:
         "True: with torch's defaults.  The pipeline does what its `scale`, `unscale_`, `step` and "
         "`update` do; `get_scale()` and `state_dict()` are those after the last call.  For `step` "
         "alone.",
-        check=values.grad_scaler,
         plan="training.loss_scaling",
         of_training=True,
         flag=Flag(type=bool),

@@ -216,13 +216,6 @@ def autocast(name: str, given: Any) -> None:
     autocast_text(given)
 
 
-def grad_scaler(name: str, given: Any) -> None:
-    """Check for a GradScaler, or whether there is one."""
-    from pdcompile.eager.loss_scale import scaler_of
-
-    scaler_of(given)
-
-
 def group(name: str, given: Any) -> None:
     """Check for a process group that has this process."""
     if given is None:
