@@ -132,7 +132,7 @@ def read(path: str | os.PathLike[str]) -> ProfileGraph:
 
 
 def parse(text: str, *, where: str) -> ProfileGraph:
-    """From the file's text; `where` is its name.  Raises as `read` does."""
+    """Profile from the file's text; `where` is its name.  Raises as `read` does."""
     nodes: dict[str, ProfileNode] = {}
     ends: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):

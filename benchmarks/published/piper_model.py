@@ -75,7 +75,7 @@ class MenuEdge:
 
 @dataclass(frozen=True, slots=True)
 class MenuProblem:
-    """As the file has it; the edges have no cycle, and no two the same ends."""
+    """Problem as the file has it; the edges have no cycle, and no two the same ends."""
 
     nodes: tuple[MenuNode, ...]
     edges: tuple[MenuEdge, ...]
@@ -112,7 +112,7 @@ def read(
 
 
 def parse(data: Any, *, where: str, given: Mapping[str, Any] | None = None) -> MenuProblem:
-    """From parsed JSON; `where` is the file's name, `given` replaces top-level numbers."""
+    """Problem from parsed JSON; `where` is the file's name, `given` replaces top-level numbers."""
     top = Place(data, where, keys=_KEYS, largest=LARGEST)
     for key, value in (given or {}).items():
         if value is not None:

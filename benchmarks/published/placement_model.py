@@ -62,8 +62,11 @@ class PlacementEdge:
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """As the file has it.  Answers are contiguous: a pipeline of differences of down-closed sets
-    of forward nodes, backward nodes with their forward partners (or mirrored)."""
+    """Problem as the file has it.
+
+    Answers are contiguous: a pipeline of differences of down-closed sets of forward nodes,
+    backward nodes with their forward partners (or mirrored).
+    """
 
     nodes: tuple[PlacementNode, ...]
     edges: tuple[PlacementEdge, ...]
@@ -106,7 +109,7 @@ def read(path: str | os.PathLike[str]) -> PlacementProblem:
 
 
 def parse(data: Any, *, where: str) -> PlacementProblem:
-    """From parsed JSON; `where` is the file's name.  Raises as `read` does."""
+    """Problem from parsed JSON; `where` is the file's name.  Raises as `read` does."""
     top = Place(data, where, keys=_KEYS, largest=LARGEST)
     accelerators = top.count("maxFPGAs", 0, MAX_DEVICES)
     cpus = top.count("maxCPUs", 0, MAX_DEVICES)
@@ -193,7 +196,7 @@ def memories(problem: PlacementProblem, devices: Sequence[PlacedDevice]) -> list
 
 
 def allowed(problem: PlacementProblem) -> list[float]:
-    """What a device of each class may hold: its limit, down to a whole number where all sizes are
+    """Most that a device of each class may hold: its limit, a whole number where all sizes are
     whole, and with room for rounding where their sums are not exact."""
     sizes = [node.size for node in problem.nodes]
     if math.fsum(sizes) < 2**53 and all(size.is_integer() for size in sizes):

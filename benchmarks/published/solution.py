@@ -59,7 +59,7 @@ class Solution:
     def of(
         objective: float | None, bound: float, prover: str, seconds: float, scope: str, **more: Any
     ) -> Solution:
-        """With the status that follows: no plan and an infinite bound is a proof of none."""
+        """Solution with its status: no plan and an infinite bound is a proof of none."""
         status: Status = "infeasible" if math.isinf(bound) else "unknown"
         if objective is not None:
             bound = min(bound, objective)

@@ -1,4 +1,4 @@
-"""What a component of one level does with every segment: tables for PipeDream's recursion.
+"""Times and bytes of every segment on a component of one level: tables for PipeDream's recursion.
 
 A component of the innermost level is a worker; one of a level above runs a segment as a pipeline
 over components of the level below (see `nested_stages`).
@@ -66,7 +66,7 @@ class NestedStage:
 
 
 class Component(Protocol):
-    """What one component of a level does with a segment, given the workers after it."""
+    """Times and bytes of a segment on one component of a level, given the workers after it."""
 
     def seconds(self, later: int) -> Floats:
         """[i, j] -> seconds, inf where memory forbids, with `later` workers behind it."""

@@ -331,7 +331,7 @@ def _fewest(outermost: Outermost, inner: LevelGroup, target: float) -> tuple[Nes
 def unfit(
     problem: HierarchyProblem, levels: Sequence[PricedLevel], segments: CutSegments
 ) -> str | None:
-    """Why no chain of these states fits, or None when one does, as far as this test sees.
+    """Reason why no chain of these states fits, or None when one does, as far as this test sees.
 
     Only the workers behind a stage matter to memory, not how they are joined, so every plan
     over several levels is also one over a single level with all workers.

@@ -339,7 +339,7 @@ class Pool:
         ]
 
     def _spread(self, sets: list[int], count: int) -> list[int]:
-        """At most `count` sets, evenly over the work, the smallest boundaries first."""
+        """Sets, at most `count`, evenly over the work, the smallest boundaries first."""
         distinct = list(dict.fromkeys(sets))
         if count <= 0:
             return []

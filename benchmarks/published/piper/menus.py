@@ -284,7 +284,7 @@ def pareto(points: Floats) -> Floats:
 
 
 def thin(points: Floats, most: int) -> Floats:
-    """At most `most` of them, evenly spaced in the order of seconds, both ends among them."""
+    """Points, at most `most` of them, evenly spaced in the order of seconds, with both ends."""
     count = points.shape[1]
     if count <= most:
         return points
@@ -292,7 +292,7 @@ def thin(points: Floats, most: int) -> Floats:
 
 
 def flights_within(limit: float, moving: Floats, first: Floats, most: int) -> Floats:
-    """How many microbatches in flight fit into `limit` bytes, at most `most`; 0: none."""
+    """Most microbatches in flight that fit into `limit` bytes, at most `most`; 0: none."""
     if math.isinf(limit):
         return np.full(moving.shape, float(most))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -341,7 +341,7 @@ def pick(options: list[Floats], limit: float, flights: int, most: int) -> list[i
 
 
 def _falling(values: Floats) -> NDArray[np.bool_]:
-    """Where a value is below all before it."""
+    """Mask of the values that are below all before it."""
     if not len(values):
         return np.zeros(0, dtype=np.bool_)
     least = np.minimum.accumulate(values)

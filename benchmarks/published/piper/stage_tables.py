@@ -74,7 +74,7 @@ class Table:
 
 
 def bisected(low: Ints, high: Ints, fits: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
-    """For each range, where what fits ends; all that fits comes first."""
+    """End of what fits in each range; all that fits comes first."""
     for _ in range(int((high - low).max(initial=0)).bit_length()):
         middle = (low + high) >> 1
         inside = low < high
@@ -85,7 +85,7 @@ def bisected(low: Ints, high: Ints, fits: Callable[[Ints], NDArray[np.bool_]]) -
 
 
 def alive(table: Table, threshold: float) -> dict[int, Ints]:
-    """By width, the rows of a table that have a choice at this threshold."""
+    """Rows by width: those of a table that have a choice at this threshold."""
     found = {}
     for width in table.menu.widths:
         budget = threshold * width - table.cut - (width - 1) * table.resent

@@ -61,7 +61,7 @@ def in_flight(problem: MenuProblem, widths: Sequence[int]) -> list[int]:
 
 
 def options_of(space: Space, menu: Menu, i: int, j: int) -> list[Floats]:
-    """For every node of j ∖ i the (seconds, moving, first) of its variants, all edges counted."""
+    """Options of each node of j ∖ i: (seconds, moving, first) of its variants with all edges."""
     found = []
     for v in members(space.masks[j] & ~space.masks[i]):
         item = menu.items[v]

@@ -151,7 +151,7 @@ def impossible(problem: PlacementProblem, groups: LoadProblem) -> str:
 
 
 def reason(problem: PlacementProblem, groups: LoadProblem, *, budget: Budget, seed: int = 0) -> str:
-    """Why there is no placement, and the least memory that would help where that is proved."""
+    """Reason why there is no placement, with the least memory that helps where it is proved."""
     known = impossible(problem, groups)
     limited = [kind for kind in groups.classes if kind.count and math.isfinite(kind.memory)]
     if len(limited) != 1:

@@ -134,7 +134,7 @@ class CutPath:
 
 
 def combinations(counts: Sequence[int]) -> int:
-    """How many numbers of used devices of the smaller classes there are."""
+    """Count of the numbers of used devices of the smaller classes there are."""
     return math.prod(count + 1 for count in counts) // (max(counts, default=0) + 1)
 
 
@@ -270,7 +270,7 @@ def best(
 
 @dataclass(frozen=True, slots=True)
 class CostSteps:
-    """What the values cost along a chain: `begin[i]` and `end[j]` are added to the cost of the
+    """Costs of values along a chain: `begin[i]` and `end[j]` are added to the cost of the
     stage from i to j, and so is every corner with corner_begin ≤ i and corner_end ≤ j."""
 
     begin: Floats  # [cut]
@@ -377,7 +377,7 @@ def thinned(a: Arrays, place: Ints, wanted: int) -> Ints:
 
 
 def reach_of(work: Floats, limit: float) -> int:
-    """How many cuts ahead a stage of at most `limit` least seconds can end."""
+    """Number of cuts ahead at which a stage of at most `limit` least seconds can end."""
     lowest = np.minimum.accumulate(work[::-1])[::-1]
     ends = np.searchsorted(lowest, work + limit * (1 + 1e-9), side="right") - 1
     return max(1, int((ends - np.arange(len(work))).max()))

@@ -1,4 +1,4 @@
-"""From the nodes of a file to groups: what every contiguous answer keeps on one device.
+"""Groups of the nodes of a file: what every contiguous answer keeps on one device.
 
 The order that a pipeline has to keep, and the cost of a value as a set of pins, are explained
 with `grouped`.  The reductions after it cannot lose the optimum either.

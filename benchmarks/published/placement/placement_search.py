@@ -1,4 +1,4 @@
-"""From groups to the best placement with its proof: linear orders, down-closed sets, CP-SAT.
+"""Search for the best placement of groups, with its proof: linear orders, down-closed sets, CP-SAT.
 
 Problems of up to some thousand groups are solved over all down-closed sets where these are few,
 and by an integer program elsewhere.  Larger ones are cut into a series of small parts first: where
@@ -266,7 +266,7 @@ class ExactSearch(PlacementSearch):
         return lattice.orders(self.before, self.after, values, self.seed, rounds)
 
     def linear(self, lines: Iterable[Sequence[int]]) -> None:
-        """At least the first order is tried."""
+        """Tries the first order at least."""
         for order in lines:
             self.along(order)
             if self.budget.late:

@@ -176,7 +176,7 @@ MOST_ENTRIES = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """What is known of the cuts and of the stages inside a wide segment."""
+    """Bounds on the cuts and the stages inside a wide segment."""
 
     cuts: Lines
     stages: Lines
