@@ -19,42 +19,6 @@ LOG: list[Tensor] = []
 SCALE: Tensor | None = None
 
 
-class Tables:
-    """A memo in an object of the user's own."""
-
-    __slots__ = ("calls", "of")
-
-    def __init__(self) -> None:
-        self.of: dict[int, Tensor] = {}
-        self.calls = 0
-
-    def __call__(self, n: int) -> Tensor:
-        if n not in self.of:
-            self.of[n] = torch.arange(n) / n
-        return self.of[n]
-
-
-def _memo() -> Callable[[int], Tensor]:
-    found: Tensor | None = None
-
-    def table(n: int) -> Tensor:
-        nonlocal found
-        if found is None:
-            found = torch.arange(n) / n
-        return found
-
-    return table
-
-
-ENCLOSED, OBJECT = _memo(), Tables()
-
-
-def _by_default(n: int, known: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
-    if n not in known:
-        known[n] = torch.arange(n) / n
-    return known[n]
-
-
 def _in_a_global_dict(self: Any, x: Tensor) -> Tensor:
     if len(x) not in TABLES:
         TABLES[len(x)] = torch.arange(len(x)) / 8
@@ -66,18 +30,6 @@ def _in_a_global_name(self: Any, x: Tensor) -> Tensor:
     if SCALE is None:
         SCALE = torch.arange(8) / 8
     return self.lin(x) * SCALE
-
-
-def _in_a_closure(self: Any, x: Tensor) -> Tensor:
-    return self.lin(x) * ENCLOSED(8)
-
-
-def _in_an_object(self: Any, x: Tensor) -> Tensor:
-    return self.lin(x) * OBJECT(8) + self.tables(8)
-
-
-def _in_a_default(self: Any, x: Tensor) -> Tensor:
-    return self.lin(x) * _by_default(8)
 
 
 def _in_the_class(self: Any, x: Tensor) -> Tensor:
@@ -92,7 +44,6 @@ def _model(forward: Callable[..., Any]) -> nn.Module:
     kind = type("Model", (nn.Module,), {"forward": forward, "table": None, "__module__": __name__})
     model: Any = kind()
     model.lin = nn.Linear(8, 8)
-    model.tables = Tables()
     made: nn.Module = model
     return made
 
@@ -100,8 +51,7 @@ def _model(forward: Callable[..., Any]) -> nn.Module:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "forward",
-    [_in_a_global_dict, _in_a_global_name, _in_a_closure, _in_an_object, _in_a_default,
-     _in_the_class],
+    [_in_a_global_dict, _in_a_global_name, _in_the_class],
 )  # fmt: skip
 def test_tables_outside_of_the_model_stay_the_users(forward: Callable[..., Any]) -> None:
     model, x = _model(forward), rows(4)
@@ -114,11 +64,6 @@ def test_tables_outside_of_the_model_stay_the_users(forward: Callable[..., Any])
 def _counts(self: Any, x: Tensor) -> Tensor:
     COUNTS["calls"] += 1
     return self.lin(x) * (2 if COUNTS["calls"] > 1000 else 1)
-
-
-def _counts_in_slots(self: Any, x: Tensor) -> Tensor:
-    self.tables.calls += 1
-    return self.lin(x) * (2 if self.tables.calls > 1000 else 1)
 
 
 def _logs(self: Any, x: Tensor) -> Tensor:
@@ -148,7 +93,7 @@ def test_a_count_that_no_place_shows_is_refused_by_what_it_does() -> None:
 
 @pytest.mark.parametrize(
     ("forward", "name"),
-    [(_counts, r"COUNTS\['calls'\]"), (_counts_in_slots, "tables.calls"), (_logs, "LOG"),
+    [(_counts, r"COUNTS\['calls'\]"), (_logs, "LOG"),
      (_keeps_the_first_batch, "Model.table")],
 )  # fmt: skip
 def test_what_another_call_may_find_is_refused(forward: Callable[..., Any], name: str) -> None:

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_300),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_770),
-    "trace": (("passes/trace",), 9_300),
+    "trace": (("passes/trace",), 7_440),
     "costs": (("passes/costs", "passes/profile"), 4_370),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

@@ -22,16 +22,6 @@ def _detached(self: nn.Module, x: Tensor) -> Tensor:
     return self.second(h) * self.weight.detach()
 
 
-def _dropped(self: nn.Module, x: Tensor) -> Tensor:
-    h = self.lin(x)
-    if h.sum() > 1e9:
-        h = h + self.weight
-    h = self.second(h)
-    if h.sum() > 1e9:
-        h = h * self.weight
-    return h
-
-
 def _once_surely(self: nn.Module, x: Tensor) -> Tensor:
     h = self.lin(x) + self.weight.detach()
     return self.second(h) * self.weight
@@ -50,7 +40,6 @@ def _joined(graph: OpGraph) -> int:
 @pytest.mark.slow
 def test_their_readers_stay_together() -> None:
     assert _joined(captured(_model(_detached)).train) == 1
-    assert _joined(captured(_model(_dropped)).train) >= 1
 
 
 def test_one_reader_that_surely_does_is_enough() -> None:
@@ -58,10 +47,9 @@ def test_one_reader_that_surely_does_is_enough() -> None:
     assert _joined(graph) == 0
 
 
-@pytest.mark.parametrize("forward", [_detached, _dropped])
-def test_weight_decay_leaves_them_alone_as_in_the_reference(forward: Forward) -> None:
+def test_weight_decay_leaves_them_alone_as_in_the_reference() -> None:
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "microbatches": 2}
-    model = _model(forward)
+    model = _model(_detached)
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)

@@ -11,9 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pdcompile.releases.torch_internals import (
     CHECKPOINT_REGION,
-    TRANSFORM_LEVELS,
-    TRANSFORM_WRAPS,
-    VJP,
     Place,
     region_preserves_rng,
 )
@@ -33,23 +30,6 @@ def calls(place: Place, run: Callable[[], object], patch: pytest.MonkeyPatch) ->
     patch.setattr(home, name, spy)
     run()
     return found
-
-
-@pytest.mark.parametrize(
-    ("place", "run"),
-    [
-        (TRANSFORM_LEVELS[0], lambda: torch.vmap(torch.sin)(X)),
-        (TRANSFORM_LEVELS[1], lambda: torch.func.grad(torch.sum)(X)),
-        (TRANSFORM_LEVELS[2], lambda: torch.func.jvp(torch.sin, (X,), (X,))),
-        (TRANSFORM_WRAPS[0], lambda: torch.vmap(torch.sin)(X)),
-        (TRANSFORM_WRAPS[1], lambda: torch.func.grad(torch.sum)(X)),
-        (VJP, lambda: torch.func.vjp(torch.sin, X)),
-    ],
-)
-def test_transforms_pass_the_places_that_a_capture_patches(
-    place: Place, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert calls(place, run, monkeypatch)
 
 
 @pytest.mark.parametrize("preserve", [True, False])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pdcompile
 from pdcompile.errors import TraceError
 from tests.helpers.captures import captured, faithful, make
 
@@ -186,21 +185,3 @@ def test_state_in_an_array_is_refused(forward: Any) -> None:
     with pytest.raises(TraceError, match="changes the Python attribute table"):
         captured(make(forward, table=table))
     assert table.tolist() == [1.0] * 8
-
-
-def test_a_loss_function_that_decides_is_captured_both_ways() -> None:
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        loss = torch.nn.functional.mse_loss(output, target)
-        return torch.nn.functional.l1_loss(output, target) if loss > 1.5 else loss
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    options: dict[str, Any] = {"loss_fn": loss_fn, "microbatches": 2, "keep_model": True}
-    x, target = torch.randn(4, 8), torch.randn(4, 8)
-    eager = pdcompile.reference(model, **options)
-    pipe = pdcompile.compile(
-        model, (x,), example_target=target, stages=2, costs="estimated", **options
-    )
-    for scale in (0.1, 5.0):
-        mine = pipe.step(x, target=scale * target)
-        assert float(mine.loss) == float(eager.step(x, target=scale * target).loss)

@@ -31,7 +31,6 @@ from pdcompile.passes.partition.lattice import components, neighbours, reachable
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
 VARIES = "a value whose size depends on values"
-CONDITIONAL = "a branch that is not always taken"
 MUTATION = "in-place writes and what reads the same memory before them"
 BUFFER = "readers and writers of a written buffer"
 NO_GRADIENT = "readers of a parameter that may get no gradient"
@@ -149,12 +148,9 @@ def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -
     # Evaluation returns what training leaves out.
     output = {leaf.name for leaf in walk(graph.output, (Ref, LeftOut))}
     for value in graph.values.values():
-        if value.producer is None or (
-            value.dtype in DTYPE_BYTES and not value.varies and not value.conditional
-        ):
+        if value.producer is None or (value.dtype in DTYPE_BYTES and not value.varies):
             continue
         reason = VARIES if value.varies else UNSENDABLE if value.is_tensor else CONTAINER
-        reason = CONDITIONAL if value.conditional and not value.varies else reason
         ends = [position[value.producer], *(position[name] for name in value.consumers)]
         if value.name in output:
             ends.append(len(graph.ops))
@@ -234,10 +230,10 @@ def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
 
 
 def _surely_returns(graph: OpGraph, name: str) -> bool:
-    """Whether a gradient comes back to a value, whatever the branches are."""
+    """Whether a gradient comes back to a value."""
     value = graph.values.get(name)
     if value is None or value.is_tensor:
-        return value is not None and value.needs_gradient and not value.conditional
+        return value is not None and value.needs_gradient
     return any(_surely_returns(graph, reader) for reader in value.consumers)
 
 

@@ -203,8 +203,3 @@ def _warn_of_values(findings: Sequence[Findings]) -> None:
             f"forward or loss_fn asks for {what} ({where}): the capture has the answer that it got "
             "now, on this process, and so have the stages on all ranks"
         )
-    for where in dict.fromkeys(line for each in findings for line in each.sized):
-        warn(
-            f"a size depends on values of the inputs ({where}): calls in which it is not as "
-            "in the example are refused"
-        )

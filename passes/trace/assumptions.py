@@ -13,15 +13,6 @@ from pdcompile.errors import TraceError
 from pdcompile.passes.trace.refusals import Refusal, SizeByValues
 
 Site = tuple[tuple[CodeType, int], ...]  # a place in the running Python: frames up to the module
-Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A branch on a computed value, and the op that reads it as a bool."""
-
-    key: Key
-    op: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +44,9 @@ class Assumptions:
     opaque: paths of modules that become one op each, with the refusal that is the reason.
     reads: the value with which the model goes on, by place of the read; None where both do.
     trial: the value that is being tried, to find that out.
-    loops: places where Python loops through indices that depend on values.
-    one_way: branches whose two ways do not fit into one graph.
     rewritten: buffers that some call writes, so that their numbers are not constants.
     sizes_vary: modes in which sizes that depend on values are made up.
-    sizes_of_example: such sizes are the example's, where the model needs them.
-    refusal, first_refusal: the refusals that led to made-up sizes, and to the example's.
+    refusal: the refusal that led to made-up sizes.
     one_size: the capture may be for the microbatch size alone.
     hides_tracing: libraries that ask whether they are traced hear no, so that they look into their
         inputs for a short cut as eager does; the capture then holds for the example.
@@ -69,13 +57,9 @@ class Assumptions:
     opaque: Mapping[str, TraceError] = field(default_factory=dict)
     reads: Mapping[Site, Expected | None] = field(default_factory=dict)
     trial: Trial | None = None
-    loops: frozenset[Site] = frozenset()
-    one_way: frozenset[Site] = frozenset()
     rewritten: frozenset[str] = frozenset()
     sizes_vary: frozenset[bool] = frozenset()
-    sizes_of_example: bool = False
     refusal: SizeByValues | None = None
-    first_refusal: SizeByValues | None = None
     one_size: bool = False
     hides_tracing: bool = False
     drawing: frozenset[tuple[str, str]] = frozenset()
@@ -83,21 +67,7 @@ class Assumptions:
 
     def with_opaque(self, opaque: Mapping[str, TraceError]) -> Assumptions:
         """The same with other opaque modules; assumptions on sizes are dropped."""
-        return replace(
-            self, opaque=opaque, sizes_vary=frozenset(), sizes_of_example=False,
-            refusal=None, first_refusal=None,
-        )  # fmt: skip
-
-    def after_size(self, error: SizeByValues, training: bool) -> Assumptions | None:
-        """The next assumptions where a size depends on values; None where all were tried."""
-        if training not in self.sizes_vary:
-            return replace(self, sizes_vary=self.sizes_vary | {training}, refusal=error)
-        if not self.sizes_of_example:
-            return replace(
-                self, sizes_vary=frozenset(), sizes_of_example=True, refusal=None,
-                first_refusal=error,
-            )  # fmt: skip
-        return None
+        return replace(self, opaque=opaque, sizes_vary=frozenset(), refusal=None)
 
 
 class Refuted(Exception):
@@ -122,20 +92,16 @@ class Findings:
     """Facts that the runs of one recording found.
 
     specialised: for each line, the value that was read there, which is the example's.
-    sized: lines where a size is the example's.
     constants: buffers whose numbers are taken as constants.
     written: buffers that are written.
     asked_of_inputs: the model would look into its inputs for a short cut.
-    transformed: torch.func was used, whose calls differ between the modes.
     of_process: for each line, what of this process it asked for (a rank, the time).
     of_device: for each line that another device may answer otherwise, the refusal that fits.
     """
 
     specialised: dict[str, str] = field(default_factory=dict)
-    sized: dict[str, None] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     asked_of_inputs: bool = False
-    transformed: bool = False
     of_process: dict[str, str] = field(default_factory=dict)
     of_device: dict[str, Refusal] = field(default_factory=dict)

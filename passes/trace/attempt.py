@@ -24,7 +24,6 @@ from pdcompile.passes.trace.attribute_reads import (
     watched_flag,
 )
 from pdcompile.passes.trace.batch_sizes import DiffersBySize, SizeMerge, probe_sizes
-from pdcompile.passes.trace.branch_merge import CannotMerge
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.interceptors.value_reads import GoesOn
@@ -105,15 +104,14 @@ class Attempts:
                 train = self._graph(not subject.evaluates, None)
             finally:  # recordings of an earlier attempt are not made again
                 self._asked = self._asked or asked()
-            apart = self._asked or bool(self.assumed.opaque)
-            apart = apart or any(each.findings.transformed for each in self.recordings)
             if subject.evaluates:
                 evaluation = train
             else:
+                apart = self._asked or bool(self.assumed.opaque)
                 evaluation = self._graph(False, train) if apart else as_evaluation(train)
         check_order(
             subject.model,
-            self._kinds(train, evaluation),
+            self._kinds(train),
             lambda kind: self._recorded(*kind, settle=False),
             subject.cached_tensors,
             self._recordings,
@@ -126,15 +124,16 @@ class Attempts:
         call = self._subject.call(size)
         return recorded(self._subject, call, self.assumed, training, settle=settle)
 
-    def _kinds(self, *graphs: OpGraph) -> list[Kind]:
-        """The calls that may follow one another: both modes, the usual size and another one."""
-        sizes = [self._size]
-        known = graphs[0].sizes
-        if self._splits and known.largest != known.smallest and len(graphs[0].ops) <= MANY_OPS:
-            recorded = [size for _, size in self._recordings]
-            others = [size for size in recorded if recorded.count(size) == len(graphs)]
-            sizes += [n for n in (*others, *self._usual_sizes()) if n != self._size][:1]
-        return [(graph.training, size) for graph in graphs for size in sizes]
+    def _kinds(self, graph: OpGraph) -> list[Kind]:
+        """The calls that may follow one another: in the modes that were recorded, because models
+        that do not ask for it compute the same in both, with the usual size and another one."""
+        one_size = graph.sizes.is_one or len(graph.ops) > MANY_OPS
+        found = []
+        for mode in dict.fromkeys(training for training, _ in self._recordings):
+            sizes = [size for training, size in self._recordings if training == mode]
+            others = [] if one_size else [size for size in sizes if size != self._size]
+            found += [(mode, size) for size in (self._size, *others[:1])]
+        return found
 
     def _usual_sizes(self) -> tuple[int, ...]:
         leaves = self._subject.flat.leaves
@@ -228,24 +227,16 @@ def recorded(
     except Undecided as read:
         expected = _tried(subject, call, assumed, training, read)
         raise Refuted(replace(assumed, reads={**assumed.reads, read.site: expected})) from None
-    except CannotMerge as ways:
-        sites = {decision.key[2] for decision in ways.decisions}
-        raise Refuted(replace(assumed, one_way=assumed.one_way | sites)) from None
     except OutsideDraw:
         if assumed.watched_draws:
             raise
         # All generators are as before, so the next recording finds the same draw at its op.
         raise Refuted(replace(assumed, watched_draws=True)) from None
     except SizeByValues as error:
-        instead = assumed.after_size(error, training)
-        if instead is None:
+        if training in assumed.sizes_vary:
             raise
-        raise Refuted(instead) from None
-    except TraceError as error:
-        # The module that it arose in can be opaque, the model itself cannot.
-        if assumed.first_refusal is None or error.module_path:
-            raise
-        raise assumed.first_refusal from None
+        modes = assumed.sizes_vary | {training}
+        raise Refuted(replace(assumed, sizes_vary=modes, refusal=error)) from None
 
 
 def one_recording(
@@ -276,7 +267,7 @@ def _tried(
             text = _raised_on_purpose(error)
             if trial.begun and text is not None:
                 raised[value] = text
-        except (TraceError, CannotMerge, GoesOn, Refuted):
+        except (TraceError, GoesOn, Refuted):
             continue
     if len(raised) != 1:
         return None

@@ -1,8 +1,8 @@
-"""Checks that no order of calls changes what a call computes: every reachable state is tried.
+"""Checks that calls change nothing for the calls after them, by making each kind of call twice.
 
 A model that keeps something in Python attributes (flags, sizes, tensors of the last call) is
-captured as long as no sequence of calls (training and evaluation, full and short microbatches)
-changes a computation.  The states reached so are few, unless the model counts something.
+captured as long as a round of calls (training and evaluation, full and short microbatches), and
+another one after it, compute what the first calls did and leave behind what they left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pdcompile.passes.trace.python_state import State
 from pdcompile.passes.trace.tape.run import Recording, same
 
 Kind = tuple[bool, int]  # of a call: whether it trains, number of samples
-MAX_STATES = 8
 
 
 def check_order(
@@ -39,33 +38,33 @@ def check_order(
     refusal = cached_tensors.change
     if refusal is None:
         return
-    expected: dict[Kind, Recording] = {}
-    states: list[tuple[State, Kind | None]] = [(State(model), None)]  # and the call before
+    before = State(model)
     # Where train() only sets flags, a state is the same in both modes.
     flag = _only_sets_flags(model)
+
+    def is_alike(state: State) -> bool:
+        return state.change({}, cached_tensors.alike) is None
+
+    expected, left = dict(known), dict[Kind, State]()
     try:
-        for state, last in states:  # grows meanwhile
-            for kind in kinds:
-                state.restore()
-                with in_mode(model, kind[0], back=flag):
-                    found = known.get(kind) if last is None else None
-                    if found is None:
-                        try:
-                            found = record(kind)
-                        except TraceError:
-                            raise refusal from None
-                    elif found.after is not None:
-                        found.after.restore()
-                if kind[0]:
-                    cached_tensors.expire(model)
-                if not same(found, expected.setdefault(kind, found)):
-                    raise refusal
-                if all(each.change({}, cached_tensors.alike) is not None for each, _ in states):
-                    if kind == last or len(states) == MAX_STATES:  # as after each of its kind
-                        raise refusal
-                    states.append((State(model), kind))
+        for number, kind in enumerate((*kinds, *kinds)):
+            if number == len(kinds) + 1 and all(map(is_alike, left.values())):
+                break  # every call leaves the same, and each has been made after it
+            with in_mode(model, kind[0], back=flag):
+                first = None if number else known.get(kind)
+                if first is not None and first.after is not None:
+                    first.after.restore()
+                try:
+                    found = first or record(kind)
+                except TraceError:
+                    raise refusal from None
+            if kind[0]:
+                cached_tensors.expire(model)
+            same_state = is_alike(left.setdefault(kind, State(model)))
+            if not (same_state and same(found, expected.setdefault(kind, found))):
+                raise refusal
     finally:
-        states[0][0].restore()
+        before.restore()
 
 
 def _only_sets_flags(model: nn.Module) -> bool:

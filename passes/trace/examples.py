@@ -1,8 +1,7 @@
-"""Examples: values of the inputs of one recorded call, from the example and made up."""
+"""Examples: integers of the inputs of one recorded call, from the example."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 
 
 class Examples:
-    """Values of the inputs of one recorded call.
+    """Integers and bools of the inputs of one recorded call.
 
     Args:
         flat: the example minibatch.
@@ -39,18 +38,17 @@ class Examples:
         self._known: dict[str, tuple[Tensor, Tensor, int | None]] = {
             entry.name: (call.leaves[entry.path], flat.leaves[entry.path], entry.batch_dim)
             for entry in inputs
-            if not call.leaves[entry.path].is_meta
+            if not (call.leaves[entry.path].is_meta or _continuous(call.leaves[entry.path]))
         }
 
-    def calls(self, *, floats: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """Real inputs of the recorded shapes by name: integers and bools, with `floats` all.
+    def calls(self) -> Iterator[Mapping[str, Tensor]]:
+        """The integers in the recorded shapes, by name.
 
         First those of the call itself, then every sample repeated to its size, then the minibatch
         in pieces of its size.
         """
-        known = {n: k for n, k in self._known.items() if floats or not _continuous(k[0])}
-        yield {name: leaf for name, (leaf, _, _) in known.items()}
-        rows = {leaf.shape[dim] for leaf, _, dim in known.values() if dim is not None}
+        yield {name: leaf for name, (leaf, _, _) in self._known.items()}
+        rows = {leaf.shape[dim] for leaf, _, dim in self._known.values() if dim is not None}
         total = self._layout.size
         if len(rows) != 1 or not self._layout.splits:
             return
@@ -63,19 +61,9 @@ class Examples:
                 index = torch.tensor(piece)
                 given = {
                     name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
-                    for name, (leaf, whole, dim) in known.items()
+                    for name, (leaf, whole, dim) in self._known.items()
                 }
             yield given
-
-    def variants(self) -> Iterator[Mapping[str, Tensor]]:
-        """The integers of the recorded call, then made-up ones of the same shapes: its values in
-        another order, zeros, ones, and zeros and ones in turn."""
-        for given in itertools.islice(self.calls(), 1):
-            yield given
-            for make in (shuffled, torch.zeros_like, torch.ones_like, _mixed):
-                with no_dispatch_modes():
-                    made = {name: make(leaf) for name, leaf in given.items()}
-                yield made
 
 
 def _continuous(leaf: Tensor) -> bool:
@@ -98,11 +86,6 @@ def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
         if entry.name in wanted and small and not _continuous(leaf):
             found[entry.path] = leaf.tolist()
     return found
-
-
-def _mixed(leaf: Tensor) -> Tensor:
-    numbers = torch.arange(leaf.numel(), device=leaf.device) % 2
-    return numbers.view(leaf.shape).to(leaf.dtype)
 
 
 def shuffled(leaf: Tensor) -> Tensor:

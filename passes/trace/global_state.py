@@ -1,4 +1,4 @@
-"""State of the user's code outside of the model: globals, class attributes, closures, objects.
+"""State of the user's code outside of the model: globals of its files, and attributes of classes.
 
 A recording must leave none of its fake tensors there, or the user's own next call would find one in
 a table or a functools cache.  A number there that calls change is state of the model, and refused.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from types import CellType, FunctionType, MemberDescriptorType, MethodType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,82 +20,36 @@ from torch import nn
 
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.cached_tensors import tensors_within
-from pdcompile.passes.trace.tape.observer import is_user, source_of_class, source_of_code
+from pdcompile.passes.trace.tape.observer import is_user, source_of_class
 from pdcompile.releases.torch_internals import FakeTensor
 
-_MOST = 20_000  # places
-_LARGE = 10_000  # containers with more items are data, not tables of forward
+_LARGE = 1_000  # containers with more items are data, not tables of forward
 _DEPTH = 3  # of containers in a value
 _NOT_USERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")
 _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 
 class GlobalState:
-    """Namespaces, containers and closures that the code of a model's classes can reach."""
+    """Classes of a model, the files that they are written in, and the containers in both."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[int, tuple[Any, str, str | None]] = {}  # by id: place, name, line
         self._before: list[tuple[Any, str, str | None, Any]] = []
-        for module in model.modules():
-            self._enter_class(type(module))
-        for path, module in model.named_modules():
-            for name, value in vars(module).items():
-                if not (name.startswith("_") or isinstance(value, dict | list | set)):
-                    where = source_of_class(type(module))
-                    self._enter(value, f"{path}.{name}" if path else name, where)
+        classes = {base for module in model.modules() for base in type(module).__mro__}
+        for cls in filter(_of_user, classes):
+            where = source_of_class(cls)
+            for owner, prefix in ((cls, f"{cls.__qualname__}."), (sys.modules[cls.__module__], "")):
+                self._places.setdefault(id(owner), (owner, prefix, where))
+                for name, value in vars(owner).items():
+                    if not name.startswith("__"):
+                        self._enter(value, f"{prefix}{name}", where, 2)
 
-    def _add(self, place: Any, name: str, where: str | None) -> bool:
-        if id(place) in self._places or len(self._places) >= _MOST:
-            return False
-        self._places[id(place)] = (place, name, where)
-        return True
-
-    def _enter_class(self, cls: type) -> None:
-        for base in cls.__mro__:
-            if _of_user(base) and self._add(base, f"{base.__qualname__}.", source_of_class(base)):
-                self._enter_all(vars(base), f"{base.__qualname__}.", source_of_class(base))
-
-    def _enter_all(self, namespace: Mapping[Any, Any], prefix: str, where: str | None) -> None:
-        for name, value in list(namespace.items()):
-            if not str(name).startswith("__"):
-                self._enter(value, f"{prefix}{name}", where)
-
-    def _enter(self, value: Any, name: str, where: str | None) -> None:
-        if isinstance(value, torch.Tensor | nn.Module):
-            return
-        if isinstance(value, MethodType | property | staticmethod | classmethod):
-            value = getattr(value, "__func__", None) or getattr(value, "fget", None)
-        if isinstance(value, type):
-            if _of_user(value) and not issubclass(value, nn.Module):
-                self._enter_class(value)
-        elif isinstance(value, FunctionType):
-            self._enter_function(inspect.unwrap(value), name)
-        elif isinstance(value, dict | list | deque | set):
-            if len(value) <= _LARGE and self._add(value, name, where):
-                for item in list(value.values() if isinstance(value, dict) else value):
-                    self._enter(item, name, where)
-        elif isinstance(value, tuple):
-            for item in value:
-                self._enter(item, name, where)
-        elif _of_user(type(value)) and self._add(value, f"{name}.", where):
-            self._enter_class(type(value))
-            self._enter_all(_attributes(value), f"{name}.", where)
-
-    def _enter_function(self, function: FunctionType, name: str) -> None:
-        code = function.__code__
-        where = source_of_code(code)
-        if not _is_file_of_user(code.co_filename) or not self._add(function, f"{name}.", where):
-            return
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._enter(value, name, where)
-        self._enter_all(vars(function), f"{name}.", where)
-        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if self._add(cell, f"{variable} of {name}, ", where):
-                for value in _content(cell).values():
-                    self._enter(value, variable, where)
-        home = sys.modules.get(function.__module__ or "")
-        if home is not None and vars(home) is function.__globals__ and self._add(home, "", where):
-            self._enter_all(vars(home), "", where)
+    def _enter(self, value: Any, name: str, where: str | None, depth: int) -> None:
+        container = isinstance(value, dict | list | deque | set) and len(value) <= _LARGE
+        if container and depth and id(value) not in self._places:
+            self._places[id(value)] = (value, name, where)
+            for item in value.values() if isinstance(value, dict) else value:
+                self._enter(item, name, where, depth - 1)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -110,11 +62,11 @@ class GlobalState:
                 _clean(place, content)
             self._before = []
 
-    def check(self, memo: Callable[[torch.Tensor], bool]) -> None:
+    def check(self, alike: Callable[[torch.Tensor], bool]) -> None:
         """Refuses changes of a recording that later calls may find; called inside `as_before`.
 
         Args:
-            memo: whether every call would compute this fake tensor alike.
+            alike: whether every call would compute this fake tensor alike.
 
         Raises:
             TraceError: a number was changed, or a tensor kept that differs between calls.
@@ -127,54 +79,26 @@ class GlobalState:
                 if before.get(name, self) is value or str(name).startswith("__"):
                     continue
                 counted = _is_number(value) and _is_number(before.get(name))
-                if counted or any(not memo(t) for t in _fakes_in(value)):
+                if counted or any(not alike(t) for t in _fakes_in(value)):
                     shown = f"{prefix}[{name!r}]" if isinstance(place, dict) else f"{prefix}{name}"
                     raise refusals.error(refusals.CHANGED_OUTSIDE, shown, where)
 
 
 def _of_user(cls: type) -> bool:
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return bool(file) and _is_file_of_user(str(file)) and not issubclass(cls, torch.Tensor)
-
-
-def _is_file_of_user(file: str) -> bool:
-    """Whether it is user code outside installed packages, which would take long to search."""
+    """Whether a class is in a file of the user, outside of installed packages."""
+    file = str(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return is_user(file) and "-packages" not in file
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    return {**slots_of(value), **getattr(value, "__dict__", {})}
-
-
-def slots_of(value: Any) -> dict[str, Any]:
-    """What the slots of an object hold, by name."""
-    found = {}
-    for cls in type(value).__mro__:
-        for name, member in vars(cls).items():
-            if isinstance(member, MemberDescriptorType) and cls.__module__ != "builtins":
-                with suppress(AttributeError):  # it was never filled
-                    found[name] = object.__getattribute__(value, name)
-    return found
-
-
 def _content(place: Any) -> Any:
-    if isinstance(place, dict):
-        return dict(place)
     if isinstance(place, list | deque | set):
         return list(place)
-    if isinstance(place, CellType):
-        try:
-            return {"cell_contents": place.cell_contents}
-        except ValueError:  # not filled yet
-            return {}
-    if isinstance(place, type) or hasattr(place, "__file__"):
-        return dict(vars(place))
-    return _attributes(place)
+    return dict(place if isinstance(place, dict) else vars(place))
 
 
 def _clean(place: Any, before: Any) -> None:
     now = _content(place)
-    if isinstance(place, list | deque | set):
+    if isinstance(now, list):
         if any(map(_fakes_in, now)):
             place.clear()
             (place.update if isinstance(place, set) else place.extend)(before)

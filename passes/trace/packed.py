@@ -3,7 +3,8 @@
 `pack_padded_sequence` is Python around one operator, whose results have sizes that depend on the
 lengths (`selections` makes them up).  A recurrent layer on them is recorded as the operator that
 torch calls with its weights.  Torch has no shape rules on fake tensors for this operator and for
-the one that pads again, so they are here.
+the one that pads again, so they are here, and so is the one of `ctc_loss`, another loss of samples
+of different lengths.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -18,6 +20,7 @@ from pdcompile.hardware import devices
 
 _STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 _MEMBERS = 9  # arguments of such a call with batch sizes, all positional
+_LENGTHS = 4  # of ctc_loss: the lengths of labels are the last positional argument
 
 
 def takes_packed(module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -39,12 +42,16 @@ class Packed:
             self._kept.append(result[1])
             self._samples[id(result[1])] = args[0].shape[0 if args[2] else 1]
 
-    def result(self, func: Any, args: Any, module: nn.Module | None) -> Any:
+    def result(self, func: Any, args: Any, kwargs: Any, module: nn.Module | None) -> Any:
         """The result on fakes of a call on packed sequences; None for other calls.
 
         `module` is the running one.
         """
         name = getattr(func, "__name__", "")
+        if func is F.ctc_loss and len(args) == _LENGTHS and isinstance(args[3], Tensor):
+            logs = args[0]
+            shape = logs.shape[1:-1] if kwargs.get("reduction") == "none" else ()
+            return _like(logs, shape, [logs], torch.promote_types(logs.dtype, torch.float32))
         # The form without batch sizes has as many arguments, but a bool (biases) as the fourth.
         if name in _STATES and len(args) == _MEMBERS and not isinstance(args[3], bool):
             return _recurrent(name, args)

@@ -104,9 +104,8 @@ OUTSIDE_RANDOM: Refusal = (
 )
 OUTSIDE_VALUE: Refusal = (
     "forward computes with random numbers that are not torch's ({})",
-    "draw with torch functions (torch.rand, F.dropout); a number may decide a branch "
-    "(if random.random() < p), an array may be drawn in a function at the top level of a file for "
-    "torch.tensor(array)" + APART,
+    "draw with torch functions (torch.rand, F.dropout); an array may be drawn in a function at the "
+    "top level of a file for torch.tensor(array)" + APART,
 )
 SEED: Refusal = (
     "forward asks for the seed (torch.initial_seed), which every step changes",
@@ -141,14 +140,19 @@ BY_VALUE: Refusal = (
 )
 TRANSFORM: Refusal = (
     "forward uses a torch.func transform (vmap, grad, jvp) around {}",
-    "write the batched computation out, or wrap it in an autograd.Function",
+    "write the batched computation out" + APART,
+)
+FLEX_KERNEL: Refusal = (
+    "forward calls {}, whose kernel is no operator",
+    "call it in a submodule, which is then opaque",
 )
 FLEX_BACKWARD: Refusal = (
     "forward calls {} on values that need a gradient, and its backward is a kernel of its own, "
     "which torch has none of on CPUs",
     "F.scaled_dot_product_attention(q, k, v, attn_mask=create_mask(mask_mod, B, H, Q, KV)) trains "
-    "with the same mask, with create_mask of torch.nn.attention.flex_attention (a score_mod that "
-    "adds a bias: add it to a float attn_mask); frozen layers may keep flex_attention",
+    "with the same mask, with create_mask of torch.nn.attention.flex_attention, called in a "
+    "submodule of its own (a score_mod that adds a bias: add it to a float attn_mask); frozen "
+    "layers may keep flex_attention",
 )
 BLOCK_MASK: Refusal = (
     "the input {} is a BlockMask of FlexAttention, whose function is no data",
@@ -189,7 +193,6 @@ REFUSED: dict[str, Refusal] = {
         STORAGE,
     ),
 }  # fmt: skip
-READS = frozenset(name for name, refusal in REFUSED.items() if refusal is READ)
 
 
 class Unrepeatable(TraceError):

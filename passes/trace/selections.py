@@ -2,7 +2,9 @@
 
 Fake tensors have no values, so such a size is made up.  No other computation may depend on it: the
 model is recorded with several sizes, none and all rows among them, and has to run the same
-operators with the same arguments.  The dims that varied are then marked.
+operators with the same arguments.  The dims that varied are then marked.  Python may pass such a
+number on (``torch.arange(chosen.shape[0])``): an argument that is in each recording the size of the
+same dimension of the same earlier value becomes that size, by an op ``size``.
 """
 
 from __future__ import annotations
@@ -10,49 +12,46 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Op, Ref, Value, walk
-from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.observer import locate, storage_key
+from pdcompile.passes.trace.batch_sizes import merged
+from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.passes.trace.tape.results import beside
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.run import Recording
 
 Policy = Callable[[int, int], int]  # (number of earlier selections, elements of the mask) -> size
-Key = tuple[Any, ...]
+_all: Policy = lambda index, elements: elements  # noqa: E731
 
 _aten = torch.ops.aten
 _PACK = _aten._pack_padded_sequence.default
-_INDEX = (_aten.index.Tensor,)
-_PUT = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+_CHOOSES = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default,
+            _aten._index_put_impl_.default)  # fmt: skip
 
 
 class Selections:
     """Runs the ATen ops that choose by values, with made-up sizes.
 
     Args:
-        policy: the made-up size of each choice; None where only sizes in `fixed` are used.
+        policy: the made-up size of each choice.
         place: returns the path of the running module.
     """
 
-    def __init__(self, policy: Policy | None, place: Callable[[], str]) -> None:
-        self._policy = policy
-        self._place = place
-        self._sizes: dict[Key, int] = {}  # `mask_key` -> elements found
-        self.fixed: dict[Key, int] = {}  # sizes that are the example's, by `mask_key`
+    def __init__(self, policy: Policy, place: Callable[[], str]) -> None:
+        self._policy, self._place = policy, place
+        self._sizes: dict[tuple[Any, ...], int] = {}  # mask -> elements found
         self._kept: list[Tensor] = []
         self.found: list[tuple[str, int]] = []  # (place, elements of the mask)
-        self.allows: Callable[[Tensor], bool] = lambda mask: True  # choices in loops
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result; None where it does not choose by values."""
-        masks = _masks(func, args)
-        if not masks or (
-            self._policy is None and any(mask_key(m) not in self.fixed for m in masks)
-        ):
-            return None
         if func is _PACK:
             return self._packed(*args)
         if func is _aten.repeat_interleave.Tensor:
@@ -64,9 +63,11 @@ class Selections:
             elements = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
             times = math.prod(elements) // max(mask.numel(), 1)
             return tensor.new_empty((self._size(mask) * times,))
+        if func not in _CHOOSES or not any(map(_is_mask, args[1])):
+            return None
         indices: list[Any] = []
         for index in args[1]:
-            indices += self._indices(index).unbind(1) if is_mask(index) else [index]
+            indices += self._indices(index).unbind(1) if _is_mask(index) else [index]
         return func(args[0], indices, *args[2:], **kwargs)
 
     def _indices(self, mask: Tensor) -> Tensor:
@@ -74,83 +75,176 @@ class Selections:
 
     def _packed(self, padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         """The steps of all samples one after the other, and the batch size of each step."""
-        assert self._policy is not None
-        found = []
-        for elements in (padded.shape[0] * padded.shape[1], padded.shape[1 if batch_first else 0]):
-            found.append(max(self._policy(len(self.found), elements), 1))
-            self.found.append((f"{self._place()} {len(self.found)}", elements))
-        steps, longest = found
+        every, most = padded.shape[0] * padded.shape[1], padded.shape[1 if batch_first else 0]
+        # A place for each, which shares its elements with no other choice.
+        steps = max(self._made_up(every, f"{self._place()} {len(self.found)}"), 1)
+        longest = max(self._made_up(most, f"{self._place()} {len(self.found)}"), 1)
         return padded.new_empty((steps, *padded.shape[2:])), lengths.new_empty((longest,))
 
     def _size(self, mask: Tensor) -> int:
-        if mask_key(mask) in self.fixed:
-            return self.fixed[mask_key(mask)]
-        assert self._policy is not None
-        key = mask_key(mask)
-        if not self.allows(mask):
-            raise refusals.error(refusals.BY_VALUE, "a choice in a loop", locate(None)[0])
+        # Equal for the same part of the same memory, unless written in between.
+        part = mask.storage_offset(), tuple(mask.shape), mask.stride()
+        key = storage_key(mask), mask._version, *part
         if key not in self._sizes:
             self._kept.append(mask)
-            self._sizes[key] = self._policy(len(self.found), mask.numel())
-            self.found.append((self._place(), mask.numel()))
+            self._sizes[key] = self._made_up(mask.numel(), self._place())
         return self._sizes[key]
 
+    def _made_up(self, elements: int, place: str) -> int:
+        size = self._policy(len(self.found), elements)
+        self.found.append((place, elements))
+        return size
 
-def average(chosen: Sequence[tuple[str, int]]) -> list[int]:
-    """The average size of each choice, if the choices of one module share the elements, as experts
-    share tokens."""
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Result of the recordings of one mode at the first batch size."""
+
+    sizes: list[int]  # expected size of each choice, which it has at every batch size
+    #: dims that vary, by value; None until they are known, or where sizes are arguments of ops
+    dims: dict[str, tuple[int, ...]] | None = None
+    most: int = 0  # elements of the largest inputs with which everything was chosen
+
+    def usual(self, index: int, elements: int) -> int:
+        return self.sizes[index] if index < len(self.sizes) else elements
+
+
+def with_made_up_sizes(
+    run: Callable[[Policy], Recording], proofs: dict[bool, Proof], training: bool, elements: int
+) -> Recording | None:
+    """A recording with expected sizes; None if the computation depends on what they are.
+
+    Args:
+        run: records the model with these sizes.
+        proofs: of each mode, filled in.
+        elements: of the inputs.
+    """
+    known = proofs.get(training)
+    try:
+        if known is not None and known.dims is not None:
+            usual = run(known.usual)
+            # Choices of one row, or of none, are no others at another batch size.
+            if elements > known.most and not _same([usual, run(_all)]):
+                return None
+            proofs[training] = replace(known, most=max(elements, known.most))
+            return _varying(usual, known.dims)
+        everything = run(_all)
+        if not everything.chosen:
+            return everything
+        known = proofs.setdefault(training, Proof(_expected(everything.chosen)))
+        found = [run(known.usual), everything, run(lambda index, elements: 1)]
+        found.append(run(lambda index, elements: 0))
+        alike = _same(found)
+        if not alike:
+            # Another size for every choice, so that sizes are not mistaken for each other.
+            found.append(run(lambda index, elements: elements // 2 + 1 + index))
+    except TraceError:
+        return None
+    opened = found if alike else _with_open_sizes(found)
+    if opened is None or not _same(opened) or (dims := _varying_dims(opened)) is None:
+        return None
+    proofs[training] = replace(known, dims=dims if alike else None, most=elements)
+    return _varying(opened[0], dims)
+
+
+def _expected(chosen: Sequence[tuple[str, int]]) -> list[int]:
+    """Average sizes, if choices of one module share their elements, as experts share tokens."""
     counts = Counter(place for place, _ in chosen)
     return [max(-(-elements // counts[place]), 2) for place, elements in chosen]
 
 
-def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors whose values determine the size of an ATen op's result."""
-    if func in (_aten.nonzero.default, _aten.repeat_interleave.Tensor):
-        return [args[0]]
-    if func in (_PACK, _aten.masked_select.default):
-        return [args[1]]
-    return [index for index in args[1] if is_mask(index)] if func in _INDEX + _PUT else []
-
-
-def mask_key(mask: Tensor) -> Key:
-    """A key that is equal for the same part of the same memory, unless written in between."""
-    part = mask.storage_offset(), tuple(mask.shape), mask.stride()
-    return storage_key(mask), mask._version, *part
-
-
-def is_mask(index: Any) -> bool:
-    """Whether an index chooses by its values."""
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def same_ops(one: Sequence[Op], other: Sequence[Op]) -> bool:
+def _same(recordings: Sequence[Recording]) -> bool:
     """Whether the same operators ran, with the same arguments."""
-    return len(one) == len(other) and all(
-        a == b or replace(a, variable="") == replace(b, variable="")
-        for a, b in zip(one, other, strict=True)
-    )
+    runs = [(r.returned, [replace(op, variable="") for op in r.ops]) for r in recordings]
+    return all(each == runs[0] for each in runs)
 
 
-def varied(
-    values: dict[str, Value], others: Sequence[dict[str, Value]], output: Any
-) -> dict[str, Value] | None:
-    """The values with `varies` filled in; None where they differ in more than the sizes of dims, or
-    where one that varies is returned."""
+def _varying(recording: Recording, dims: dict[str, tuple[int, ...]]) -> Recording:
+    values = recording.values.items()
+    return replace(recording, values={n: replace(v, varies=dims.get(n, ())) for n, v in values})
+
+
+def _varying_dims(recordings: Sequence[Recording]) -> dict[str, tuple[int, ...]] | None:
+    """The dims that vary, by value; None where values differ in more than sizes, or where one that
+    varies is returned."""
     found = {}
-    returned = {ref.name for ref in walk(output, Ref)}
-    for name, value in values.items():
-        versions = [each[name] for each in others if name in each]
-        if len(versions) < len(others):
+    for name in recordings[0].values:
+        versions = [each.values[name] for each in recordings]
+        if len({(len(v.shape), v.dtype, v.requires_grad) for v in versions}) > 1:
             return None
-        kind = len(value.shape), value.dtype, value.requires_grad
-        if any((len(v.shape), v.dtype, v.requires_grad) != kind for v in versions):
-            return None
-        dims = tuple(
-            dim
-            for dim, size in enumerate(value.shape)
-            if any(version.shape[dim] != size for version in versions)
+        sizes = enumerate(zip(*(v.shape for v in versions), strict=True))
+        found[name] = tuple(dim for dim, each in sizes if len(set(each)) > 1)
+    return None if any(found[ref.name] for ref in walk(recordings[0].returned, Ref)) else found
+
+
+def _with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
+    """The recordings with ops that ask for sizes; None where they differ otherwise."""
+    if len({len(each.ops) for each in recordings}) > 1:
+        return None
+    sizes = _OpenSizes([each.values for each in recordings])
+    try:
+        for ops in zip(*(each.ops for each in recordings), strict=True):
+            sizes.enter(ops)
+    except LookupError:
+        return None
+    made = {op.name for op in sizes.made}
+    return [
+        replace(
+            each,
+            ops=tuple(sizes.made),
+            values={name: value for name, value in each.values.items() if name not in made}
+            | {op.name: (each.values | sizes.new)[op.name] for op in sizes.made},
         )
-        if dims and name in returned:
-            return None
-        found[name] = replace(value, varies=dims) if dims else value
-    return found
+        for each in recordings
+    ]
+
+
+class _OpenSizes:
+    """One list of ops for those of recordings at different sizes, with ops that ask for sizes."""
+
+    def __init__(self, values: list[dict[str, Value]]) -> None:
+        self._values = values  # of each recording
+        self.made: list[Op] = []
+        self.new: dict[str, Value] = {}  # the sizes
+        self._known: dict[tuple[str, int], Ref] = {}
+
+    def enter(self, ops: Sequence[Op]) -> None:
+        """Enters one op for the same op at all sizes."""
+        plain = [replace(op, variable="", args=(), kwargs=()) for op in ops]
+        if any(each != plain[0] for each in plain):
+            raise LookupError
+        parts = [(op.args, op.kwargs) for op in ops]
+        args, kwargs = merged(parts, lambda leaves: self._leaf(leaves, ops[0]))
+        self.made.append(replace(ops[0], args=args, kwargs=kwargs))
+
+    def _leaf(self, parts: Sequence[Any], op: Op) -> Any:
+        kinds = {*map(type, parts)}
+        if len(kinds) == 1 and all(part == parts[0] for part in parts):
+            return parts[0]
+        if kinds != {int}:
+            raise LookupError
+        where = name, dim = self._where(tuple(parts), op)
+        if where not in self._known:
+            new = f"{name}_size"
+            while new in self.new or new in self._values[0]:
+                new += "_"
+            args, index = (Ref(name), dim), len(self.new)
+            self.made.append(beside(op, new, "method", "size", args, call_index=index))
+            self.new[new] = Value(new, (), "container", producer=new)
+            self._known[where] = Ref(new)
+        return self._known[where]
+
+    def _where(self, numbers: tuple[int, ...], op: Op) -> tuple[str, int]:
+        """The first value that has this size in all recordings, if possible one that op reads."""
+        made = [each.name for each in self.made]
+        for name in (*(name for name in op.inputs if name in made), *made):
+            shapes = [values[name].shape for values in self._values if name in values]
+            if len(shapes) == len(numbers):
+                for dim, found in enumerate(zip(*shapes, strict=False)):
+                    if found == numbers:
+                        return name, dim
+        raise LookupError

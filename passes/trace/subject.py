@@ -51,8 +51,7 @@ class Subject(CaptureCall):
     global_state: GlobalState = field(init=False)
     known_results: KnownResults = field(default_factory=KnownResults)
     caches: list[Any] = field(default_factory=caches)
-    tried: dict[bool, Any] = field(default_factory=dict)  # mode -> `value_sizes.Tried`
-    mixed: set[Any] = field(default_factory=set)  # branches whose mixtures were tried
+    proofs: dict[bool, Any] = field(default_factory=dict)  # mode -> `selections.Proof`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", ModuleTable(self.model))

@@ -1,9 +1,9 @@
 """PythonDraw: one op that draws random numbers from numpy's or Python's own generator.
 
-SpecAugment of transformers masks with ``np.random``, layers are dropped by ``random.random()``.
-Such calls pass no torch function.  One op is the innermost function at the top level of a file that
-draws, such as ``_compute_mask_indices``, if it takes no module and no tensor of floats; else it is
-the single call of ``np.random``.  The result is an array or a number, which becomes a tensor.
+SpecAugment of transformers masks with ``np.random``.  Such calls pass no torch function.  One op is
+the innermost function at the top level of a file that draws, such as ``_compute_mask_indices``, if
+it takes no module and no tensor of floats; else it is the single call of ``np.random``.  The result
+is an array, which becomes a tensor.
 
 As other random ops it has a stream of its own (`pdcompile.eager.randomness`): both generators are
 seeded when it begins.
@@ -51,15 +51,11 @@ class PythonDraw(torch.autograd.Function):
 
 
 def as_tensor(drawn: Any) -> torch.Tensor | None:
-    """An array or number as a tensor that shares memory with it; None for other results."""
+    """An array as a tensor that shares memory with it; None for other results."""
     if isinstance(drawn, torch.Tensor):
         return drawn
-    if type(drawn) in (bool, int, float):
-        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(drawn)]
-        return torch.tensor(drawn, dtype=dtype)
-    if type(drawn).__module__ == "numpy" and drawn.dtype.kind in "biuf":
-        return torch.as_tensor(drawn)
-    return None
+    array = type(drawn).__module__ == "numpy" and type(drawn).__name__ == "ndarray"
+    return torch.as_tensor(drawn) if array and drawn.dtype.kind in "biuf" else None
 
 
 # Streams.

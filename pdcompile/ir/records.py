@@ -229,8 +229,6 @@ class Value:
     `stride_order`: dims from largest to smallest stride for dense layouts, () when contiguous.
     `varies`: dims whose size depends on values (rows that a mask chooses); in `shape` they have
     the size to be expected at the capture's microbatch size.  Such values never leave a stage.
-    `conditional`: whether a gradient comes back depends on values (a branch that forward may not
-    take; zeros would not be the same as none).  Such values never leave a stage either.
     """
 
     name: str
@@ -243,7 +241,6 @@ class Value:
     storage: int = -1
     stride_order: tuple[int, ...] = ()
     varies: tuple[int, ...] = ()
-    conditional: bool = False
 
     @property
     def is_tensor(self) -> bool:

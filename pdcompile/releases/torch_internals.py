@@ -30,13 +30,7 @@ import torch.distributed as dist
 import torch.optim.optimizer as optimizers
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._C._functorch import (
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    maybe_current_level,
-)
-from torch._functorch import eager_transforms, vmap
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -54,8 +48,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_m
 __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "UnsupportedOperatorException",
-    "get_unwrapped", "is_functorch_wrapped_tensor", "maybe_current_level", "no_dispatch_modes",
-    "pytree", "temporarily_clear_interpreter_stack",
+    "is_functorch_wrapped_tensor", "maybe_current_level", "no_dispatch_modes", "pytree",
 ]  # fmt: skip
 
 # Where torch's functions are, besides its public namespaces.
@@ -107,16 +100,6 @@ def convolution_kernel(
 
 # Places that a capture patches: modules, and names in them.
 Place = tuple[Any, str]
-TRANSFORM_LEVELS: tuple[Place, ...] = (
-    (vmap, "vmap_increment_nesting"),
-    (eager_transforms, "grad_increment_nesting"),
-    (eager_transforms, "jvp_increment_nesting"),
-)
-TRANSFORM_WRAPS: tuple[Place, ...] = (
-    (vmap, "_add_batch_dim"),
-    (eager_transforms, "_wrap_for_grad"),
-)
-VJP: Place = (eager_transforms, "_vjp_with_argnums")  # its second result runs after the levels
 # A region of torch.utils.checkpoint that is not reentrant.  Since 2.14 it is a function that takes
 # keywords; the one of before is a shell around it, which torch itself does not call.
 _REGION = "_checkpoint_without_reentrant_generator"
@@ -128,10 +111,10 @@ CHECKPOINT_REGION: Place = (
 
 
 def flex_attention_places() -> tuple[Place, ...]:
-    """The operator of flex_attention, its check of devices, and whether it runs without compiling
-    itself; none where nobody has imported it."""
+    """Check of devices in flex_attention, and its switch for running without compiling itself; none
+    where nobody has imported it."""
     home = sys.modules.get("torch.nn.attention.flex_attention")
-    names = "flex_attention_hop", "_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    names = "_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     return () if home is None else tuple((home, name) for name in names)
 
 
@@ -142,13 +125,6 @@ def flex_attention_uncompiled() -> Iterator[None]:
     *_, (home, name) = flex_attention_places() or ((SimpleNamespace(there=True), "there"),)
     with patch.object(home, name, True):
         yield
-
-
-def flex_attention_densely(*args: Any) -> Any:
-    """The operator of flex_attention as it runs without torch.compile: (output, two statistics)."""
-    from torch._higher_order_ops.flex_attention import sdpa_dense
-
-    return sdpa_dense(*args)
 
 
 MODULE_MOVE: Place = (nn.Module, "_apply")  # of ``module.to(…)`` and its like

@@ -1,48 +1,39 @@
-"""FlexAttention: in forward alone, its operators as it computes them without a fused kernel.
-
-`flex_attention` compiles itself, which fake tensors do not survive; called without torch.compile it
-runs its dense definition all the same.  Masks of `create_block_mask` are vmapped functions, which
-`transforms` records.
-"""
+"""FlexAttention: its kernel is no operator, and has no backward on CPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from pdcompile.hardware import devices
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
-from pdcompile.releases.torch_internals import flex_attention_densely, flex_attention_places
+from pdcompile.passes.trace.tape.observer import locate
+from pdcompile.releases.torch_internals import flex_attention_places
 
 
 class FlexAttention(Interceptor):
-    """Records calls of flex_attention in which nothing needs a gradient."""
+    """Refuses calls of flex_attention by name: without gradients its module may be opaque."""
 
     def around(self) -> AbstractContextManager[None]:
-        """Patches what flex_attention hands its arguments to."""
-        instead = self._computed, self._validated, True
-        places = flex_attention_places()
-        return patched(*((*place, new) for place, new in zip(places, instead, strict=False)))
+        return at_each_call(self._refused)
 
-    def _validated(self, *inputs: torch.Tensor) -> None:
-        """Raises TraceError: a gradient is needed, and backward is a kernel that is no operator."""
-        if not (torch.is_grad_enabled() and any(each.requires_grad for each in inputs)):
-            return
-        told = refusals.error(refusals.FLEX_BACKWARD, "flex_attention", self.tape.where())
-        # A module that is opaque runs the kernel itself, which there is none of on CPUs.
-        kind = refusals.NeverOpaque if devices.is_host(self.tape.fakes.device) else type(told)
-        raise refusals.as_kind(kind, told)
+    def _refused(self, *inputs: torch.Tensor) -> NoReturn:
+        refuse_backward(*inputs)
+        raise refusals.error(refusals.FLEX_KERNEL, "flex_attention", self.tape.where())
 
-    def _computed(
-        self, query: Any, key: Any, value: Any, score_mod: Any, mask: Any, scale: Any, options: Any
-    ) -> Any:
-        device = query.device.type
-        inputs = query, key, value
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            inputs = query.to(dtype), key.to(dtype), value.to(dtype)
-        with torch.autocast(device, enabled=False):
-            return flex_attention_densely(*inputs, score_mod, mask, scale, options)
+
+def at_each_call(check: Callable[..., None]) -> AbstractContextManager[None]:
+    """Patches the check of devices, which comes before flex_attention compiles itself."""
+    return patched(*((*place, check) for place in flex_attention_places()[:1]))
+
+
+def refuse_backward(*inputs: torch.Tensor) -> None:
+    """Raises NeverOpaque where a gradient is needed that no kernel computes."""
+    needed = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    if needed and devices.is_host(inputs[0].device):
+        told = refusals.error(refusals.FLEX_BACKWARD, "flex_attention", locate(None)[0])
+        raise refusals.as_kind(refusals.NeverOpaque, told)

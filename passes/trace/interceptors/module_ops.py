@@ -13,7 +13,7 @@ from torch import Tensor
 from pdcompile.eager.randomness import is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, Made
 from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.packed import takes_packed
@@ -39,7 +39,7 @@ class LeafModules(Interceptor):
             draw = tape.draw() if is_random_module(module) else None
             tape.begin()
             with tape.inside(), refusals.as_refusals(module, tape.boundary):
-                result = tape.sizes.run(
+                result = real_shapes.run(
                     plain,
                     tape.fakes.faked(args),
                     tape.fakes.faked(kwargs),

@@ -33,7 +33,6 @@ class Properties(Interceptor):
         result = func(*given)
         if isinstance(result, torch.Tensor):
             return tape.record("getattr", name, "", (args[0],), {}, result, None)
-        tape.sizes.asked(given, name)
         for asked in tape.asked:
             asked(given[0], name)
         return result

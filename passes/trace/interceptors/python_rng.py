@@ -1,8 +1,8 @@
-"""Numbers of numpy and Python: what forward draws from their generators is one op each, tensors
-that it makes of other arrays are constants.
+"""Arrays that forward draws with numpy or Python are one op each; tensors that it makes of other
+arrays are constants.
 
-A drawn number may decide a branch (`if random.random() < p`), a drawn array may become a tensor
-(`torch.tensor(mask)`) or an index.  Whatever else Python does with them needs their values.
+A drawn array may become a tensor (`torch.tensor(mask)`) or an index.  Whatever else Python does
+with it, and with a drawn number, needs the values, and makes the module opaque that does it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,6 @@ from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Refuted
-from pdcompile.passes.trace.interceptors.scalars import Scalar
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 from pdcompile.releases.torch_internals import FakeTensor, NoTorchFunction, no_dispatch_modes
@@ -100,22 +99,18 @@ class PythonRng(Interceptor):
 
     def _recorded(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tape, refusal = self.tape, self._refusal(name.rpartition(".")[2])
-        if tape.depth:
-            raise refusal
-        draw = tape.draw()
         tape.begin()
         drawn, made = self._example(function, args, kwargs)
         if made is None:
             raise refusal
+        draw = tape.draw()
         with NoTorchFunction():
             fake = real_shapes.rebuilt(made, devices.HOST)
             tape.record("function", TARGET, "drawn", (name, args, kwargs), {}, fake, draw)
         if isinstance(drawn, torch.Tensor):
             return fake
         tape.handed_out = refusal
-        if is_array(drawn):
-            return DrawnArray(fake, refusal)
-        return Scalar(fake, lambda: _raise(refusal))
+        return DrawnArray(fake, refusal)
 
     def _example(
         self, function: Callable[..., Any], args: Any, kwargs: Any
@@ -157,10 +152,6 @@ class PythonRng(Interceptor):
 def _tensor(value: Any) -> Any:
     """An index with tensors in place of arrays."""
     return value.tensor if type(value) is DrawnArray else with_parts(value, _tensor)
-
-
-def _raise(error: TraceError) -> NoReturn:
-    raise error
 
 
 class Arrays(Interceptor):

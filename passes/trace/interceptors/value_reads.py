@@ -8,16 +8,15 @@ an assert in Python, not a failure of an operator), the model only ever goes on 
 value; the read becomes an operator ``torch._assert`` of the graph, which raises for a microbatch
 where the model would have raised.
 
-A branch where both ways go on is a decision.  If the value depends on integer or bool inputs
-alone, and is the same for every sample of the example, the capture is made for that value, and
-the ``torch._assert`` refuses every other one; a warning says so.  A module with few parameters
-is opaque instead, because then it works for all values.  All other reads are refused: a capture
-that holds for one value of an activation would fail in the middle of a training.
+Where both ways go on, and the value depends on integer or bool inputs alone and is the same for
+every sample of the example, the capture is made for that value, and the ``torch._assert`` refuses
+every other one; a warning says so.  A module with few parameters is opaque instead, because then it
+works for all values.  All other reads are refused, which makes the module opaque that they are in:
+a capture that holds for one value of an activation would fail in the middle of a training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +26,12 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import CHECK, Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.assumptions import Decision, Site, Undecided
+from pdcompile.passes.trace.assumptions import Site, Undecided
 from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.interceptors.scalars import Scalar
 from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, parameter_share
 from pdcompile.passes.trace.tape.arguments import is_public
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
-from pdcompile.passes.trace.tape.observer import locate
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 DIFFERS = "; it is not the same for all samples of the example"
 MAX_OPS = 8  # between a read and the exception that it leads to
-MAX_BRANCHES = 64  # on computed values, in one call of the model
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
 
@@ -105,7 +102,7 @@ class ValueReads(Interceptor):
             with NoTorchFunction():
                 if tensor.dtype.is_floating_point:
                     raise refusal
-                value = self._specialised(tensor, refusal, floats=tape.assumed.sizes_of_example)
+                value = self._specialised(tensor, refusal)
                 self._held(tape.call(torch.eq, (tensor, value)), value, refusal)
             return float(value) if func.__name__ == "__float__" else value
 
@@ -128,42 +125,26 @@ class ValueReads(Interceptor):
             raise Undecided(site)
         expected = tape.assumed.reads[site]
         if expected is not None:
-            place = file_and_line(refusal.where)
-            check(tape, tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
+            place = _file_and_line(refusal.where)
+            _check(tape, tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
             return expected.value
-        try:
-            value = self._specialised(tensor, refusal)
-        except TraceError:
-            if site in tape.assumed.one_way:
-                raise
-            return self._either(tensor, site)
-        self._held(tensor, bool(value), refusal, holds=bool(value))
-        return bool(value)
+        value = bool(self._specialised(tensor, refusal))
+        self._held(tensor, value, refusal, holds=value)
+        return value
 
     def _held(self, tensor: Tensor, value: Any, refusal: TraceError, *, holds: bool = True) -> None:
         """Records that the capture is for this value, where a tensor is `holds`."""
-        place = file_and_line(refusal.where)
-        check(self.tape, tensor, f"{place}: {CAPTURED} this value is {value}", holds=holds)
+        place = _file_and_line(refusal.where)
+        _check(self.tape, tensor, f"{place}: {CAPTURED} this value is {value}", holds=holds)
         self.tape.fakes.findings.specialised[refusal.where or place] = str(value)
 
-    def _either(self, tensor: Tensor, site: Site) -> bool:
-        """The outcome to record for a decision, which is entered."""
-        tape = self.tape
-        op, path, call = decision(tape, tensor)
-        visits = sum(decision.key[:3] == (path, call, site) for decision in tape.decisions)
-        key = (path, call, site, visits)
-        if len(tape.decisions) > MAX_BRANCHES:
-            raise refusals.error(refusals.READ, "__bool__, again and again", locate(None)[0])
-        tape.decisions.append(Decision(key, op))
-        return tape.outcomes.get(key, False)
-
-    def _specialised(self, tensor: Tensor, refusal: TraceError, *, floats: bool = False) -> Any:
+    def _specialised(self, tensor: Tensor, refusal: TraceError) -> Any:
         """The example's value; raises the refusal where it varies or the module can be opaque."""
         tape = self.tape
         name = tape.fakes.name(tensor)
-        if not isinstance(name, Ref) or may_be_opaque(tape):
+        if not isinstance(name, Ref) or _may_be_opaque(tape):
             raise refusal
-        values = values_of_example(tape, name.name, lambda value: value.item(), floats=floats)
+        values = _values_of_example(tape, name.name)
         if len(values) != 1:
             if values:
                 refusal.message = f"{refusal.message.removesuffix(DIFFERS)}{DIFFERS}"
@@ -171,17 +152,15 @@ class ValueReads(Interceptor):
         return values[0]
 
 
-def values_of_example(
-    tape: Tape, name: str, of: Callable[[Tensor], Any], *, floats: bool
-) -> list[Any]:
+def _values_of_example(tape: Tape, name: str) -> list[Any]:
     """The distinct values of the example's calls, two at most; [] where they are unknown."""
     found: list[Any] = []
-    for given in tape.examples.calls(floats=floats):
+    for given in tape.examples.calls():
         value = evaluate(name, tape.ops, tape.fakes, given)
         if value is None:
             return []
         with no_dispatch_modes():
-            now = of(value)
+            now = value.item()
         if now not in found:
             found.append(now)
         if len(found) > 1:
@@ -189,7 +168,7 @@ def values_of_example(
     return found
 
 
-def may_be_opaque(tape: Tape) -> bool:
+def _may_be_opaque(tape: Tape) -> bool:
     """Whether the running module and others of its class have so few parameters that they may be
     opaque."""
     path, table = tape.path, tape.table
@@ -201,7 +180,7 @@ def may_be_opaque(tape: Tape) -> bool:
     return parameter_share(alike, table.modules[""]) <= OPAQUE_SHARE
 
 
-def file_and_line(where: str | None) -> str:
+def _file_and_line(where: str | None) -> str:
     """A place without its folders, for the message of a check."""
     return (where or "forward").replace("\\", "/").rpartition("/")[2]
 
@@ -211,23 +190,9 @@ def _some_number(name: str, dtype: torch.dtype) -> Any:
     return 0 if whole and name != "__float__" else 0.0
 
 
-def check(tape: Tape, value: torch.Tensor | Ref, message: str, *, holds: bool = True) -> None:
+def _check(tape: Tape, value: torch.Tensor | Ref, message: str, *, holds: bool = True) -> None:
     """Records an op that raises where a value is not `holds`."""
     if not holds:
         value = tape.call(torch.logical_not, (value,))
     tape.begin()
     tape.record("function", CHECK, "check", (value, message), {}, None, None)
-
-
-def number(tape: Tape, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
-    """Records an op whose result is a Python number or bool, or a tuple of them."""
-    tape.begin()
-    tape.record(kind, target, base or target.rpartition(".")[2], args, {}, None, None)
-    return Ref(tape.ops[-1].name)
-
-
-def decision(tape: Tape, tensor: torch.Tensor) -> tuple[str, str, int]:
-    """Records a read as a Python bool: (the op, the running module, the number of its call)."""
-    if tensor.dtype is not torch.bool:
-        tensor = tape.call(torch.ne, (tensor, 0))
-    return number(tape, "method", "item", (tensor,), "decided").name, *tape.stack[-1]

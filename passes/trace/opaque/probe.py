@@ -27,6 +27,7 @@ from pdcompile.ir import python_draws
 from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.examples import shuffled
+from pdcompile.passes.trace.interceptors import flex_attention
 from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
 from pdcompile.passes.trace.opaque.observed_calls import (
     CallKey,
@@ -51,6 +52,7 @@ from pdcompile.passes.trace.tape.observer import (
     written_by,
 )
 from pdcompile.releases.torch_internals import (
+    OpOverload,
     TorchDispatchMode,
     flex_attention_uncompiled,
     is_functorch_wrapped_tensor,
@@ -139,6 +141,7 @@ def _run(
             stack.enter_context(watch.calls())
             stack.enter_context(python_draws.watched(sentinel.follow))
             stack.enter_context(flex_attention_uncompiled())
+            stack.enter_context(flex_attention.at_each_call(flex_attention.refuse_backward))
             unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
             stack.enter_context(patched((torch.random, "default_generator", unseeded)))
             stack.enter_context(regions_of(subject.autocast, device))
@@ -191,6 +194,8 @@ class _Functions(TorchFunctionMode):
 class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every tensor of the run, and records the effects of opaque modules."""
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, model: nn.Module, table: ModuleTable, paths: frozenset[str], *, hooks: bool
     ) -> None:
@@ -228,6 +233,14 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         for key in _keys((args, kwargs)):
             self._reads(key)
+        if isinstance(func, OpOverload):  # FlexAttention is none: it writes and draws nothing
+            self._note_effects(func, args, kwargs, result)
+        fresh = made - _keys((args, kwargs))
+        self._own |= fresh
+        self._foreign -= fresh
+        return result
+
+    def _note_effects(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._written |= _keys(list(written_by(func, args, kwargs)))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -235,10 +248,6 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if effects(func)[0]:
             self.draws += 1
             self._hidden_draw = self._hidden_draw or not self.functions.announced
-        fresh = made - _keys((args, kwargs))
-        self._own |= fresh
-        self._foreign -= fresh
-        return result
 
     def _reads(self, key: int) -> None:
         if key in self._own:

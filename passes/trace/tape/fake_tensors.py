@@ -58,7 +58,6 @@ class FakeTensors:
         self.value_names: dict[int, str] = {}  # id of a fake -> value name
         self.objects: dict[str, torch.Tensor] = {}
         self._born_requiring: dict[str, bool] = {}
-        self.requiring: dict[str, bool] = {}  # values that a transform made: found with autograd
         self._order: list[str] = []
         self._storages: dict[int, int] = {}  # storage key -> index
         self._at: dict[int, list[str]] = {}  # storage key -> value names
@@ -67,7 +66,6 @@ class FakeTensors:
         self._kept: list[torch.Tensor] = []
         self.unnamed: dict[int, str] = {}  # id of a constant -> path of its attribute
         self.constants: dict[str, torch.Tensor] = {}
-        self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
         self.cached: dict[str, int] = {}  # name of a tensor of an earlier call -> its computation
 
@@ -174,13 +172,6 @@ class FakeTensors:
         self._at.setdefault(key, []).append(name)
         self._order.append(name)
 
-    def detached(self, fake: torch.Tensor) -> torch.Tensor:
-        """The same value under the same name, detached."""
-        other = fake.detach()
-        self.value_names[id(other)] = self.value_names[id(fake)]
-        self._kept.append(other)
-        return other
-
     def add_container(self, name: str) -> None:
         """Enters a value that is a tuple, list or dict of tensors, or None."""
         self._order.append(name)
@@ -231,7 +222,7 @@ class FakeTensors:
         found: dict[str, Value] = {}
         for name in self._order:
             fake = self.objects.get(name)
-            if fake is None or id(fake) in self.unsized:
+            if fake is None:
                 found[name] = Value(name, (), "container", producer=name)
                 continue
             current = self.value_names[id(fake)] == name
@@ -240,7 +231,7 @@ class FakeTensors:
                 name=name,
                 shape=tuple(fake.shape),
                 dtype=dtype_name(fake.dtype),
-                requires_grad=requires or self.requiring.get(name, False),
+                requires_grad=requires,
                 producer=name,
                 storage=self._storages[storage_key(fake)],
                 stride_order=stride_order(fake),

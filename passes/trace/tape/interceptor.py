@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from torch import Tensor
-
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
@@ -44,10 +42,3 @@ class Interceptor:
     def around(self) -> AbstractContextManager[Any]:
         """A context that is open while the model runs."""
         return nullcontext()
-
-    def allows(self, mask: Tensor) -> bool:
-        """Whether a choice by the values of this mask may be recorded here."""
-        return True
-
-    def finished(self) -> None:
-        """Called after the model's last call."""

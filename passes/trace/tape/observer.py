@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -206,7 +206,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
         self.moved = False  # set_, which passes no torch function, gave a tensor another storage
-        self.ran: Callable[..., None] = lambda *_: None  # called with every op
         self.selections: Any = None  # runs ops whose result sizes depend on values
         self._known = known or KnownResults()
 
@@ -220,7 +219,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        called = func
         if func is _UNSAFE_VIEW:
             func = _VIEW
         kwargs = kwargs or {}
@@ -229,9 +227,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written_by(func, args, kwargs):
             self.written.add(storage_key(tensor))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
-        result = self._known.result(func, args, kwargs) if chosen is None else chosen
-        self.ran(called, args, kwargs, result)
-        return result
+        return self._known.result(func, args, kwargs) if chosen is None else chosen
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -18,9 +18,8 @@ from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace import refusals, value_sizes
-from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key, Refuted
-from pdcompile.passes.trace.branches import both_ways
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.assumptions import Assumptions, Findings, Refuted
 from pdcompile.passes.trace.cached_tensors import Computations
 from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.global_state import emptied
@@ -35,8 +34,7 @@ from pdcompile.passes.trace.refusals import (
     remedy_of_loss,
     tell_of_loss,
 )
-from pdcompile.passes.trace.selections import Policy, Selections
-from pdcompile.passes.trace.slices import with_unbound
+from pdcompile.passes.trace.selections import Policy, Selections, with_made_up_sizes
 from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
@@ -70,7 +68,6 @@ class Recording:
     constants: tuple[tuple[str, str], ...]
     tensor_values: dict[str, torch.Tensor]
     computation: tuple[Any, ...] = ()
-    decisions: tuple[Decision, ...] = ()  # that this run took one way each
     regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
     chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
     findings: Findings = field(default_factory=Findings)
@@ -83,15 +80,6 @@ class Recording:
         return self.output, Ref(self.loss) if self.loss is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The made-up parts of one run: sizes by values, iterations of loops, outcomes of branches."""
-
-    sizes: Policy | None = None
-    iterations: value_sizes.Iterations = range
-    decided: Mapping[Key, bool] = field(default_factory=dict)
-
-
 def record(
     subject: Subject,
     call: FlatCall,
@@ -100,7 +88,7 @@ def record(
     training: bool,
     settle: bool = True,
 ) -> Recording:
-    """Records the model on fake tensors, in as many runs as its branches and sizes by values need.
+    """Records the model on fake tensors, in as many runs as sizes that depend on values need.
 
     Opaque modules become one op each; for them the model also runs on real tensors.  Without
     `settle` the model stays as the run left it, in its present mode; else it is restored.  A run
@@ -108,7 +96,7 @@ def record(
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
-        Refuted, Undecided, CannotMerge, SizeByValues, OutsideDraw: these assumptions do not hold.
+        Refuted, Undecided, SizeByValues, OutsideDraw: these assumptions do not hold.
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
@@ -116,27 +104,19 @@ def record(
         before = State(subject.model)
         findings = Findings()
 
-        def run(variant: Variant) -> Recording:
-            def once(decided: Mapping[Key, bool]) -> Recording:
-                before.restore()
-                one = _Run(subject, call, assumed, replace(variant, decided=decided), findings)
-                with subject.global_state.as_before():
-                    return one.recording(observed, assigned)
-
-            return both_ways(once, assumed, subject.mixed, training)
+        def run(sizes: Policy | None = None) -> Recording:
+            before.restore()
+            one = _Run(subject, call, assumed, sizes, findings)
+            with subject.global_state.as_before():
+                return one.recording(observed, assigned)
 
         if training not in assumed.sizes_vary:
-            return run(Variant())
-        tried = subject.tried
-        if not settle and training in tried:
-            return run(Variant(value_sizes.usual_sizes(tried[training].sizes)))
-        found = value_sizes.with_sizes_that_vary(
-            lambda *made_up: run(Variant(*made_up)),
-            tried,
-            training,
-            elements=sum(leaf.numel() for leaf in tensors_among(list(call.leaves.values()))),
-            loops=bool(assumed.loops),
-        )
+            return run()
+        proofs = subject.proofs
+        if not settle and training in proofs:
+            return run(proofs[training].usual)
+        elements = sum(leaf.numel() for leaf in tensors_among(list(call.leaves.values())))
+        found = with_made_up_sizes(run, proofs, training, elements)
         if found is None:
             assert assumed.refusal is not None
             raise assumed.refusal
@@ -182,7 +162,7 @@ class _Run:
         subject: Subject,
         call: FlatCall,
         assumed: Assumptions,
-        variant: Variant,
+        sizes: Policy | None,
         findings: Findings,
     ) -> None:
         self._subject = subject
@@ -196,16 +176,12 @@ class _Run:
         self._observer = observer = Observer(subject.known_results)
         self._tape = tape = Tape(subject.table, fakes, observer, INTERCEPTORS)
         tape.boundary = run.__code__
-        if variant.sizes is not None or assumed.sizes_of_example:
-            observer.selections = Selections(variant.sizes, lambda: tape.path)
-            observer.selections.allows = lambda mask: all(
-                each.allows(mask) for each in tape.interceptors
-            )
-        tape.iterations = variant.iterations
+        if sizes is not None:
+            observer.selections = Selections(sizes, lambda: tape.path)
         self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
         self._arguments = call.unflatten(leaves)
-        examples = Examples(subject.flat, subject.layout, self._inputs, call)
-        tape.assumed, tape.examples, tape.outcomes = assumed, examples, variant.decided
+        tape.assumed = assumed
+        tape.examples = Examples(subject.flat, subject.layout, self._inputs, call)
 
     def recording(
         self, observed: Mapping[CallKey, ObservedCall], assigned: dict[tuple[int, str], str]
@@ -260,12 +236,11 @@ class _Run:
         )
         found_loss = find_loss(output, loss, fakes.name, given=subject.loss_fn is not None)
         returned = (output_argument, Ref(found_loss) if found_loss else None)
-        ops, left_out = with_unbound(tape.ops, returned)
+        ops = tape.ops
         inputs = {entry.name for entry in self._inputs}
         values = {
             name: replace(value, producer=None) if name in inputs else value
             for name, value in fakes.values().items()
-            if name not in left_out
         }
         names, tensors = fakes.value_names, subject.table.tensors
         computations = Computations(ops, values, fakes.cached, tensors)
@@ -287,7 +262,6 @@ class _Run:
             constants=self._constants,
             tensor_values=fakes.constants,
             computation=(computations.argument(returned), tuple(computations.effects)),
-            decisions=tuple(tape.decisions),
             regions=tuple(tape.regions),
             chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
             findings=self._findings,
@@ -306,7 +280,6 @@ def run(
     """(output, loss) of the model's own Python; failures of it become TraceErrors."""
     try:
         output = model(*args, **kwargs)
-        tape.sizes.returned(output)
         output = _own_tensors_cloned(output, tape.fakes)
         write_rebound(model, tape.fakes)
         loss = None

@@ -24,11 +24,11 @@ from pdcompile.eager.randomness import is_random_function
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
-from pdcompile.passes.trace.example_sizes import ExampleSizes
+from pdcompile.passes.trace import real_shapes, refusals
+from pdcompile.passes.trace.assumptions import Assumptions, Site
 from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
+from pdcompile.passes.trace.packed import Packed
 from pdcompile.passes.trace.tape.arguments import (
     NO_OP_CASTS,
     open_autocast,
@@ -79,18 +79,14 @@ class Tape(TorchFunctionMode):
         self.failed: str | None = None  # the innermost module that an error came from
         # Given for this run.
         self.assumed = Assumptions()
-        self.outcomes: Mapping[Key, bool] = {}  # of decisions that only a run can tell
-        self.iterations: Callable[[int], Sequence[int]] = range  # of a loop: which are recorded
         self.opaque: Mapping[CallKey, ObservedCall] = {}  # as a real run showed them
         # Found in this run.
-        self.decisions: list[Decision] = []
         self.handed_out: TraceError | None = None  # refusal of a `Scalar` that Python got
-        self.depth = 0  # of torch.func transforms
         self.within = 0  # in a leaf module or another call that is one op
         self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
-        self.sizes = ExampleSizes(self)
+        self._packed = Packed()
         self.interceptors = tuple(kind(self) for kind in interceptors)
         self._recorded, self.asked = self._hooks("recorded"), self._hooks("asked")
         self._call = self._chain("call", self.call)
@@ -124,7 +120,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """Runs and records ``module(*args, **kwargs)``."""
         path = self.table.names.get(id(module))
-        if self.within or path is None or self.depth:
+        if self.within or path is None:
             return plain(module, *args, **kwargs)
         call = path, next(self._module_calls[path])
         result = self._module(call, partial(plain, module), args, kwargs)
@@ -166,7 +162,10 @@ class Tape(TorchFunctionMode):
     # One op.
 
     def begin(self) -> None:
-        """Called before each op: refuses unrecorded writes and draws since the last one."""
+        """Called before each op: refuses transforms, and unrecorded writes and draws since the
+        last one."""
+        if maybe_current_level() is not None:
+            raise refusals.error(refusals.TRANSFORM, self.path or "operators", self.where())
         if self.observer.moved:
             raise refusals.error(refusals.STORAGE, "set_, before this line", self.where())
         if self.observer.seeded or self.fakes.own_any(self.observer.written):
@@ -176,8 +175,6 @@ class Tape(TorchFunctionMode):
     def finish(self) -> None:
         """Called after the last op."""
         self.begin()
-        for each in self.interceptors:
-            each.finished()
 
     def where(self) -> str:
         """The line of the model that is running."""
@@ -202,11 +199,9 @@ class Tape(TorchFunctionMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """The result of a torch function, recorded without asking any interceptor."""
         kwargs = kwargs or {}
-        if maybe_current_level() is not None:
-            raise refusals.error(refusals.TRANSFORM, refusals.name_of(func), self.where())
         draw = self.draw() if is_random_function(func) else None
         self.begin()
-        result = self.sizes.result(func, args, kwargs)
+        result = self._result(func, args, kwargs)
         if not tensors_among(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
@@ -220,6 +215,16 @@ class Tape(TorchFunctionMode):
         kind, target, args = target_of(func, args, kwargs)
         kwargs = without_defaults(func, kwargs)
         return self.record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``func(*args, **kwargs)`` on fakes."""
+        with self.inside(), refusals.as_refusals(func, self.boundary):
+            given, named = self.fakes.faked(args), self.fakes.faked(kwargs)
+            result = self._packed.result(func, given, named, self.table.modules.get(self.path))
+            if result is None:
+                result = real_shapes.run(func, given, named)
+                self._packed.made(func, given, result)
+        return result
 
     def record(
         self,
