@@ -39,7 +39,6 @@ from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, plann
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
 from pdcompile.plan.other_model import absent_weight, first_difference, made_of
-from pdcompile.plan.schema import ranks_of
 from pdcompile.problem.constraints import Pin
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
@@ -285,7 +284,7 @@ def _other_links(options: Options, chosen: Configuration, plan: Plan) -> Iterato
     given, own = chosen.cluster, Cluster.from_toml(plan.cluster, where="plan: cluster")
     if options.cluster == "auto" or given.in_process or plan.num_columns > len(given.devices):
         return
-    for a, b in pairwise(sorted({rank for ranks in ranks_of(plan.stages) for rank in ranks})):
+    for a, b in pairwise(sorted({rank for ranks in plan.ranks for rank in ranks})):
         if replace(given.level_between(a, b), name="", size=0) != replace(
             own.level_between(a, b), name="", size=0
         ):

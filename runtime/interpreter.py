@@ -29,7 +29,6 @@ from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import Done, Handle, OnItsWay, Transport
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 from pdcompile.schedule.instruction import TO_WEIGHTS
-from pdcompile.schedule.spec import spec_of
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
@@ -133,7 +132,7 @@ class Worker:
         self.losses = Losses(transport, loss_dtype, device)
         self.base = 0
         self._compute, self._device = compute, device
-        self._tied, self._reach = plan.tied, spec_of(plan).reach
+        self._tied, self._reach = plan.tied, plan.spec.reach
         self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
         self._clips_to: float | None = None  # where the user clips what is in .grad now

@@ -18,7 +18,6 @@ from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import KINDS
-from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import (
     Broken,
     Meaning,
@@ -94,7 +93,7 @@ def test_updates_after_every_microbatch_are_proved(
     down = sorted(data.draw(st.lists(st.integers(0, 12), min_size=num_stages, max_size=num_stages)))
     warmup = tuple(max(depth, s) for s, depth in enumerate(down))[::-1]
     plan = make_plan(name, num_stages, 1, depths=warmup, **options)
-    proof, spec = str(check(plan)), spec_of(plan)
+    proof, spec = str(check(plan)), plan.spec
     ages = list(warmup) if name == "stash" else [warmup[0]] * num_stages
     in_flight = [depth + 1 for depth in warmup]
     assert [spec.versions(s) for s in range(num_stages)] == [age + 1 for age in ages]
@@ -123,7 +122,7 @@ def test_stash_with_replicas_is_proved(
     plan = make_plan(
         "stash", len(counts), 1, replicas=counts, extra=extra, depths=given_depths,
     )  # fmt: skip
-    warmup, spec, proof = plan.training.warmup, spec_of(plan), str(check(plan))
+    warmup, spec, proof = plan.training.warmup, plan.spec, str(check(plan))
     assert spec.period == lcm(*counts)
     for s, (count, depth) in enumerate(zip(counts, warmup, strict=True)):
         assert spec.versions(s) == spec.in_flight(s) == depth + 1
@@ -284,7 +283,7 @@ def test_a_swap_is_caught_or_changes_nothing(plan: Plan, pick: random.Random) ->
 
 
 def meaning(plan: Plan, programs: list[Schedule]) -> object:
-    spec = spec_of(plan)
+    spec = plan.spec
     reader = Meaning(plan, [spec.versions(stage.index) for stage in plan.stages])
     for program in programs:
         reader.run(program)

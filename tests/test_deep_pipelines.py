@@ -10,7 +10,6 @@ from pdcompile.ir.records import written_buffers
 from pdcompile.passes.codegen import body, generate
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.schedule.registry import ScheduleKind
-from pdcompile.schedule.spec import spec_of
 from tests.helpers.cuts import cut
 from tests.helpers.generated import captured, mean_square
 from tests.helpers.schedules import chain, make_plan
@@ -20,7 +19,7 @@ def test_how_far_back_a_program_reaches_asks_each_stage_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stages, asked = 24, 0
-    spec = spec_of(make_plan("1f1b", stages, stages, edges=chain(stages)))
+    spec = make_plan("1f1b", stages, stages, edges=chain(stages)).spec
     plain = ScheduleKind.group
 
     def group(self: ScheduleKind, replicas: int) -> int:

@@ -31,7 +31,7 @@ from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.schedule import Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS
 from pdcompile.schedule.registry import KINDS
-from pdcompile.schedule.spec import Broadcast, spec_of
+from pdcompile.schedule.spec import Broadcast
 from tests.helpers.alike import COMMON, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, mlp, unet
@@ -86,7 +86,7 @@ def test_so_do_the_programs_between_calls(plan: Plan, data: st.DataObject) -> No
         programs.gradients(count)
         programs.refresh()
     if plan.num_ranks > 1:
-        programs.share((Broadcast(Kind.STATE, 0, -1, 0, spec_of(plan).others(0)),))
+        programs.share((Broadcast(Kind.STATE, 0, -1, 0, plan.spec.others(0)),))
 
 
 @settings(max_examples=40)
@@ -163,7 +163,7 @@ def test_what_cannot_be_put_in_order_is_refused() -> None:
     plan = make_plan("1f1b", 2, 4)
     program = blocking(programs_of(plan, (4,))[0])
     with pytest.raises(ScheduleError, match="rank 0 cannot come past") as caught:
-        in_device_order(spec_of(plan), program, HalfBegun())
+        in_device_order(plan.spec, program, HalfBegun())
     assert caught.value.where == "1f1b, rank 0, instruction 6"
     assert "PDCOMPILE_TRANSPORT" in str(caught.value.remedy)
 
@@ -174,7 +174,7 @@ class Devices:
     ends when it is.  `run` says whether all come to the end."""
 
     def __init__(self, plan: Plan) -> None:
-        self.spec = spec_of(plan)
+        self.spec = plan.spec
         self.queues: list[deque[Any]] = [deque() for _ in range(plan.num_ranks)]
         self.over: Counter[Any] = Counter()
         self.base = 0
@@ -368,19 +368,19 @@ def test_there_are_groups_for_what_programs_send_and_no_others(plan: Plan) -> No
                 for one in column
                 if one.action.kind in DATA and one.action.phase is Phase.SEND
             }
-    found = pairs(spec_of(plan))
+    found = pairs(plan.spec)
     assert found == sorted(found)
     assert {pair for pair in sent if pair[0] != pair[1]} <= set(found)
     updates_each = KINDS[plan.training.schedule].updates_each
-    if updates_each or count % lcm(*map(len, spec_of(plan).ranks)) == 0:
+    if updates_each or count % lcm(*map(len, plan.spec.ranks)) == 0:
         assert set(found) == {pair for pair in sent if pair[0] != pair[1]}
 
 
 def test_replicas_meet_only_those_of_their_turn() -> None:
     plan = make_plan("1f1b", 2, 4, replicas=(2, 2))
-    assert pairs(spec_of(plan)) == [(0, 2), (1, 3)]
+    assert pairs(plan.spec) == [(0, 2), (1, 3)]
     edges = (*chain(2), Edge("more", 0, (1,), 1, False))
-    assert pairs(spec_of(make_plan("1f1b", 2, 4, edges=edges))) == [(0, 1)]
+    assert pairs(make_plan("1f1b", 2, 4, edges=edges).spec) == [(0, 1)]
 
 
 def test_another_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

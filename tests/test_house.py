@@ -27,10 +27,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         14_450,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 3_120),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 3_140),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_650,
+        5_620,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_820),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_700),
@@ -48,9 +48,7 @@ LINES_OF_A_FILE = 500
 LINES_OF_A_CLASS = 250
 LINES_OF_A_FUNCTION = 60  # of its body, without the docstring
 STILL_TOO_LONG: set[str] = set()
-FILES_STILL_TOO_LONG = {
-    "pdcompile/plan/makespan.py",
-}  # fmt: skip
+FILES_STILL_TOO_LONG: set[str] = set()
 
 
 def room_of(path: str) -> str:

@@ -12,7 +12,6 @@ from pdcompile.plan import Edge, Plan, StagePlan, TiedParameter
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.instruction import SEND, WAIT_SEND
 from pdcompile.schedule.registry import LOOKAHEAD
-from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import chain, make_plan, plans
 
 
@@ -22,9 +21,9 @@ def column(program: Schedule, rank: int, *actions: Action) -> list[str]:
 
 def test_pools() -> None:
     """Receive slots of a stage: those in flight, and one that travels meanwhile."""
-    spec = spec_of(make_plan("2bw", 3, 8, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))))
+    spec = make_plan("2bw", 3, 8, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))).spec
     assert [spec.pool(stage) for stage in range(3)] == [4, 3, 2]
-    assert spec_of(make_plan("gpipe", 2, 4)).pool(1) == 4
+    assert make_plan("gpipe", 2, 4).spec.pool(1) == 4
     assert LOOKAHEAD >= 1
 
 

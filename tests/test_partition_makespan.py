@@ -21,14 +21,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.plan.evaluate import Evaluation, measure, path_of
 from pdcompile.plan.event_graph import ACTIONS, event_graph
-from pdcompile.plan.makespan import (
-    Path,
-    Timing,
-    critical_path,
-    makespan,
-    order_of,
-    warmup_of,
-)
+from pdcompile.plan.makespan import Path, Timing, critical_path, makespan, order_of, warmup_of
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.schedule.registry import DEFAULT
 from tests.helpers.problems import brute_force, chain_problem, evaluate, random_problem

@@ -16,7 +16,6 @@ from pdcompile.passes.schedules.program_walk import (
 )
 from pdcompile.plan import Plan
 from pdcompile.schedule import Instruction, Phase
-from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import make_plan, mutated, plans
 from tests.test_check import programs_of
 
@@ -28,7 +27,7 @@ class Reader(Visitor):
 
     def __init__(self, plan: Plan, delay: float):
         self.delay = delay
-        self.walk = ProgramWalk(spec_of(plan), self)
+        self.walk = ProgramWalk(plan.spec, self)
         self.seen: list[list[Instruction]] = [[] for _ in range(plan.num_ranks)]
         self.begun = Counter[int]()
         self.complete: list[Operation] = []

@@ -18,7 +18,7 @@ from pdcompile.passes.schedules.stream import evaluation, gradients, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Kind, Schedule
 from pdcompile.schedule.registry import KINDS
-from pdcompile.schedule.spec import Broadcast, spec_of
+from pdcompile.schedule.spec import Broadcast
 from tests.helpers.schedules import chain, make_plan, microbatches, mutated, plans, rich
 from tests.test_imports import modules
 from tests.test_stages_per_rank import on_ranks
@@ -29,7 +29,7 @@ FLUSH = [name for name, kind in KINDS.items() if not kind.stream]
 
 def broadcasts_of(plan: Plan, num_items: int) -> tuple[Broadcast, ...]:
     """Outputs of the last rank to all others, and a tensor of every other rank to rank 0."""
-    spec = spec_of(plan)
+    spec = plan.spec
     last = spec.ranks[-1][0]
     outputs = [
         Broadcast(Kind.OUTPUT, item, microbatch, last, spec.others(last))

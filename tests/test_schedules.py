@@ -34,7 +34,6 @@ from pdcompile.plan.times import times_of
 from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.instruction import BACKWARDS
 from pdcompile.schedule.registry import KINDS, StageWork
-from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import chain, make_plan, microbatches, plans, rich
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -241,7 +240,7 @@ def test_steady_state_is_one_object(name: str) -> None:
     plan = make_plan(name, 4, count, **(options or {}))
     stream = make_stream(plan)
     programs = []
-    for _ in range(2 * spec_of(plan).reach + 3):
+    for _ in range(2 * plan.spec.reach + 3):
         program, stream = stream.step(count)
         programs.append(program)
     assert programs[-3] is programs[-2] is programs[-1]
@@ -367,10 +366,10 @@ def test_golden_programs(name: str) -> None:
     diff."""
     plan, texts = GOLDEN_PLANS[name], []
     stream = make_stream(plan)
-    for _ in range(2 * spec_of(plan).reach - 1):
+    for _ in range(2 * plan.spec.reach - 1):
         program, stream = stream.step(plan.training.num_microbatches)
     texts = [str(program)]
-    for _ in range(spec_of(plan).period - 1):  # the others' turns
+    for _ in range(plan.spec.period - 1):  # the others' turns
         program, stream = stream.step(plan.training.num_microbatches)
         texts.append(str(program))
     texts.append(str(stream.flush()[0]))

@@ -21,7 +21,6 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule import Action, Instruction
-from pdcompile.schedule.spec import spec_of
 from tests.helpers import spaces
 from tests.helpers.problems import brute_force, evaluate
 from tests.helpers.schedules import chain, make_plan, mutated, same_clock
@@ -51,7 +50,7 @@ def test_it_is_proved(
         recompute=again, saved_bytes=1,
     )  # fmt: skip
     check(plan)
-    spec = spec_of(plan)
+    spec = plan.spec
     assert all(
         spec.in_flight(s) <= max(spec.in_flight(0), spec.warmup[s] + 1)
         for s in range(len(replicas))

@@ -15,7 +15,7 @@ from pdcompile.passes.check.walk import EVALUATION, Walk
 from pdcompile.passes.schedules.stream import Stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
-from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec, spec_of, with_edges
+from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec, with_edges
 
 __all__ = ["ChannelModel", "Proof", "check", "check_programs"]
 
@@ -67,7 +67,7 @@ def check(
     Raises:
         DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
     """
-    spec, full = spec_of(plan), plan.training.num_microbatches
+    spec, full = plan.spec, plan.training.num_microbatches
     chosen = (1, max(spec.warmup)) if counts is None else counts
     shorts = tuple(sorted({short for short in chosen if 1 <= short < full}))
     return _check(spec, shorts, channels)
@@ -124,7 +124,7 @@ def check_programs(
         DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
     """
     begin, listed = time.perf_counter(), list(programs)
-    spec = spec_of(plan) if edges is None else with_edges(spec_of(plan), edges)
+    spec = plan.spec if edges is None else with_edges(plan.spec, edges)
     forward_only = all(program.name.endswith(EVALUATION) for program in listed)
     walk = Walk(spec, channels, forward_only=forward_only)
     for program in listed:

@@ -32,8 +32,6 @@ from pdcompile.passes.export.pruned_model import check_pruned
 from pdcompile.passes.export.subject import Exported, Subject, refused
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
-from pdcompile.plan.schema import ranks_of
-from pdcompile.schedule.registry import kind_of
 
 LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict")
 
@@ -73,7 +71,7 @@ def torchtitan(subject: Subject) -> Exported:
     text = (
         "[parallelism]\n"
         f"pipeline_parallel_degree = {_places(plan)}\n"
-        f'pipeline_parallel_schedule = "{kind_of(training.schedule).in_torch}"\n'
+        f'pipeline_parallel_schedule = "{training.kind.in_torch}"\n'
         f"pipeline_parallel_microbatch_size = {_samples(plan)}  # samples\n"
         f"data_parallel_shard_degree = {replicas}\n"
         f"module_fqns_per_model_part = [\n{rows}]\n\n"
@@ -194,7 +192,7 @@ def accelerate(subject: Subject) -> Exported:
     """
     plan, graph = subject.plan, subject.capture.train
     placed = whole_parts(graph, plan)
-    rank_of = [own[0] for own in ranks_of(plan.stages)]
+    rank_of = [own[0] for own in plan.ranks]
     devices = {path: rank_of[stage] for path, stage in placed.items()}
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     read = {
@@ -327,7 +325,7 @@ def refused_plans(to: str, *, pipelines: bool = True) -> Callable[[Plan], Iterat
 
 def _places(plan: Plan) -> int:
     """Pipeline ranks, replicas left out."""
-    return len({own[0] for own in ranks_of(plan.stages)})
+    return len({own[0] for own in plan.ranks})
 
 
 def _samples(plan: Plan) -> int:

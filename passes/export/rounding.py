@@ -23,10 +23,8 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import problem_of
-from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, StageLimits, Wish
 from pdcompile.problem.space import SearchSpace
-from pdcompile.schedule.registry import kind_of
 
 WISH = "cuts between modules"
 
@@ -127,7 +125,7 @@ def _solved(
     count, m = len(plan.stages), plan.training.num_microbatches
     again = tuple(stage.recompute for stage in plan.stages)
     replicas = tuple(stage.replicas for stage in plan.stages)
-    ranks = ranks_of(plan.stages)
+    ranks = plan.ranks
     shared = len({own[0] for own in ranks}) < count
     bound = replace(
         problem,
@@ -145,9 +143,7 @@ def _solved(
         stages=count,
         in_order=shared or set(replicas) == {1},
         recomputed=again if len(set(again)) > 1 else (),
-        placement=kind_of(training.schedule).placement(count, len({own[0] for own in ranks}))
-        if shared
-        else (),
+        placement=training.kind.placement(count, len({own[0] for own in ranks})) if shared else (),
     )
     costed = _costed(planned(graph, training), problem)
     found = best_plan(

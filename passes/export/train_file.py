@@ -17,8 +17,6 @@ from pdcompile.passes.export.crossings import NeighbourStage, value_names
 from pdcompile.passes.export.subject import OptimizerCall, Source
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
-from pdcompile.plan.schema import ranks_of
-from pdcompile.schedule.registry import kind_of
 
 TEMPLATE = Path(__file__).with_name("train.py.txt")
 STEPS = 3
@@ -130,7 +128,7 @@ def _about(source: Source, *, quiet: bool) -> str:
 
 def torch_schedule(plan: Plan) -> str:
     """The class of torch's schedule of the same order."""
-    return f"Schedule{kind_of(plan.training.schedule).in_torch}"
+    return f"Schedule{plan.training.kind.in_torch}"
 
 
 def random_ops(graph: OpGraph) -> list[Op]:
@@ -189,7 +187,7 @@ def _argument(port: Port, names: dict[str, str]) -> str:
 
 def _tables(plan: Plan, stages: Sequence[NeighbourStage], names: dict[str, str]) -> list[Line]:
     n = len(stages)
-    ranks = ", ".join(str(own[0]) for own in ranks_of(plan.stages))
+    ranks = ", ".join(str(own[0]) for own in plan.ranks)
     comma = "," if n == 1 else ""
     inputs = [quote(port.path or "") for port in stages[0].received]
     later = dict.fromkeys(quote(p.path or "") for one in stages for p in one.from_call)

@@ -16,8 +16,9 @@ from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Training
 from pdcompile.plan.evaluate import Deployment, Evaluation
-from pdcompile.plan.makespan import Path, StagePair, critical_path
+from pdcompile.plan.makespan import Path, critical_path
 from pdcompile.plan.times import round_trips
+from pdcompile.plan.wires import StagePair
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes

@@ -29,7 +29,8 @@ from pdcompile.passes.partition.budget import Budget, OutOfTimeError, minimize
 from pdcompile.passes.partition.model import Flow, Model, always_linked
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
 from pdcompile.plan.evaluate import violations
-from pdcompile.plan.makespan import Direction, Path, StagePair
+from pdcompile.plan.makespan import Path
+from pdcompile.plan.wires import Direction, StagePair
 from pdcompile.schedule.registry import PARTS
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type

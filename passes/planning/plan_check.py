@@ -24,14 +24,12 @@ from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.plan import Plan, StagePlan, rivals
-from pdcompile.plan.diff import CLOSE, differences, other_prints
+from pdcompile.plan.diff import CLOSE, differences, named, other_prints
 from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.schema import ranks_of
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
 from pdcompile.problem import OUTPUT_WISH, PartitionProblem, StageLimits, Wish
-from pdcompile.schedule.registry import kind_of
 
 AGAIN = "make the plan again for this model and cluster"
 PRINTS = {"model": "another model", "costs": "other costs", "cluster": "another cluster"}
@@ -138,7 +136,7 @@ def _cut(
     plan: Plan, graph: OpGraph, stage_of: Mapping[str, int], cluster: Cluster
 ) -> Iterator[Finding]:
     """Differences from the plan that the compiler makes of this cut."""
-    speeds = [min(cluster.devices[rank].speed for rank in own) for own in ranks_of(plan.stages)]
+    speeds = [min(cluster.devices[rank].speed for rank in own) for own in plan.ranks]
     limits = [StageLimits(speed=speed) for speed in speeds]
     made = plan_of_cut(graph, stage_of, limits, plan.training, cluster, rehearsed=False)
     derived, prints = [*DERIVED], made.fingerprint.split(".")
@@ -166,9 +164,9 @@ def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
     for place, said, found in differences(given, made, path):
         name = place.rpartition(".")[2]
         if said is None and found is not None:
-            yield place, f"{_named(found)} is missing", AGAIN
+            yield place, f"{named(found, found)!r} is missing", AGAIN
         elif found is None and said is not None:
-            message = f"{_named(said)} is not among what the graph makes of this cut"
+            message = f"{named(said, said)!r} is not among what the graph makes of this cut"
             yield place, message, f"remove it, or {AGAIN}"
         elif isinstance(said, tuple) and any(isinstance(one, str) for one in (*said, *found)):
             others = sorted(map(str, set(said) ^ set(found))) or ["the order"]
@@ -178,18 +176,13 @@ def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
             yield place, message, f"write {found!r}, or {AGAIN}"
 
 
-def _named(record: Any) -> str:
-    names = (getattr(record, field, None) for field in ("value", "fqn", "name"))
-    return next((repr(name) for name in names if name is not None), repr(record))
-
-
 def _costed(graph: OpGraph) -> bool:
     return any(op.cost is not None for op in graph.ops)
 
 
 def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     claimed = plan.certificate.objective_seconds
-    flush = not kind_of(plan.training.schedule).stream
+    flush = not plan.training.kind.stream
     # The planner counts a gradient for every value that has one; some never return over an edge.
     wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
     narrow = [edge.value for edge in plan.edges if edge.gradient]
@@ -202,7 +195,7 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
         m = plan.training.num_microbatches
         high = max(high, times_of(plan, cluster, wide).serial(m) * (m if flush else 1))
     own = f"write {found[0]!r}, status 'feasible' and bound_seconds 0.0: nobody has searched"
-    shared = len(set(ranks_of(plan.stages))) < len(plan.stages)
+    shared = len(set(plan.ranks)) < len(plan.stages)
     if not low <= claimed <= high:
         message = f"objective_seconds is {claimed!r}, the stages take {found[0]!r}"
         yield "certificate.objective_seconds", message, own if shared else f"{AGAIN}, or {own}"
@@ -210,7 +203,7 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
 
 def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float:
     """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
-    kind, m = kind_of(plan.training.schedule), plan.training.num_microbatches
+    kind, m = plan.training.kind, plan.training.num_microbatches
     depths = plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
     in_flight = [
         kind.in_flight(depth, -(-m // stage.replicas))

@@ -18,7 +18,6 @@ from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preferen
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
 from pdcompile.plan.embedded import plain
-from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
 
 LITTLE = 1.0  # seconds, in which a plan may always be made
@@ -97,7 +96,7 @@ def preferred_plan(
     training, made_yet = plan.training, plan.forecast is not None
     best = preference(
         found, graph, tolerance,
-        update=partial(training.update_seconds, versions=kind_of(training.schedule).stream),
+        update=partial(training.update_seconds, versions=training.kind.stream),
         fits=fits,
         seconds=seconds if made_yet else seconds - making_seconds(graph, found.stage_of),
     )  # fmt: skip

@@ -18,7 +18,6 @@ from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, Traffic
 from pdcompile.problem.space import Candidate, Setting, StageOption
-from pdcompile.schedule.registry import kind_of
 
 
 def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Plan:
@@ -26,7 +25,7 @@ def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Pla
 
     Of stages with replicas its memory rule says nothing: that is of one rank a stage.
     """
-    training, ranks = plan.training, ranks_of(plan.stages)
+    training, ranks = plan.training, plan.ranks
     rule = MemoryRule(optimizer_factor=training.optimizer_factor, schedule=training.schedule)
     if all(stage.replicas == 1 for stage in plan.stages):
         rule = rule_of(setting_of(training), training.warmup)
@@ -35,7 +34,7 @@ def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Pla
         stages=stage_limits(cluster, len(plan.stages), ranks=[own[0] for own in ranks]),
         memory=rule,
         num_microbatches=training.num_microbatches,
-        objective=kind_of(training.schedule).objective,
+        objective=training.kind.objective,
     )
     return replace(plan, problem=own)
 

@@ -25,7 +25,6 @@ from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Partition, PartitionProblem, Wish
 from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, option, read
 from pdcompile.problem.scenario import Scenario, changed_cluster
@@ -192,7 +191,7 @@ def changed_problem(
 def _refuse_more_than_a_cut(plan: Plan, change: Scenario, where: str) -> None:
     """Refuse replicas, recomputation and shared ranks, which `partition` does not know; and other
     machines for stages elsewhere than on the device of their number."""
-    ranks = ranks_of(plan.stages)
+    ranks = plan.ranks
     for s, stage in enumerate(plan.stages):
         shown = {
             "is replicated": stage.replicas > 1,

@@ -8,7 +8,6 @@ from pdcompile.passes.schedules.stream import tasks_of
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, Training
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import PARTS, flush_schedules, kind_of
-from pdcompile.schedule.spec import spec_of
 from pdcompile.schedule.written import Cell, Written, parse
 
 FORWARD, BACKWARD = 1.0, float(PARTS)  # seconds: so that each part of a split backward takes 1
@@ -43,7 +42,7 @@ def written_of(plan: Plan) -> Written:
     Raises:
         ScheduleError: it is not one minibatch that ends with its update, or has replicas.
     """
-    kind = kind_of(plan.training.schedule)
+    kind = plan.training.kind
     if kind.written is not None:
         return kind.written
     if kind.stream:
@@ -65,6 +64,6 @@ def written_of(plan: Plan) -> Written:
             for stage, action, _, microbatch in tasks
             if action is not Action.STEP
         )
-        for tasks in tasks_of(spec_of(plan))
+        for tasks in tasks_of(plan.spec)
     ]
     return parse(str(Written(kind.name, tuple(rows))), "the plan's schedule")

@@ -8,7 +8,7 @@ from pdcompile.passes.schedules.lower_comm import Column, StageState, project
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
-from pdcompile.schedule.spec import Broadcast, spec_of
+from pdcompile.schedule.spec import Broadcast
 
 
 def refresh(plan: Plan) -> Schedule:
@@ -49,7 +49,7 @@ def buffers(plan: Plan) -> Schedule:
 
 
 def _program(plan: Plan, name: str, write: Callable[[Column], None]) -> Schedule:
-    spec, columns = spec_of(plan), []
+    spec, columns = plan.spec, []
     for rank, stages in spec.holders:
         column = Column(spec, rank, dict.fromkeys(stages, StageState()))
         write(column)
@@ -60,7 +60,7 @@ def _program(plan: Plan, name: str, write: Callable[[Column], None]) -> Schedule
 
 def share(plan: Plan, broadcasts: Iterable[Broadcast]) -> Schedule:
     """Tensors go from ranks that have them to those that need them, one after the other."""
-    spec = spec_of(plan)
+    spec = plan.spec
     columns: list[list[Instruction]] = [[] for _ in range(spec.num_ranks)]
     for kind, item, microbatch, root, receivers in broadcasts:
         for table in (SEND, WAIT_SEND):

@@ -19,7 +19,7 @@ from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.instruction import TO_INPUTS
 from pdcompile.schedule.registry import StageWork, Task, flush_schedules
-from pdcompile.schedule.spec import PipelineSpec, spec_of, with_edges
+from pdcompile.schedule.spec import PipelineSpec, with_edges
 
 Limits = dict[tuple[int, int], int]  # see StageWork
 
@@ -60,7 +60,7 @@ class Stream:
 
 def make_stream(plan: Plan, *, ordered: bool = False) -> Stream:
     """The stream of a plan at its beginning.  Raises ScheduleError for an unusable plan."""
-    return Stream.begin(spec_of(plan), ordered=ordered)
+    return Stream.begin(plan.spec, ordered=ordered)
 
 
 def gradients(plan: Plan, num_microbatches: int) -> Schedule:
@@ -68,7 +68,7 @@ def gradients(plan: Plan, num_microbatches: int) -> Schedule:
 
     Raises ScheduleError for a stream, whose gradients belong to older weights.
     """
-    spec = spec_of(plan)
+    spec = plan.spec
     if spec.kind.stream:
         raise ScheduleError(
             f"schedule {spec.name!r} has no gradients without updates",
@@ -85,7 +85,7 @@ def evaluation(
 
     With `with_loss` the last stage tells the loss of minibatch 0 to every rank.
     """
-    return _evaluation(with_edges(spec_of(plan), edges), num_microbatches, with_loss)
+    return _evaluation(with_edges(plan.spec, edges), num_microbatches, with_loss)
 
 
 def tasks_of(spec: PipelineSpec) -> list[list[Task]]:

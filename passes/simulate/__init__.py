@@ -12,7 +12,6 @@ from pdcompile.passes.simulate.clock import Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
 from pdcompile.schedule import Phase, Schedule
-from pdcompile.schedule.spec import spec_of
 
 __all__ = ["Link", "Links", "Simulation", "TimelineEvent", "simulate", "simulate_programs"]
 
@@ -59,7 +58,7 @@ def simulate(
     Raises:
         ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
     """
-    spec = spec_of(plan)
+    spec = plan.spec
     stream = spec.kind.stream
     count = max(1, steps or (STREAM_STEPS * spec.reach if stream else 1))
     if spec.period > 1:

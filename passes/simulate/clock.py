@@ -35,8 +35,6 @@ from pdcompile.passes.schedules.program_walk import (
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import ENDS
-from pdcompile.schedule.registry import kind_of
-from pdcompile.schedule.spec import spec_of
 
 Links = Callable[[int, int], Link]
 
@@ -65,7 +63,7 @@ class TimelineEvent:
 
 def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
     """What each action takes on each stage."""
-    found, kind = {}, kind_of(plan.training.schedule)
+    found, kind = {}, plan.training.kind
     for s, stage in enumerate(plan.stages):
         again = stage.forward_seconds if stage.recompute else 0.0
         found[Action.FORWARD, s] = stage.forward_seconds
@@ -94,7 +92,7 @@ class Clock(Visitor):
         self.plan = plan
         self.keeps_events = timeline
         self.links = links
-        self.spec = spec_of(plan)
+        self.spec = plan.spec
         self.seconds = compute_seconds(plan)
         self.events: list[TimelineEvent] = []
         num_ranks = self.spec.num_ranks

@@ -13,7 +13,7 @@ from pdcompile.passes.schedules.program_walk import numbered
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, TO_INPUTS, TO_WEIGHTS
-from pdcompile.schedule.spec import BUCKET_BYTES, PipelineSpec, spec_of
+from pdcompile.schedule.spec import BUCKET_BYTES, PipelineSpec
 
 _TRANSFER = frozenset((Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND))
 _Microbatch = tuple[int, int]  # minibatch, microbatch
@@ -39,7 +39,7 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     where the next one begins before its last backward.  Outputs: those of the
     minibatch so far and of the one before, which a loop holds that assigns the result.
     """
-    spec = spec_of(plan)
+    spec = plan.spec
     found = [MemoryLedger()] * spec.num_ranks
     for rank, stages in spec.holders:
         held = _begun(plan, spec, rank, stages)
@@ -66,7 +66,7 @@ def held_over_time(
     Args:
         passed_seconds: of each rank, when it is done with each of its instructions.
     """
-    spec = spec_of(plan)
+    spec = plan.spec
     found: list[tuple[Held, ...]] = [()] * spec.num_ranks
     for rank, stages in spec.holders:
         held = _begun(plan, spec, rank, stages)

@@ -25,7 +25,6 @@ from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out, pla
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, StagePlan, Training
 from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
 from pdcompile.schedule import Action
-from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
@@ -68,7 +67,7 @@ def plan_of_cut(
     """`assemble`, from the stage of each op; nothing is certified."""
     num_stages = len(limits)
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    splits = kind_of(training.schedule).splits_backward
+    splits = training.kind.splits_backward
     edges = boundaries.edges(graph, stage_of, num_stages, b)
     tied = boundaries.tied(graph, stage_of)
     given = given_by(training, graph, stage_of, num_stages)
@@ -126,7 +125,7 @@ def _stages(
     kernels: Kernels,
 ) -> list[Rehearsal]:
     """The stages, to be rehearsed."""
-    kind = kind_of(training.schedule)
+    kind = training.kind
     return rehearsals_of(
         graph,
         stage_of,
@@ -260,7 +259,7 @@ def _stage(
     owned = [  # in the order in which the optimizer gets them
         trainable[fqn].bytes for fqn in graph.tensors if fqn in trainable and fqn not in copies
     ]
-    versions = kind_of(training.schedule).stream
+    versions = training.kind.stream
     found = StagePlan(
         index=index,
         ops=tuple(op.name for op in ops),

@@ -27,7 +27,6 @@ from pdcompile.ir.graph import (
 )
 from pdcompile.passes.trace.reachable import prune, with_consumers
 from pdcompile.plan import MemoryLedger, Plan, Training
-from pdcompile.plan.schema import ranks_of
 from pdcompile.units import format_bytes
 
 LITTLE = 0.02  # of what a rank holds: outputs that nobody names are kept
@@ -45,7 +44,7 @@ class Taken(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, ledgers: Sequence[MemoryLedger]) -> Taken:
         """Reads a plan that keeps them, by its ledgers."""
-        ranks = ranks_of(plan.stages)[-1]
+        ranks = plan.ranks[-1]
         rank = max(ranks, key=lambda one: ledgers[one].outputs_bytes)
         ledger = ledgers[rank]
         return cls(rank, ledger.outputs_bytes, ledger.total_bytes, len(ranks) > 1)

@@ -136,14 +136,13 @@ def plan_and_target(words: list[str], plan: Path | None, to: str) -> tuple[str, 
 
 def cost_line(found: Export) -> str:
     """Cost of rounding, with both objectives."""
-    from pdcompile.schedule.registry import kind_of
     from pdcompile.units import format_seconds
 
     rounding = found.rounding
     if not rounding.moved:
         return "cuts lie between modules already: rounding costs 0 %"
     before, after = rounding.before_seconds, rounding.after_seconds
-    flush = kind_of(rounding.after.training.schedule).objective == "flush"
+    flush = rounding.after.training.kind.objective == "flush"
     each = "a step" if flush else "a microbatch"
     shown = f"{rounding.percent:+.2g}" if abs(rounding.percent) >= 0.005 else "0"
     return (

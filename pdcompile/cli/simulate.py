@@ -70,13 +70,11 @@ def simulate(
     from pdcompile.report.page.words import path_in_words
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.progress import working
-    from pdcompile.schedule.registry import kind_of
-    from pdcompile.schedule.spec import spec_of
 
     loaded = Plan.load(plan)
     run = None if overlay is None else run_of(overlay, loaded)
-    stream = kind_of(loaded.training.schedule).stream
-    steps = steps or (2 * spec_of(loaded).reach - 1 if stream else 1)
+    stream = loaded.training.kind.stream
+    steps = steps or (2 * loaded.spec.reach - 1 if stream else 1)
     with working("simulating", f"{steps} minibatches"):
         made = replace(simulated(loaded, steps), run=run)
     loaded = replace(loaded, forecast=made.steady.forecast)

@@ -16,7 +16,7 @@ from pdcompile.cli.options import AsJson, PlanFile, machines, search, takes_flag
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
 from pdcompile.problem.scenario import Scenario, parse_devices, parse_named
-from pdcompile.schedule.registry import KINDS, kind_of
+from pdcompile.schedule.registry import KINDS
 from pdcompile.units import format_seconds, parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _own_cut(answer: Answer) -> str:
     if [stage.ops for stage in answer.own.stages] == [stage.ops for stage in answer.plan.stages]:
         return "the plan's own cut stays the best that was found"
     training = answer.plan.training
-    steps = training.num_microbatches if kind_of(training.schedule).stream else 1
+    steps = training.num_microbatches if training.kind.stream else 1
     slower = change(own.objective_seconds, best.objective_seconds)
     seconds = format_seconds(own.objective_seconds * steps)
     return f"the plan's own cut would take {seconds} a step ({slower})"

@@ -112,12 +112,10 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
         yield path, a, b
 
 
-def named(record: Any, index: int) -> str | int:
-    """The name of a record in a list, or its place there."""
-    for field in ("value", "fqn", "name"):
-        if hasattr(record, field):
-            return str(getattr(record, field))
-    return index
+def named(record: Any, otherwise: Any) -> Any:
+    """The name of a record in a list, where it has one."""
+    names = (getattr(record, field, None) for field in ("value", "fqn", "name"))
+    return next((name for name in names if name is not None), otherwise)
 
 
 def _one_model(a: Plan, b: Plan) -> bool:

@@ -16,15 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.plan.makespan import (
-    ComputeEvent,
-    Direction,
-    Event,
-    EventWalk,
-    StagePair,
-    Wire,
-    by_distance,
-)
+from pdcompile.plan.makespan import EventWalk
+from pdcompile.plan.wires import ComputeEvent, Direction, Event, StagePair, Wire, by_distance
 from pdcompile.schedule.instruction import Action
 
 ACTIONS = Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pdcompile.cluster import Cluster, Device
 from pdcompile.errors import LaunchError, PdcompileError, PlanError
-from pdcompile.plan.schema import Plan, ranks_of
+from pdcompile.plan.schema import Plan
 from pdcompile.units import format_bytes
 
 
@@ -36,7 +36,7 @@ def lacks(
     devices = Cluster.from_toml(plan.cluster, where=f"{where}: cluster").devices
     count = plan.num_columns
     if processes is not None and count > plan.num_ranks:
-        idle = set(range(count)) - {rank for stage in ranks_of(plan.stages) for rank in stage}
+        idle = set(range(count)) - {rank for stage in plan.ranks for rank in stage}
         yield LaunchError(
             f"the plan leaves idle the ranks {', '.join(map(str, sorted(idle)))} before its last "
             "one, and processes are numbered through",

@@ -6,15 +6,17 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import Any, Literal
 
-from pdcompile.errors import PlanError
+from pdcompile.errors import PlanError, ScheduleError
 from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
-from pdcompile.plan.validate import validate
+from pdcompile.plan.validate import pipeline, validate
 from pdcompile.problem import PartitionProblem
-from pdcompile.schedule.registry import DEFAULT
+from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
+from pdcompile.schedule.spec import PipelineSpec
 
 SCHEMA = "pdcompile.plan/2"
 COPIED = 2.0  # bytes moved per byte that is copied: read, and written
@@ -176,6 +178,11 @@ class Training:
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
 
     @property
+    def kind(self) -> ScheduleKind:
+        """The row of the schedule.  Raises ScheduleError where there is none of that name."""
+        return kind_of(self.schedule)
+
+    @property
     def joint(self) -> bool:
         """Whether an update waits for all stages: for their norms, or whether one is not finite."""
         return self.max_grad_norm is not None or self.loss_scaling
@@ -217,7 +224,7 @@ class Forecast:
     ledgers: tuple[MemoryLedger, ...]  # per rank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything that the schedule, the code generator and the runtime need to know.
 
@@ -244,15 +251,47 @@ class Plan:
     rehearsed: str = field(default="", metadata=COMPACT)
     costs: str = field(default="", metadata=COMPACT)  # "estimated costs", "costs measured on a CPU"
 
+    @cached_property
+    def spec(self) -> PipelineSpec:
+        """All that decides the schedule.  Raises ScheduleError where none of ours fits."""
+        training = self.training
+        kind_of(training.schedule, where="plan: training.schedule")
+        if len(training.warmup) != len(self.stages):
+            raise ScheduleError(
+                f"{len(training.warmup)} warm-up depths for {len(self.stages)} stages",
+                where="plan: training.warmup",
+            )
+        if training.num_microbatches < 1 or min(training.warmup, default=0) < 0:
+            raise ScheduleError(
+                f"{training.num_microbatches} microbatches with warm-up {training.warmup}",
+                where="plan: training",
+            )
+        for path, message, remedy in pipeline(self):
+            raise ScheduleError(message, where=f"plan: {path}", remedy=remedy)
+        return PipelineSpec(
+            training.schedule,
+            training.num_microbatches,
+            training.warmup,
+            self.ranks,
+            self.edges,
+            self.tied,
+            training.joint,
+        )
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each stage; where a plan names none, they follow each other."""
+        return tuple(ranks_of(self.stages))
+
     @property
     def num_ranks(self) -> int:
         """Ranks that run something; one may hold several stages."""
-        return len({rank for ranks in ranks_of(self.stages) for rank in ranks})
+        return len({rank for ranks in self.ranks for rank in ranks})
 
     @property
     def num_columns(self) -> int:
         """Ranks are numbered through: one that no stage uses has entries of its own."""
-        return 1 + max(rank for ranks in ranks_of(self.stages) for rank in ranks)
+        return 1 + max(rank for ranks in self.ranks for rank in ranks)
 
     def to_json(self) -> str:
         """Indented JSON, one field a line; `from_json` gives an equal plan.

@@ -11,16 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.cluster import Cluster, Link, message_seconds, ring_seconds, slowest
-from pdcompile.plan.makespan import (
-    DIRECTIONS,
-    Direction,
-    EventWalk,
-    StagePair,
-    Timing,
-    Wire,
-    makespan,
-)
-from pdcompile.plan.schema import ranks_of
+from pdcompile.plan.makespan import DIRECTIONS, EventWalk, Timing, makespan
+from pdcompile.plan.wires import Direction, StagePair, Wire
 from pdcompile.schedule.registry import DEFAULT, kind_of
 
 if TYPE_CHECKING:
@@ -218,7 +210,7 @@ class PipelineTimes:
 
 def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
     """The seconds of a plan's stages and edges; `returning`: values whose gradients travel."""
-    messages, ranks = [], ranks_of(plan.stages)
+    messages, ranks = [], plan.ranks
     for edge in plan.edges:
         messages += [Message("forward", edge.source, t, edge.bytes) for t in edge.targets]
         chain = (edge.source, *edge.targets) if edge.value in returning else ()

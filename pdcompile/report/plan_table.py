@@ -15,7 +15,7 @@ from pdcompile.plan import Certificate, MemoryLedger, Plan
 from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
-from pdcompile.schedule.registry import kind_of, name_of
+from pdcompile.schedule.registry import name_of
 from pdcompile.units import format_bytes, format_seconds
 
 LEDGER_LINES = tuple(
@@ -116,7 +116,7 @@ def in_flight(plan: Plan, stage: int) -> int:
     most = -(-training.num_microbatches // plan.stages[stage].replicas)
     if stage >= len(training.warmup):
         return most
-    kind, depths = kind_of(training.schedule), training.warmup
+    kind, depths = training.kind, training.warmup
     return kind.in_flight(kind.depth_held(depths[stage], depths[0]), most)
 
 
@@ -250,7 +250,7 @@ def in_words(scope: str) -> str:
 def certificate_line(plan: Plan) -> Text:
     """Objective, bound, gap, prover, scope and seconds, as one sentence; and one of the forecast,
     where that is longer than what is certified."""
-    certificate, stream = plan.certificate, kind_of(plan.training.schedule).stream
+    certificate, stream = plan.certificate, plan.training.kind.stream
     what = "a microbatch" if stream else "a step"
     text = Text("certificate: ")
     text.append(

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pdcompile.errors import ScheduleError
-from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.plan.schema import ranks_of
-from pdcompile.plan.validate import pipeline
 from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
+
+if TYPE_CHECKING:
+    from pdcompile.plan.schema import Edge, TiedParameter
 
 FORWARD_ONLY_SLOTS = 2
 #: data transfers and collectives of a rank that may be unfinished in device order: one group call
@@ -237,34 +236,6 @@ class PipelineSpec:
             return self.in_flight(first)
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)
-
-
-def spec_of(plan: Plan) -> PipelineSpec:
-    """Read a plan.  Raises ScheduleError where no schedule of ours fits it."""
-    training = plan.training
-    name = training.schedule
-    kind_of(name, where="plan: training.schedule")
-    if len(training.warmup) != len(plan.stages):
-        raise ScheduleError(
-            f"{len(training.warmup)} warm-up depths for {len(plan.stages)} stages",
-            where="plan: training.warmup",
-        )
-    if training.num_microbatches < 1 or min(training.warmup, default=0) < 0:
-        raise ScheduleError(
-            f"{training.num_microbatches} microbatches with warm-up {training.warmup}",
-            where="plan: training",
-        )
-    for path, message, remedy in pipeline(plan):
-        raise ScheduleError(message, where=f"plan: {path}", remedy=remedy)
-    return PipelineSpec(
-        name,
-        training.num_microbatches,
-        training.warmup,
-        tuple(ranks_of(plan.stages)),
-        plan.edges,
-        plan.tied,
-        training.joint,
-    )
 
 
 def with_edges(spec: PipelineSpec, edges: tuple[Edge, ...]) -> PipelineSpec:

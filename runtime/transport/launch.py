@@ -28,7 +28,6 @@ from pdcompile.errors import LaunchError, store_errors
 from pdcompile.hardware import devices
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.plan.schema import ranks_of
 from pdcompile.releases.torch_internals import default_store, gloo_options
 from pdcompile.runtime.device.rank_device import RankDevice
 from pdcompile.runtime.failure.exit_hooks import PipelineExit
@@ -273,7 +272,7 @@ def data_path(plan: Plan, *, alone: bool) -> DataPath:
 def _without_nccl(plan: Plan) -> str:
     """Reason why the plan's data cannot go over NCCL; empty where it can."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    ranks = {rank for held in ranks_of(plan.stages) for rank in held}
+    ranks = {rank for held in plan.ranks for rank in held}
     hosts = sorted(rank for rank in ranks if cluster.devices[rank].on_host)
     if hosts:
         return f"the plan has CPUs on ranks {', '.join(map(str, hosts))}"

@@ -28,7 +28,6 @@ from pdcompile.report.page.words import (
 from pdcompile.report.plan_table import fullest, headline, limits
 from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.report.timeline import Event
-from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # it brings the search along
@@ -69,7 +68,7 @@ def simulated(plan: Plan, steps: int) -> Sources:
 def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
     """The page of a plan; `title` names it where the plan does not know its model."""
     plan = replace(plan, forecast=made.steady.forecast)
-    flush = not kind_of(plan.training.schedule).stream
+    flush = not plan.training.kind.stream
     path = critical_path(made.steady.timeline, made.steady.window, flush=flush)
     curves = held_over_time(plan, made.drawn.programs, made.drawn.passed_seconds)
     seconds = max(made.drawn.ends_seconds)

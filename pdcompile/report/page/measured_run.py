@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
-from pdcompile.plan.schema import ranks_of
 from pdcompile.report.chrome import Trace, load
 from pdcompile.report.timeline import COMPUTE, Event, bars, duration, idle
 from pdcompile.schedule.recorded import RecordedEvent
@@ -74,7 +73,7 @@ def _check(found: Trace, compute: Sequence[RecordedEvent], plan: Plan, where: st
     remedy = "pdcompile run TARGET --plan plan.json --trace trace.json, with this plan"
     if not found.measured or not compute:
         raise ConfigError("this trace is not of a run", where=where, remedy=remedy)
-    held = {(r, s) for s, ranks in enumerate(ranks_of(plan.stages)) for r in ranks}
+    held = {(r, s) for s, ranks in enumerate(plan.ranks) for r in ranks}
     seen = {(one.rank, one.stage) for one in compute}
     if seen != held:
         other = sorted(seen ^ held)[0]

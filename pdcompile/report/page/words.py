@@ -12,7 +12,6 @@ from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
 from pdcompile.report import labels
 from pdcompile.report.plan_table import fullest, in_words, limits
-from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:  # it brings the search along
@@ -147,7 +146,7 @@ def proved(plan: Plan) -> str:
 def proof_in_terms(plan: Plan) -> Iterator[tuple[str, str]]:
     """The certificate, term by term, with what each means."""
     one = plan.certificate
-    what = "a microbatch" if kind_of(plan.training.schedule).stream else "a step"
+    what = "a microbatch" if plan.training.kind.stream else "a step"
     yield "objective", f"{format_seconds(one.objective_seconds)} {what}: what the search made small"
     yield "lower bound", f"{format_seconds(one.bound_seconds)}: proved, no plan takes less"
     yield "gap", f"{100 * one.gap:.2g} % of the objective is between these two"
