@@ -57,6 +57,9 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
+        x = x.clone()
+        x[:, 0] = 1.5
+        x = x * x.new_ones(())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             x = self.head(x)
         return x.float()

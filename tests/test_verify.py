@@ -143,6 +143,15 @@ def test_the_same_change_in_generated_sources_is_an_error():
         verify(found, plan, sources, model, flat, layout, models.square_loss)
 
 
+def test_other_ops_with_equal_numbers_are_told_and_not_refused():
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    sources = edited(found, plan, "torch.relu(linear)", "torch.relu(linear) * 1")
+    sources = dataclasses.replace(sources, edited=())
+    with pytest.warns(UserWarning, match="all numbers are equal, and yet op 'layers_3' of stage 1"):
+        assert not verify(found, plan, sources, model, flat, layout, loss_of(model)).differences
+
+
 def test_the_first_op_that_differs_is_named_with_both_lines():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])

@@ -48,8 +48,8 @@ def verify(
     mode: Literal["auto", "full"] = "auto",
     loss_reduction: Reduction | None = None,
 ) -> Verification:
-    """Compares the source of each stage with the capture, op by op; then, where they fit into half
-    of the free memory, runs the model and the stages and compares the results.
+    """Runs the model and the stages and compares the results, where they fit into half of the free
+    memory; and compares the source of each stage with the capture, op by op.
 
     Args:
         flat, layout: a minibatch; its microbatches are the inputs.
@@ -65,12 +65,8 @@ def verify(
         VerifyError: something differs in sources that nobody edited, or a stage raises.
         SourceError: a source cannot be loaded.
     """
-    reason = without_values(model) or too_large(model, capture.train)
-    if reason:
+    if reason := without_values(model) or too_large(model, capture.train):
         return _ops_alone(capture, plan, sources, mode, reason)
-    count = 0
-    if not sources.edited:  # an edit may compute the same by other ops
-        count = _ops_alone(capture, plan, sources, mode, "").ops
     region, device = plan.training.autocast or "", device_of(model, flat)
     region = region if on_gpu(region) and devices.is_host(device) else ""
     home = next((tensor.device for tensor in model.parameters()), devices.HOST)
@@ -78,6 +74,8 @@ def verify(
     try:
         with regions_of(region, device):
             found = _compared(comparison, flat, mode, loss_reduction)
+        # An edit may compute the same by other ops.
+        count = 0 if sources.edited else _ops_beside(capture, plan, sources)
         return replace(found, casts_of=region, ops=count)
     except ModelFails as error:
         if not region:
@@ -89,6 +87,19 @@ def verify(
             raise
         message, remedy, where = capture.of_device
         raise VerifyError(message.format(error.message), where=where, remedy=remedy) from error
+
+
+def _ops_beside(capture: Capture, plan: Plan, sources: Sources) -> int:
+    """The number of ops that were compared in stages whose numbers are the model's; warns where one
+    differs all the same."""
+    try:
+        count, found = retraced(capture, plan, sources)
+        said = f"{found[0]}; first at {found[0].first}" if found else ""
+    except VerifyError as error:
+        count, said = 0, error.message
+    if said:
+        warn(f"all numbers are equal, and yet {said}: please report this model")
+    return count
 
 
 def _ops_alone(
@@ -103,10 +114,10 @@ def _ops_alone(
     if found and not sources.edited:
         raise difference_error(found, capture.train)
     notes = capture.train.notes if mode == "full" else ()
-    size = capture.train.batch_size
     return Verification(
-        size, 0, 0, 0, True, sources.edited, tuple(found), reason, ops=count, notes=notes
-    )
+        capture.train.batch_size, 0, 0, 0, True, sources.edited, tuple(found), reason,
+        ops=count, notes=notes,
+    )  # fmt: skip
 
 
 def _compared(

@@ -35,7 +35,7 @@ from pdcompile.ir.graph import (
     walk,
     written_buffers,
 )
-from pdcompile.ir.stage_interface import Port, Signature, Sources, StageInterface, named_results
+from pdcompile.ir.stage_interface import Port, Sources, StageInterface, named_results
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.passes.form.expressions import is_default
@@ -54,6 +54,7 @@ from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import NoTorchFunction, gpu_autocast_anywhere
 
 META = torch.device("meta")
+_GETITEM = "operator.getitem"
 Constructors: TypeAlias = dict[str, tuple[tuple[str, Argument], ...] | None]  # of leaves, by path
 
 
@@ -78,7 +79,8 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
             stage = _Stage(mode, interface, plan, module, tensors, written, made)
-            if any(map(_is_choice, stage.ops)):
+            # One of two values, taken by a number of Python's, is no call of torch.
+            if any(op.target == _GETITEM and isinstance(op.args[0], tuple) for op in stage.ops):
                 continue
             count += len(stage.ops)
             for b in _sizes(mode.graph, stage.ops):
@@ -96,11 +98,6 @@ def _sizes(graph: OpGraph, ops: Sequence[Op]) -> Iterator[int]:
     yield b
     if walk(tuple((op.args, op.kwargs) for op in ops), Affine):
         yield from [size for size in (b + 1, b + 2, b - 1) if graph.sizes.holds(size)][:1]
-
-
-def _is_choice(op: Op) -> bool:
-    """Whether an op takes one of two values by a number of Python's, which is no call of torch."""
-    return op.target == "operator.getitem" and isinstance(op.args[0], tuple)
 
 
 def _empty(shape: Sequence[int], dtype: str) -> Tensor:
@@ -144,20 +141,15 @@ class _Stage:
     ) -> None:
         """`written`: buffers that training writes; `constructors`: filled here."""
         self.graph, self.interface, self.training = mode.graph, interface, plan.training
+        self.written, self.constructors = written, constructors
         self.ops = [*mode.ops(interface.index), *mode.ops(interface.index, "loss")]
         self.module = module.train(mode.graph.training)
         self.fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
         self.paths = {id(one): path for path, one in module.named_modules()}
         self.leaves = {op.module_path for op in self.ops if op.kind in ("module", "opaque")}
-        self.constructors = constructors
         for path in {op.module_path for op in self.ops if op.kind == "module"} - set(constructors):
             constructors[path] = constructor_of(module.get_submodule(path))
         self.copied = {op.name: cloned_buffers(op, mode.graph) for op in self.ops}
-        self.written = written
-
-    @property
-    def signature(self) -> Signature:
-        return self.interface.train if self.graph.training else self.interface.eval
 
     def follow(self, b: int, edited: tuple[str, ...]) -> None:
         """Runs the stage at one microbatch size.
@@ -183,7 +175,8 @@ class _Stage:
             raise failed_stage(self.interface.index, self.graph, error, edited) from error
 
     def _run(self, follower: _Follower) -> None:
-        signature, k = self.signature, self.interface.index
+        k, own = self.interface.index, self.interface
+        signature = own.train if self.graph.training else own.eval
         values = {port.value: follower.given(port) for port in signature.inputs}
         results = self.module(*values.values())
         made = named_results(k, signature.outputs, results)
@@ -246,7 +239,7 @@ class _Follower(TorchFunctionMode):
 
     def _is_item(self, op: Op) -> bool:
         """Whether an op takes something out of a container, which is no call of torch."""
-        if op.target != "operator.getitem" or not isinstance(op.args[0], Ref):
+        if op.target != _GETITEM or not isinstance(op.args[0], Ref):
             return False
         return not self._values[op.args[0].name].is_tensor and isinstance(op.args[1], int | str)
 
@@ -332,7 +325,7 @@ class _Follower(TorchFunctionMode):
                 raise self._unlike(f"assigns to .{own}")
             result = func(*args)
             return self._next("getattr", own, args, {}) if isinstance(result, Tensor) else result
-        if name in _NO_OPS:
+        if name in _NO_OPS and (self._op is None or self._op.target != name):
             return func(*args, **kwargs)
         try:
             kind, target, args = target_of(func, args, kwargs)
@@ -352,8 +345,9 @@ class _Follower(TorchFunctionMode):
         called = called and (not path or op is None or op.module_path == path)
         other = self._other_arguments(op, given, named) if op is not None and called else ""
         if op is None or not called or other:
-            if (copy := self._copy(target, given)) is not None:
-                return self._names.give(torch.empty_like(args[0]), copy)
+            first = given[0] if target == "clone" else None
+            if isinstance(first, Attr) and first.fqn in self._stage.written:
+                return self._names.give(torch.empty_like(args[0]), _Copy(first.fqn))
             raise self._unlike(f"calls {shown}{other}")
         if wrong := self._other_region(op) or self._other_draw(op):
             raise self._unlike(f"calls {shown} {wrong}")
@@ -361,12 +355,6 @@ class _Follower(TorchFunctionMode):
         if given and isinstance(given[0], Attr) and given[0].fqn in op.buffers_written:
             return args[0]  # which the stage holds on
         return self._result(op.name)
-
-    def _copy(self, target: str, given: Sequence[Any]) -> _Copy | None:
-        """The copy that a call makes of a buffer for an op that autograd may keep it for."""
-        if target != "clone" or len(given) != 1 or not isinstance(given[0], Attr):
-            return None
-        return _Copy(given[0].fqn) if given[0].fqn in self._stage.written else None
 
     def _other_arguments(self, op: Op, given: Sequence[Any], named: Mapping[str, Any]) -> str:
         """The first argument that is not the op's, in words; "" where there is none."""
@@ -427,14 +415,18 @@ class _Follower(TorchFunctionMode):
         }
         if all(isinstance(key, int) for key in items):  # some of which nobody reads
             last = max(items, default=-1)
-            return self._names.give(tuple(items.get(i) for i in range(last + 1)), Ref(name))
+            return self._names.give(_Items(items.get(i) for i in range(last + 1)), Ref(name))
         return self._names.give(items, Ref(name))
 
     def _unlike(self, instead: str) -> _Unlike:
         return _Unlike(self._op, f"{stage_line() or self._file} {instead}")
 
 
-_NONE = object()
+class _Items(tuple[Any, ...]):
+    """What an op returns that has several results; one without any is an object of its own too."""
+
+
+_NONE = Ref("nothing")  # in the place of an argument that is not there
 # What passes the mode and is no op: regions, and questions that a shape or a dtype answers.
 _NO_OPS = frozenset(
     ("_set_grad_enabled", "size", "dim", "numel", "__len__", "is_floating_point", "is_complex")
@@ -443,8 +435,6 @@ _NO_OPS = frozenset(
 
 def _shown(argument: Any) -> str:
     """An argument as a reader may know it."""
-    if argument is _NONE:
-        return "nothing"
     if isinstance(argument, Ref):
         return argument.name
     return argument.fqn if isinstance(argument, Attr) else repr(argument)
