@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_620,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_820),
-    "verify": (("passes/verify", "passes/preserved_state.py"), 1_700),
+    "verify": (("passes/verify", "passes/preserved_state.py"), 1_696),
     "runtime": (("runtime",), 9_620),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -54,13 +54,12 @@ from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import NoTorchFunction, gpu_autocast_anywhere
 
 META = torch.device("meta")
-_GETITEM = "operator.getitem"
 Constructors: TypeAlias = dict[str, tuple[tuple[str, Argument], ...] | None]  # of leaves, by path
 
 
 def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[Difference]]:
     """The number of ops of all stages in both modes, and the first one of each stage and mode that
-    its source does not compute.  Stages that choose between values are left out.
+    its source does not compute.
 
     Raises:
         VerifyError: a stage raises.
@@ -79,9 +78,6 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
             stage = _Stage(mode, interface, plan, module, tensors, written, made)
-            # One of two values, taken by a number of Python's, is no call of torch.
-            if any(op.target == _GETITEM and isinstance(op.args[0], tuple) for op in stage.ops):
-                continue
             count += len(stage.ops)
             for b in _sizes(mode.graph, stage.ops):
                 try:
@@ -239,7 +235,7 @@ class _Follower(TorchFunctionMode):
 
     def _is_item(self, op: Op) -> bool:
         """Whether an op takes something out of a container, which is no call of torch."""
-        if op.target != _GETITEM or not isinstance(op.args[0], Ref):
+        if op.target != "operator.getitem" or not isinstance(op.args[0], Ref):
             return False
         return not self._values[op.args[0].name].is_tensor and isinstance(op.args[1], int | str)
 
