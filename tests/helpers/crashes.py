@@ -219,7 +219,8 @@ RANKS = """
     victim = draw.randrange(int(os.environ["WORLD_SIZE"]))
     counts = tuple(map(int, replicas.split(",")))
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    pipe = compiled(folder, cluster="auto", schedule=schedule, optimizer=sgd, replicas=counts,
+    saved = folder / "saved"
+    pipe = compiled(saved, cluster="auto", schedule=schedule, optimizer=sgd, replicas=counts,
                     microbatches=1 if schedule in ("stash", "vsync") else 4, stages=len(counts))
     pipe.prepare(batch(0)[0], target=batch(0)[1])
     first = pipe.position.minibatches
@@ -230,7 +231,7 @@ RANKS = """
             wait.daemon = True
             wait.start()
         pipe.step(batch(t)[0], target=batch(t)[1])
-        pipe.save(folder, keep=2)
+        pipe.save(saved, keep=2)
     state = pipe.full_state_dict()
     if state:
         torch.save(state, folder / "whole.pt")
@@ -260,7 +261,7 @@ def killed_ranks(folder: Path, trials: int, seed: int, *, restarts: bool = False
             if found is not None or restarts:
                 break
             outcome.kills += 1
-            outcome.during_save += any(p.name.startswith(".") for p in place.glob(".writing-*"))
+            outcome.during_save += any((place / "saved").glob(".writing-*"))
         theirs = expected[schedule, replicas]
         if found is None or theirs is None:
             outcome.wrong.append(f"{schedule} {replicas}: never ended")
