@@ -24,18 +24,6 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
-from pdcompile.given import (
-    check_given,
-    check_here,
-    check_memory,
-    check_minibatch,
-    given_plan,
-    given_sources,
-    in_place,
-    places_in_its_file,
-    with_given_plan,
-    with_saved_plan,
-)
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
@@ -62,6 +50,18 @@ from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
+from pdcompile.user_plans import (
+    check_here,
+    check_memory,
+    check_minibatch,
+    check_user_files,
+    in_place,
+    places_in_its_file,
+    user_plan,
+    user_sources,
+    with_saved_plan,
+    with_user_plan,
+)
 from pdcompile.warn import each_once, warn
 
 OF_OTHER_REGION = (
@@ -125,7 +125,7 @@ def run_passes(
     replan: Callable[[Plan, OpGraph], Plan] | None = None,
 ) -> Compiled:
     """`build`, every pass run by `step`, which times it and writes its form."""
-    options = with_given_plan(options, model)
+    options = with_user_plan(options, model)
     apply_overrides(model)
     check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)
@@ -142,7 +142,7 @@ def run_passes(
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
     if options.plan is not None or options.sources is not None:
         part = step.listener.part
-        plan = step("plan", lambda: given_plan(options, chosen, captured.train, part))
+        plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
     else:
         placed = in_place(options, captured.train)
         planner = Planner(model, captured, placed, chosen, step.listener)
@@ -156,7 +156,7 @@ def run_passes(
     _write_capture(captured, options, step.listener)
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
-    sources = given_sources(options, sources)
+    sources = user_sources(options, sources)
     verification = None if options.verify == "off" or captured.kept else step(
         "verified",
         lambda: verify(
@@ -350,7 +350,7 @@ def pipeline(
     check_options(options)
     check_costs(options.costs)
     check_refine(options)
-    check_given(model, options)
+    check_user_files(model, options)
     if example_inputs is not None:
         check_example(example_inputs)
     example = example_inputs, example_target

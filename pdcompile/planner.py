@@ -25,8 +25,8 @@ from pdcompile.options.chosen_schedule import microbatches_of
 from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.spans import widest_users
-from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.partition.space.pipelines import exceeds
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
@@ -72,7 +72,7 @@ class Planner:
         listener: Listener,
     ) -> None:
         """Raises ConfigError: the options ask for what the model or minibatch does not allow."""
-        Wishes.resolve(captured.train, options.constraints)  # before anything is timed
+        Constraints.resolve(captured.train, options.constraints)  # before anything is timed
         if options.costs == "estimated":
             cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
             chosen = replace(chosen, cluster=cluster)

@@ -175,7 +175,7 @@ def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPat
         pdcompile.compile(model, plan=on_cards).prepare(torch.ones(plan().training.batch_size, 4))
     with pytest.raises(LaunchError, match="the plan is for h100"):
         pdcompile.compile(model, cluster="2:h100").prepare(torch.ones(4, 4))
-    monkeypatch.setattr("pdcompile.given.memory_bytes", lambda: 1)
+    monkeypatch.setattr("pdcompile.user_plans.memory_bytes", lambda: 1)
     with pytest.raises(PlanError, match="ranks on this host need"):
         pdcompile.compile(model, plan=plan()).prepare(torch.ones(plan().training.batch_size, 4))
     with pytest.raises(LaunchError, match="and there are 5"):

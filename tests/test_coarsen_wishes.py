@@ -14,7 +14,7 @@ from torch import nn
 from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.coarsen.wishes import between_borders
+from pdcompile.passes.coarsen.constraints import between_borders
 from pdcompile.passes.partition import partition
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import (

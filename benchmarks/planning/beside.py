@@ -27,7 +27,7 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
 from pdcompile.pass_runner import PassRunner
-from pdcompile.passes.coarsen.wishes import between_borders
+from pdcompile.passes.coarsen.constraints import between_borders
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.candidate_plan import candidate_plan

@@ -13,10 +13,10 @@ from typing import Literal
 
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.neutral import Neutral
 from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans, join_users
-from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
 from pdcompile.problem import (
     ANY_CUT,
@@ -61,7 +61,7 @@ def coarsen(
     if not stages:
         raise ConfigError("a pipeline needs at least one stage, got 0", remedy="stages=1")
     b = _microbatch_size(graph)
-    wishes = Wishes.resolve(graph, constraints)
+    wishes = Constraints.resolve(graph, constraints)
     groups = Groups(len(graph.ops) + 1)
     join_spans(graph, groups)
     if own_ages:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import OpCost, OpGraph
-from pdcompile.passes.coarsen.wishes import between_borders
+from pdcompile.passes.coarsen.constraints import between_borders
 from pdcompile.passes.export.model_parts import part_paths, parts_of_ops, views
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.branch_and_bound import best_plan

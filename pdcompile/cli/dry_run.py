@@ -19,12 +19,12 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
         PdcompileError: what the passes would refuse before they begin.
     """
     from pdcompile.batch import check_splits, example_call, resolve_batch
-    from pdcompile.given import with_given_plan
     from pdcompile.options.configuration import configure
     from pdcompile.passes.trace.subject import device_of
     from pdcompile.units import format_bytes
+    from pdcompile.user_plans import with_user_plan
 
-    model, options = workload.model, with_given_plan(options, workload.model)
+    model, options = workload.model, with_user_plan(options, workload.model)
     flat = example_call(model, inputs, expected)
     layout = resolve_batch(flat, options.batch_dims)
     device = device_of(model, flat).type

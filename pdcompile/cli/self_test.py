@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
-from pdcompile.given import check_here
 from pdcompile.hardware import devices
 from pdcompile.options import Options
 from pdcompile.runtime.device.rank_device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
+from pdcompile.user_plans import check_here
 
 STEPS, BATCH, MICROBATCHES, WIDTH = 4, 16, 4, 32
 TOLERANCE = 1e-4  # of a tensor's largest value, on devices whose sums have no fixed order

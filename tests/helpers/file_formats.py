@@ -26,7 +26,6 @@ from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import PdcompileError, SourceError
-from pdcompile.given import given_sources
 from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.ir.graph_json import encode
 from pdcompile.ir.records import Affine, Attr, DictOf, LeftOut, ListOf, Ref, Slice, TorchLiteral
@@ -39,6 +38,7 @@ from pdcompile.plan.embedded import problem_of
 from pdcompile.schedule.registry import kind_of
 from pdcompile.schedule.written import from_csv, parse
 from pdcompile.schedule.written import read as read_schedule
+from pdcompile.user_plans import user_sources
 from pdcompile.weights import TensorFiles
 from pdcompile.weights.tensor_files import INDEX
 from tests.helpers import mutants
@@ -377,7 +377,7 @@ def _sources(folder: Path, training: Training) -> Format:
 
     def read(data: bytes) -> Any:
         put(folder / "stage_0.py", data)
-        return given_sources(options, generated).files
+        return user_sources(options, generated).files
 
     seeds = (generated.files["stage_0.py"].encode(),)
     return Format("sources", seeds, TEXT, read, folder)

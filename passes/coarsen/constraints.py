@@ -1,4 +1,4 @@
-"""Wishes: constraints of the user's, resolved against the module paths and ops of a graph."""
+"""Constraints of the user, resolved against the module paths and ops of a graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pdcompile.problem.constraints import (
 
 
 @dataclass
-class Wishes:
+class Constraints:
     """Constraints with the ops that each of their patterns stands for, by position.
 
     Those of `CutAt` are the ops from one border to the next.
@@ -38,9 +38,9 @@ class Wishes:
     matched: list[tuple[Constraint, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
 
     @staticmethod
-    def resolve(graph: OpGraph, constraints: Sequence[Constraint]) -> Wishes:
+    def resolve(graph: OpGraph, constraints: Sequence[Constraint]) -> Constraints:
         """Raises ConfigError for anything but constraints, and for unknown names."""
-        wishes = Wishes(graph)
+        wishes = Constraints(graph)
         for constraint in constraints:
             if not isinstance(constraint, Constraint):
                 raise ConfigError(

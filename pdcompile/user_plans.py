@@ -49,7 +49,7 @@ ANOTHER_MODEL = "plan again for this model, or give the target that the plan was
 NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)
 
 
-def check_given(model: nn.Module, options: Options) -> None:
+def check_user_files(model: nn.Module, options: Options) -> None:
     """Read the files that the options name, and compare stages with machines, names with weights.
 
     Plan and cluster only in one process: under torchrun rank 0 compiles, and the others need not
@@ -59,7 +59,7 @@ def check_given(model: nn.Module, options: Options) -> None:
         PdcompileError: a file cannot be read, contradicts another, or does not fit the model.
     """
     if not is_distributed(options):
-        machines(with_given_plan(options, model), None)
+        machines(with_user_plan(options, model), None)
     if options.weights is not None:
         weights.check(model, weights.open_source(options.weights))
 
@@ -93,7 +93,7 @@ def check_here(options: Options, num_ranks: int | None) -> None:
     check_supported(plan, NO_OPS)
 
 
-def with_given_plan(options: Options, model: nn.Module | None = None) -> Options:
+def with_user_plan(options: Options, model: nn.Module | None = None) -> Options:
     """The options as a given plan completes them.
 
     Raises:
@@ -156,7 +156,7 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
 
 
 def check_minibatch(options: Options, layout: BatchLayout, model: nn.Module) -> None:
-    """Raise PlanError where a given plan is for other minibatches; after `with_given_plan`.
+    """Raise PlanError where a given plan is for other minibatches; after `with_user_plan`.
 
     Where the plan's parameters are none of this model's, that is said instead.
     """
@@ -194,10 +194,10 @@ def _refuse_another_model(plan: Plan, model: nn.Module, file: str) -> None:
         ) from None
 
 
-def given_plan(
+def user_plan(
     options: Options, chosen: Configuration, graph: OpGraph, progress: Progress | None = None
 ) -> Plan:
-    """The plan that the user gives; after `with_given_plan`.
+    """The plan that the user gives; after `with_user_plan`.
 
     A folder of sources brings its own plan: its stages are cut as that plan says.
 
@@ -301,7 +301,7 @@ def _other_costs(options: Options) -> Iterator[str]:
         yield "times are forecast from the costs in the plan; costs= (--costs) has no effect on it"
 
 
-def given_sources(options: Options, generated: Sources) -> Sources:
+def user_sources(options: Options, generated: Sources) -> Sources:
     """The folder that the user gives, or what was generated.
 
     Raises:
