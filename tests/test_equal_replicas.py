@@ -20,7 +20,8 @@ from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.problem import StageLimits
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import alike
 from tests.helpers.alike import WORKLOAD, Call, run_verbs
@@ -143,7 +144,7 @@ def test_no_cut_beats_the_bound_and_few_the_plan(schedule: str) -> None:
     ranks = tuple((2 * place, 2 * place + 1) for place in placement)
     every = []
     for cut in itertools.combinations_with_replacement(range(4), len(problem.items)):
-        one = Candidate(Setting(schedule, 4), cut, (StageOption(2),) * 4, ranks, depths)
+        one = Candidate(Setting(schedule, 4), cut, (StageDeployment(2),) * 4, ranks, depths)
         if not violations(problem, cluster, one):
             every.append(evaluation(problem, cluster, one).seconds)
     found = plan.certificate

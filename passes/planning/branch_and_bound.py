@@ -213,7 +213,7 @@ class PlanSearch:
             most, wanted = len(self.cluster.devices), self.space.stages
             problem = self.problem_at(m)
             _refuse_numbers(self.space, problem)
-            tables = most * len(self.space.menu(most)) * (wanted or 1)
+            tables = most * len(self.space.menu(self.space.counts(most))) * (wanted or 1)
             self.prepared[m] = PreparedProblem(problem, tables, wanted, self.seed)
         return self.prepared[m]
 

@@ -205,10 +205,8 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float
     """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
     kind, m = plan.training.kind, plan.training.num_microbatches
     depths = plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
-    in_flight = [
-        kind.in_flight(depth, -(-m // stage.replicas))
-        for stage, depth in zip(plan.stages, depths, strict=True)
-    ]
+    shares = [stage.deployment.share(m) for stage in plan.stages]
+    in_flight = list(map(kind.in_flight, depths, shares))
     times = times_of(plan, cluster, returning)
     if all(stage.replicas == 1 for stage in plan.stages):
         times = replace(times, clips=False)  # the planner leaves out what all straight plans take

@@ -17,7 +17,7 @@ from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, Traffic
-from pdcompile.problem.space import Candidate, Setting, StageOption
+from pdcompile.problem.space import Candidate, Setting
 
 
 def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Plan:
@@ -65,7 +65,7 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
     return Candidate(
         setting_of(training),
         assignment(plan, where),
-        tuple(StageOption(stage.replicas, stage.recompute) for stage in stages),
+        tuple(stage.deployment for stage in stages),
         tuple(ranks_of(stages)),
         training.warmup or tuple(reversed(range(len(stages)))),
     )

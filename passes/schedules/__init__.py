@@ -10,6 +10,7 @@ from math import gcd
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.problem import MemoryRule
+from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.instruction import most_held
 from pdcompile.schedule.registry import GRADIENT_SLOTS, ScheduleKind, StageWork, kind_of
@@ -68,7 +69,7 @@ def warmup(
     if placement:
         if len(placement) != num_stages:
             raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")
-        share = -(-num_microbatches // counts[0])
+        share = StageDeployment(counts[0]).share(num_microbatches)
         return tuple(count - 1 for count in _held(kind, share, placement))
     depths = [0] * num_stages
     apart = 1 if isinstance(extra, tuple) else 1 + extra
@@ -118,7 +119,7 @@ def memory_rule(
     Raises ScheduleError for an unknown name.
     """
     kind, counts = kind_of(name), replicas or (1,) * len(warmup)
-    shares = [-(-num_microbatches // count) for count in counts]
+    shares = [StageDeployment(count).share(num_microbatches) for count in counts]
     in_flight = tuple(map(kind.in_flight, warmup, shares))
     held = [kind.depth_held(depth, warmup[0]) for depth in warmup]
     saved = tuple(map(kind.in_flight, held, shares))

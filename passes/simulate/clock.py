@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pdcompile.cluster import Link, message_seconds, ring_seconds, slowest
+from pdcompile.cluster import Link, message_seconds, slowest
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.program_walk import (
     Operation,
@@ -65,7 +65,7 @@ def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
     """What each action takes on each stage."""
     found, kind = {}, plan.training.kind
     for s, stage in enumerate(plan.stages):
-        again = stage.forward_seconds if stage.recompute else 0.0
+        again = stage.deployment.again(stage.forward_seconds)
         found[Action.FORWARD, s] = stage.forward_seconds
         found[Action.BACKWARD, s] = stage.backward_pass_seconds
         found[Action.STEP, s] = stage.update_seconds
@@ -198,8 +198,8 @@ class Clock(Visitor):
     def bytes_of(self, one: Instruction) -> int:
         """Bytes that a rank puts on its links: of a send, or its part of a ring."""
         if one.action is Action.POST_REDUCE:
-            members = len(self.spec.ranks[one.stage])
-            return -(-2 * (members - 1) * self.plan.stages[one.stage].trainable_bytes // members)
+            stage = self.plan.stages[one.stage]
+            return stage.deployment.summed_bytes(stage.trainable_bytes)
         if one.action.phase is not Phase.SEND:
             return 0
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)
@@ -211,4 +211,4 @@ def _collective_seconds(plan: Plan, links: Links, members: Sequence[int], stage:
     link = slowest(links(members[0], other) for other in members[1:])
     if stage < 0:
         return message_seconds(link, 0.0)
-    return ring_seconds(link, plan.stages[stage].trainable_bytes, len(members))
+    return plan.stages[stage].deployment.sum_seconds(link, plan.stages[stage].trainable_bytes)

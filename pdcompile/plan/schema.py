@@ -15,6 +15,7 @@ from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
 from pdcompile.plan.validate import pipeline, validate
 from pdcompile.problem import PartitionProblem
+from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
 from pdcompile.schedule.spec import PipelineSpec
 
@@ -106,9 +107,14 @@ class StagePlan:
     freed_bytes: int = 0  # by how much a whole backward's peak is lower where they are out
 
     @property
+    def deployment(self) -> StageDeployment:
+        """How it runs."""
+        return StageDeployment(self.replicas, self.recompute)
+
+    @property
     def backward_pass_seconds(self) -> float:
         """What BACKWARD of one microbatch takes: the forward again too, when recomputing."""
-        return self.backward_seconds + (self.forward_seconds if self.recompute else 0.0)
+        return self.backward_seconds + self.deployment.again(self.forward_seconds)
 
 
 @dataclass(frozen=True, slots=True)

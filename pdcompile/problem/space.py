@@ -7,27 +7,15 @@ recomputation for all or none) and PipeDream's straight and replicated pipelines
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from pdcompile.errors import ConfigError
+from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, find, kind_of, name_of
 
 MOST_COUNTS = 64  # replica counts in one menu; beyond, they are multiples of a step
-
-
-@dataclass(frozen=True, slots=True)
-class StageOption:
-    """One row of a stage's menu.
-
-    Args:
-        replicas: ranks that take microbatches in turn.
-        recompute: keep only the inputs of microbatches in flight, and run forward again before
-            each backward.
-    """
-
-    replicas: int = 1
-    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +123,10 @@ class SearchSpace:
         few = range(1, min(ranks, 16) + 1)
         return tuple(sorted({*few, *range(step, ranks + 1, step), ranks}))
 
-    def menu(self, ranks: int) -> tuple[StageOption, ...]:
-        """All rows of a stage's menu; what does not recompute comes first."""
+    def menu(self, counts: Iterable[int]) -> tuple[StageDeployment, ...]:
+        """All rows of a stage's menu with these replicas; what does not recompute comes first."""
         again = sorted(set(self.recompute))
-        return tuple(StageOption(r, more) for r in self.counts(ranks) for more in again)
+        return tuple(StageDeployment(r, more) for r in counts for more in again)
 
     def __str__(self) -> str:
         """What a certificate's scope says of it; of spaces with shared ranks, what is other."""
@@ -197,7 +185,7 @@ class Candidate:
 
     setting: Setting
     stage_of: tuple[int, ...]
-    options: tuple[StageOption, ...]
+    options: tuple[StageDeployment, ...]
     ranks: tuple[tuple[int, ...], ...]
     warmup: tuple[int, ...]
 

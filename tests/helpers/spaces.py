@@ -20,7 +20,8 @@ from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import MemoryLedger
 from pdcompile.problem import PartitionProblem
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.problems import random_problem
 
 
@@ -103,7 +104,7 @@ def every_candidate(
                 if len(set(cut)) == n and all(cut[a] <= cut[b] for a, b in arcs)
             ]
             for again in itertools.product(space.recompute, repeat=n):
-                options = tuple(StageOption(r, a) for r, a in zip(replicas, again, strict=True))
+                options = tuple(StageDeployment(r, a) for r, a in zip(replicas, again, strict=True))
                 for stage_of in cuts:
                     yield Candidate(setting, stage_of, options, placed, depths)
 

@@ -28,7 +28,8 @@ from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Constraint, Pin
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule import registry
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.graphs import chain
@@ -64,7 +65,7 @@ def every_cut(
     stages = per_rank * ranks
     placement = KINDS[schedule].placement(stages, ranks)
     depths = warmup(schedule, stages, m, placement=placement if per_rank > 1 else ())
-    options, where = (StageOption(),) * stages, tuple((rank,) for rank in placement)
+    options, where = (StageDeployment(),) * stages, tuple((rank,) for rank in placement)
     for cut in itertools.product(range(stages), repeat=len(problem.items)):
         one = Candidate(Setting(schedule, m), cut, options, where, depths)
         if not violations(problem, cluster, one):
@@ -186,7 +187,7 @@ def least_in_turn(
     problem: PartitionProblem,
     cluster: Cluster,
     setting: Setting,
-    option: StageOption,
+    option: StageDeployment,
     must: set[int],
 ) -> float | None:
     """The least seconds of all cuts into two stages a place, each with one of some items."""
@@ -224,7 +225,7 @@ def test_no_cut_of_ranks_with_several_stages_is_below_their_bound(block: int) ->
             )
             problem = replace(problem, items=tuple(items))
         option, name = (
-            StageOption(r.choice((1, 1, 2)), r.random() < 0.2),
+            StageDeployment(r.choice((1, 1, 2)), r.random() < 0.2),
             r.choice(("gpipe", *SHARING)),
         )
         setting, ranks = Setting(name, r.randint(1, 9)), 2 * option.replicas

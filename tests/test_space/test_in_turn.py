@@ -18,7 +18,8 @@ from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.problem import StageLimits
 from pdcompile.problem.constraints import Pin, Together
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 from tests.helpers.graphs import chain, residual
 from tests.helpers.whole_space import at
@@ -49,7 +50,7 @@ def test_no_cut_beats_the_bound_and_few_the_plan(
     every = []
     for cut in itertools.combinations_with_replacement(range(4), len(problem.items)):
         one = Candidate(
-            Setting(schedule, 4), cut, (StageOption(),) * 4, ((0,), (1,), (0,), (1,)), depths
+            Setting(schedule, 4), cut, (StageDeployment(),) * 4, ((0,), (1,), (0,), (1,)), depths
         )
         if not violations(problem, cluster, one):
             every.append(evaluation(problem, cluster, one).seconds)

@@ -6,7 +6,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.plan.evaluate import Deployment, Evaluation, Holding
 from pdcompile.plan.times import half_duplex
 from pdcompile.problem import PartitionProblem
-from pdcompile.problem.space import Candidate
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, Setting
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of, name_of
 
 
@@ -26,7 +27,10 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         not kind_of(setting.schedule).stream,
         setting.schedule,
         setting.num_microbatches,
-        [_holding(candidate, s) for s in range(len(candidate.options))],
+        [
+            holding(setting, option, depth, candidate.warmup[0], candidate.warmup[0])
+            for option, depth in zip(candidate.options, candidate.warmup, strict=True)
+        ],
         [option.recompute for option in candidate.options],
         cluster.level_between,
         problem.allow_empty,
@@ -35,18 +39,22 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
     return Evaluation(problem, candidate.stage_of, deployment)
 
 
-def _holding(candidate: Candidate, s: int) -> Holding:
-    setting, option = candidate.setting, candidate.options[s]
-    kind, depth = kind_of(setting.schedule), candidate.warmup[s]
-    share = -(-setting.num_microbatches // option.replicas)
-    held = kind.depth_held(depth, candidate.warmup[0])
+def holding(
+    setting: Setting, option: StageDeployment, depth: int, first: int, like: int
+) -> Holding:
+    """How often a rank of a stage holds what.
+
+    `depth`: its warm-up; `first`: that of the first stage; `like`: of which depth a schedule that
+    splits backwards may hold as much.
+    """
+    kind, share = kind_of(setting.schedule), option.share(setting.num_microbatches)
+    held = kind.depth_held(depth, like)
     in_flight = kind.in_flight(held, share)
-    late = setting.clipping or option.replicas > 1
     return Holding(
-        kind.versions(depth, candidate.warmup[0]),
-        kind.gradient_buffers(depth, candidate.warmup[0], late=late),
+        kind.versions(depth, first),
+        kind.gradient_buffers(depth, first, late=setting.clipping or option.replicas > 1),
         setting.optimizer_factor,
-        1 if option.recompute else in_flight,
+        option.kept(in_flight),
         kind.slots(held, share),
         min(GRADIENT_SLOTS, in_flight),
     )

@@ -24,7 +24,7 @@ import numpy as np
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.matrices import Bool, Matrices
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.problem.space import StageOption
+from pdcompile.problem.deployment import StageDeployment
 
 Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     begin: int
     end: int
-    option: StageOption
+    option: StageDeployment
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Chains:
 
     matrices: Matrices
     seats: Seats
-    menu: tuple[StageOption, ...]
+    menu: tuple[StageDeployment, ...]
     stages: int | None = None
     numbered: bool = False
     heuristic: bool = False
@@ -86,7 +86,7 @@ class Chains:
             self.rest[known] = np.minimum(self.rest.get(known, np.inf), rest)
             self.squares[known] = np.minimum(self.squares.get(known, np.inf), squares)
 
-    def _options(self, left: int) -> Iterator[StageOption]:
+    def _options(self, left: int) -> Iterator[StageDeployment]:
         """The rows of the menu for the first of so many stages."""
         for option in self.menu:
             if self.widths and self.widths[-left] != option.replicas:
@@ -103,7 +103,9 @@ class Chains:
     def _start(self) -> Key:
         return (self.stages or 0, self.num_ranks)
 
-    def _costs(self, left: int, u: int, option: StageOption, rows: slice) -> tuple[Matrix, Matrix]:
+    def _costs(
+        self, left: int, u: int, option: StageDeployment, rows: slice
+    ) -> tuple[Matrix, Matrix]:
         position = self.num_ranks - u
         load = self.matrices.load(self.seats, position, option, rows)
         if self.numbered:

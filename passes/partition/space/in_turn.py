@@ -24,7 +24,8 @@ from pdcompile.passes.partition.space.places_bound import OrderProgram
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.problem import MemoryRule, PartitionProblem
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 SECONDS = 1.0  # for one search
@@ -148,14 +149,13 @@ class StagesInTurn:
                 candidate = replace(candidate, stage_of=stage_of)
                 yield candidate
 
-    def _options(self) -> Iterator[tuple[StageOption, ...]]:
+    def _options(self) -> Iterator[tuple[StageDeployment, ...]]:
         """Which stages recompute: as is asked; where that is open none to begin with, then all."""
         if self.space.recomputed:
-            rows = zip(self.counts, self.space.recomputed, strict=True)
-            yield tuple(StageOption(replicas, again) for replicas, again in rows)
+            yield tuple(map(StageDeployment, self.counts, self.space.recomputed))
             return
         for again in self.space.recompute:
-            yield tuple(StageOption(replicas, again) for replicas in self.counts)
+            yield tuple(StageDeployment(replicas, again) for replicas in self.counts)
 
     def _rule(self) -> MemoryRule:
         """What a stage holds; where one recomputes it keeps one set of activations at a time."""
@@ -220,7 +220,7 @@ def least_seconds(
 ) -> float:
     """Of a minibatch, whatever the cut: a stage's first forward waits for those of all that an op
     of it depends on, then it runs every microbatch of a replica forward and backward."""
-    share = -(-setting.num_microbatches // replicas)
+    share = StageDeployment(replicas).share(setting.num_microbatches)
     items, before = prepared.problem.items, [0.0] * len(prepared.problem.items)
     readers: dict[int, list[int]] = {}
     for value in prepared.problem.traffic:

@@ -24,7 +24,8 @@ from pdcompile.passes.partition.space.probing import Late, Probing
 from pdcompile.passes.partition.space.reach import Reach
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import warmup
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 MARGINS = (1.0, 0.9, 0.75)  # of the memory: ledgers count more than a line does
@@ -43,7 +44,7 @@ class LinePlans:
     def bound(self, setting: Setting, lower: float, upper: float, late: Late) -> float:
         """Seconds from `lower` to `upper` that no candidate of the setting is below."""
         seats = Seats(self.cluster, tuple(range(len(self.cluster.devices))))
-        menu = self._menu(self.space.counts(len(seats.ranks)))
+        menu = self.space.menu(self.space.counts(len(seats.ranks)))
         widest: dict[int, int] = {}
         if not kind_of(setting.schedule).stream:
             menu, widest = shortened(menu, setting.num_microbatches, limited(self.cluster))
@@ -76,7 +77,7 @@ class LinePlans:
         margins = MARGINS if limited(self.cluster) else MARGINS[:1]
         cases = product(self._orders(), self.prepared.order_lines, (False, True))
         for order, line, balanced in cases:
-            seats, menu = Seats(self.cluster, order), self._menu(counts)
+            seats, menu = Seats(self.cluster, order), self.space.menu(counts)
             reach = Reach(line, setting, seats, menu, balanced=balanced)
             for reach.memory in margins:
                 if late():
@@ -93,10 +94,6 @@ class LinePlans:
     def _probing(self, reach: Reach) -> Probing:
         space = self.space
         return Probing(reach, space.stages, space.widths, space.recomputed)
-
-    def _menu(self, counts: tuple[int, ...]) -> tuple[StageOption, ...]:
-        again = sorted(set(self.space.recompute))
-        return tuple(StageOption(r, more) for r in counts for more in again)
 
     def _found(self, probing: Probing, below: float, late: Late) -> Candidate | None:
         """The pipeline of the least seconds below a limit; None where there is none."""
@@ -139,15 +136,16 @@ class LinePlans:
 
 
 def shortened(
-    menu: tuple[StageOption, ...], num_microbatches: int, memory: bool
-) -> tuple[tuple[StageOption, ...], dict[int, int]]:
+    menu: tuple[StageDeployment, ...], num_microbatches: int, memory: bool
+) -> tuple[tuple[StageDeployment, ...], dict[int, int]]:
     """The rows with the fewest replicas of those that have as many microbatches each, which take
     no longer; and of these the most, which may hold less.  Without limits on memory nothing
     recomputes unless it has to."""
     fewest: dict[int, int] = {}
     widest: dict[int, int] = {}
-    for r in sorted(option.replicas for option in menu):
-        widest[fewest.setdefault(-(-num_microbatches // r), r)] = r
+    for option in sorted(menu, key=lambda one: one.replicas):
+        r = option.replicas
+        widest[fewest.setdefault(option.share(num_microbatches), r)] = r
     again = memory or all(option.recompute for option in menu)
     kept = (option for option in menu if again or not option.recompute)
     return tuple(option for option in kept if option.replicas in widest), widest

@@ -25,10 +25,12 @@ from pdcompile.cluster import ring_seconds
 from pdcompile.passes.partition.lattice import Lists, neighbours
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.partition.space.candidates import holding
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import StageLimits
-from pdcompile.problem.space import Setting, StageOption
-from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Setting
+from pdcompile.schedule.registry import kind_of
 
 Bool = NDArray[np.bool_]
 MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
@@ -134,28 +136,6 @@ def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> i
     return min(most // replicas, cap)
 
 
-def held_counts(
-    setting: Setting, option: StageOption, depth: int, first: int, like: int
-) -> tuple[int, float, int, int, int]:
-    """How often a rank holds what, as `Segments.bytes` takes it.
-
-    `depth`: its warm-up; `first`: that of the first stage; `like`: of which depth a schedule that
-    splits backwards may hold as much.
-    """
-    kind, r = kind_of(setting.schedule), option.replicas
-    share = -(-setting.num_microbatches // r)
-    buffers = kind.gradient_buffers(depth, first, late=setting.clipping or r > 1)
-    held = kind.depth_held(depth, like)
-    in_flight = kind.in_flight(held, share)
-    return (
-        kind.versions(depth, first),
-        buffers + setting.optimizer_factor,
-        1 if option.recompute else in_flight,
-        kind.slots(held, share),
-        min(GRADIENT_SLOTS, in_flight),
-    )
-
-
 @dataclass
 class Matrices:
     """Costs of one setting; `last` is the group of the model's output, if it is pinned."""
@@ -173,7 +153,7 @@ class Matrices:
     def size(self) -> int:
         return len(self.segments.ideals)
 
-    def load(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
+    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Seconds per microbatch of a stage J∖I from position p on, at least.
 
         Infinite where the stage is not allowed.
@@ -184,7 +164,9 @@ class Matrices:
         load = np.maximum(load, traffic + self._reduction(seats, p, r, rows))
         return np.where(self._allowed(seats, p, option, rows), load, np.inf)
 
-    def bound(self, seats: Seats, p: int, option: StageOption, rows: slice, load: Matrix) -> Matrix:
+    def bound(
+        self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
+    ) -> Matrix:
         """A lower bound of the objective of candidates with such a stage, given its `load`.
 
         Without a flush seconds per microbatch: its load, or a round trip of one microbatch over
@@ -197,7 +179,8 @@ class Matrices:
             (table if len(table) == 1 else table[rows]) / v
             for table in (paths.before, paths.behind, paths.back)
         )
-        share, depth = -(-self.setting.num_microbatches // r), self.depth(seats, p, r, most=True)
+        share = option.share(self.setting.num_microbatches)
+        depth = self.depth(seats, p, r, most=True)
         f = self.segments.forward[rows] / seats.speed(p, r)
         if kind_of(self.setting.schedule).stream:
             trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
@@ -216,10 +199,9 @@ class Matrices:
 
     # -- seconds -----------------------------------------------------------------------------
 
-    def _compute(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
+    def _compute(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         forward, backward = self.segments.forward[rows], self.segments.backward[rows]
-        times = 2 if option.recompute else 1
-        result: Matrix = (times * forward + backward) / seats.speed(p, option.replicas)
+        result: Matrix = (option.forwards * forward + backward) / seats.speed(p, option.replicas)
         return result
 
     def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
@@ -260,7 +242,7 @@ class Matrices:
         guess = None if self.bounding else len(seats.ranks)
         return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
 
-    def _allowed(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Bool:
+    def _allowed(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Bool:
         """Whether J∖I may be the stage, with this row of its menu."""
         r = option.replicas
         allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
@@ -285,10 +267,12 @@ class Matrices:
         """
         return self.straight and self.full_duplex and not self._ties
 
-    def bytes(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
+    def bytes(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Memory of one rank of such a stage, at least."""
         depth, first = self.depth(seats, p, option.replicas), self.depth(seats, 0, 1)
-        counts = held_counts(self.setting, option, depth, first, first if self.straight else depth)
+        held = holding(self.setting, option, depth, first, first if self.straight else depth)
+        updated = held.gradient_buffers + held.optimizer_factor
+        counts = held.versions, updated, held.saved, held.received, held.returned
         return self.segments.bytes(*counts, rows)
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:

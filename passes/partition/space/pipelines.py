@@ -31,7 +31,8 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Forecast, MemoryLedger, Training
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 if TYPE_CHECKING:
@@ -176,11 +177,8 @@ class Pipelines:
             bounding=not likely,
         )
         numbered = prepared.model.num_stages == stages and stages is not None
-        menu = tuple(
-            StageOption(r, again) for r in counts for again in sorted(set(space.recompute))
-        )
         self.chains = Chains(
-            matrices, seats, menu, stages, numbered, likely,
+            matrices, seats, space.menu(counts), stages, numbered, likely,
             recomputed=space.recomputed, widths=space.widths,
         )  # fmt: skip
 
@@ -334,7 +332,7 @@ def neighbours(
 def _variants(
     prepared: PreparedProblem, cluster: Cluster, candidate: Candidate
 ) -> Iterator[Candidate]:
-    bare = tuple(StageOption(option.replicas) for option in candidate.options)
+    bare = tuple(StageDeployment(option.replicas) for option in candidate.options)
     for options in (bare, candidate.options):
         yield recomputing(prepared.problem, cluster, replace(candidate, options=options))
 

@@ -24,10 +24,10 @@ import numpy as np
 
 from pdcompile.passes.partition.path.beside import Array
 from pdcompile.passes.partition.space.reach import Probe, Reach
-from pdcompile.problem.space import StageOption
+from pdcompile.problem.deployment import StageDeployment
 
 Late = Callable[[], bool]
-Piece = tuple[float, StageOption]  # the work that lies before a stage, and its row of the menu
+Piece = tuple[float, StageDeployment]  # the work that lies before a stage, and its row of the menu
 CLOSE = 1e-3  # relative: where a bisection ends
 NOTHING = 1e-12  # of all work
 
@@ -51,7 +51,7 @@ class Probing:
         self.exact, self.ranks = self.reach.line.exact, self.reach.ranks
         #: by stages left (0 where any number will do): where the last u ranks begin, and with what
         self._begins: list[dict[int, Array]] = []
-        self._ways: list[dict[int, StageOption]] = []
+        self._ways: list[dict[int, StageDeployment]] = []
 
     def least(self, lower: float, upper: float, late: Late) -> tuple[float, float]:
         """(seconds below which nothing is possible, seconds for which something may be).
@@ -120,7 +120,7 @@ class Probing:
                 self._ways[left][u] = option
                 begins[u] = begin if known is None else np.minimum(known, begin)
 
-    def _options(self, left: int) -> Iterator[StageOption]:
+    def _options(self, left: int) -> Iterator[StageDeployment]:
         """The rows of the menu for the first of so many stages."""
         for option in self.reach.menu:
             if not self.exact:  # it may be any of those that hold some of the path

@@ -25,10 +25,12 @@ import numpy as np
 
 from pdcompile.cluster import Link
 from pdcompile.passes.partition.path.beside import Array
+from pdcompile.passes.partition.space.candidates import holding
 from pdcompile.passes.partition.space.line import Line, Places
-from pdcompile.passes.partition.space.matrices import held_counts, least_depth, most_depth
+from pdcompile.passes.partition.space.matrices import least_depth, most_depth
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.problem.space import Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
 
 #: how often a demand counts work, forward, backward, and bytes that are trained
@@ -66,7 +68,7 @@ class Reach:
     line: Line
     setting: Setting
     seats: Seats
-    menu: tuple[StageOption, ...]
+    menu: tuple[StageDeployment, ...]
     widest: dict[int, int] = field(default_factory=dict)
     memory: float = 1.0
     balanced: bool = False
@@ -98,7 +100,7 @@ class Reach:
         share = 1 / r if self.stream else -(-self.setting.num_microbatches // r)
         return share / speed
 
-    def begin(self, ends: Array, option: StageOption, u: int, probe: Probe) -> Array:
+    def begin(self, ends: Array, option: StageDeployment, u: int, probe: Probe) -> Array:
         """Where a stage that ends there begins at the earliest; infinite where it cannot end there.
 
         `u`: of the ranks, with those behind it.
@@ -122,7 +124,7 @@ class Reach:
     # -- seconds -----------------------------------------------------------------------------
 
     def _demands(
-        self, ends: Array, option: StageOption, u: int, probe: Probe
+        self, ends: Array, option: StageDeployment, u: int, probe: Probe
     ) -> Iterator[tuple[Times, Array]]:
         """What counts before the begin of the stage, and how much of it there has to be."""
         r, p, waits, beside = option.replicas, self.ranks - u, self.waits, probe.beside
@@ -132,7 +134,7 @@ class Reach:
         alone = own * (ends + again * forward) - probe.seconds
         if not self.splits:
             yield (own - waits, again * own, 0.0, 0.0), alone + (own - waits) * beside
-        share = 1 if self.stream else -(-m // r)
+        share = 1 if self.stream else option.share(m)
         once = own / share
         more, few = once * (share - 1), once * self._alternating(r, u, share, probe)
         if waits and self.splits:
@@ -220,15 +222,14 @@ class Reach:
         known = [limit for limit in limits if limit is not None]
         return max(known) if len(known) == len(limits) else None
 
-    def _counts(self, option: StageOption, after: int) -> tuple[Counts, int]:
+    def _counts(self, option: StageDeployment, after: int) -> tuple[Counts, int]:
         """How often a stage holds what is trained, saved and received; and gradients received."""
         r = self.widest.get(option.replicas, option.replicas)
         guess = self.ranks if self.line.exact else None
         depth = least_depth(self.setting, r, max(after, 0), self.ranks, self._straight, guess)
-        versions, updated, saved, received, returned = held_counts(
-            self.setting, replace(option, replicas=r), depth, depth, depth
-        )
-        return (versions + updated, saved, received), returned
+        held = holding(self.setting, replace(option, replicas=r), depth, depth, depth)
+        updated = held.gradient_buffers + held.optimizer_factor
+        return (held.versions + updated, held.saved, held.received), held.returned
 
     def _bytes(self, counts: Counts) -> tuple[Array, Array]:
         """What it holds of all that lies before each place, at least and at most."""
@@ -242,7 +243,7 @@ class Reach:
             self._held[counts] = least, most
         return self._held[counts]
 
-    def _within(self, limit: float, option: StageOption, u: int, ends: Array) -> Places:
+    def _within(self, limit: float, option: StageDeployment, u: int, ends: Array) -> Places:
         """The first place from which a stage that ends there keeps its limit of memory."""
         counts, returned = self._counts(option, u - option.replicas)
         least, most = self._bytes(counts)

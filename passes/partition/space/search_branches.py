@@ -19,7 +19,8 @@ from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
-from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 Found = Pipelines | StagesInTurn
@@ -121,7 +122,9 @@ class Branch:
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""
         ranks = tuple((rank,) for rank in self.seats.ranks)
-        return Candidate(self.setting, stage_of, (StageOption(),) * len(ranks), ranks, self.warmup)
+        return Candidate(
+            self.setting, stage_of, (StageDeployment(),) * len(ranks), ranks, self.warmup
+        )
 
 
 def sharpened(given: Sequence[Branch], seconds: float, late: Late) -> float:

@@ -21,7 +21,8 @@ from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
-from pdcompile.problem.space import SearchSpace, Setting, StageOption
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
@@ -32,13 +33,15 @@ FEWER = "ask for fewer stages, or drop constraints"
 class Shares(Matrices):
     """The same stages without limits, by the share of their devices' memory that they need."""
 
-    def load(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
+    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         allowed = self.structure(seats, p, option.replicas, rows)
         limit, needed = seats.memory(p, option.replicas), self.bytes(seats, p, option, rows)
         share = needed * 0.0 if limit is None else needed / max(limit, 1)
         return np.where(allowed, share, np.inf)
 
-    def bound(self, seats: Seats, p: int, option: StageOption, rows: slice, load: Matrix) -> Matrix:
+    def bound(
+        self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
+    ) -> Matrix:
         return load
 
 
@@ -183,7 +186,7 @@ def least_share(
         shares = Shares(
             prepared.segments, setting, space.straight, space.decides_recomputation, prepared.last
         )
-        menu = tuple(StageOption(r, again) for r in space.counts(used))
+        menu = tuple(StageDeployment(r, again) for r in space.counts(used))
         seats = Seats(alike, tuple(range(used)))
         found = Chains(shares, seats, menu, space.stages, widths=space.widths).solve()
         if found < best:

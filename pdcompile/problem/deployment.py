@@ -1,0 +1,46 @@
+"""Deployment of a stage: on how many ranks it runs, and whether it recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcompile.cluster import Amount, Link, ring_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StageDeployment:
+    """How a stage runs; everything that follows from these numbers alone."""
+
+    replicas: int = 1  # which take microbatches in turn
+    recompute: bool = False  # keeps the inputs of what is in flight, and runs forward again
+    parts: int = 1  # ranks of a replica, which compute each microbatch together
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the stage takes."""
+        return self.replicas * self.parts
+
+    @property
+    def forwards(self) -> int:
+        """How often a microbatch goes forward."""
+        return 1 + self.recompute
+
+    def share(self, num_microbatches: int) -> int:
+        """The most microbatches of a minibatch that one replica takes."""
+        return -(-num_microbatches // self.replicas)
+
+    def kept(self, in_flight: int) -> int:
+        """Sets of activations that are held, of so many microbatches in flight."""
+        return 1 if self.recompute else in_flight
+
+    def again(self, forward_seconds: float) -> float:
+        """Seconds of a forward that runs again before its backward."""
+        return forward_seconds if self.recompute else 0.0
+
+    def sum_seconds(self, link: Link, num_bytes: Amount) -> Amount:
+        """Seconds in which the replicas sum gradients, `link` being the slowest between them."""
+        return ring_seconds(link, num_bytes, self.replicas)
+
+    def summed_bytes(self, num_bytes: int) -> int:
+        """Bytes that one replica sends to sum gradients of so many."""
+        return -(-2 * (self.replicas - 1) * num_bytes // self.replicas)
