@@ -339,12 +339,17 @@ def _file_named(options: Options) -> Options:
 
 
 def check_memory(cluster: Cluster, plan: Plan) -> None:
-    """Raise PlanError when a given plan's forecast exceeds what the devices have."""
+    """Raise PlanError when a given plan's forecast exceeds what the devices have, those that run
+    it and those that it was made for."""
     ledgers = () if plan.forecast is None else plan.forecast.ledgers
-    for rank, (ledger, device) in enumerate(zip(ledgers, cluster.devices, strict=False)):
-        if device.memory_bytes is not None and ledger.total_bytes > device.memory_bytes:
+    devices = [*enumerate(cluster.devices)]
+    if plan.cluster:
+        devices += enumerate(Cluster.from_toml(plan.cluster, where="plan: cluster").devices)
+    for rank, device in devices:
+        needed = ledgers[rank].total_bytes if rank < len(ledgers) else 0
+        if device.memory_bytes is not None and needed > device.memory_bytes:
             raise PlanError(
-                f"rank {rank} needs {format_bytes(ledger.total_bytes)} of memory by this plan, and "
+                f"rank {rank} needs {format_bytes(needed)} of memory by this plan, and "
                 f"has {format_bytes(device.memory_bytes)}",
                 where="plan",
                 remedy="plan again with this limit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import pdcompile
 from pdcompile.errors import SourceError
 from pdcompile.ir.graph import Attr, Op, Slice, TorchLiteral
 from pdcompile.passes.codegen import generate, stage_classes
@@ -94,6 +96,37 @@ def test_all_hostile_names_at_once(tmp_path, monkeypatch):
     model = Named(HOSTILE)
     sources, _ = check(model, torch.randn(2, 3), [31, 62], torch.randn(2, 3), mean_square)
     assert_harmless(sources, model, tmp_path, monkeypatch)
+
+
+class Loss(nn.Module):
+    """Parts named as methods of a stage, with a buffer that is written and a leaf that draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward_, self.loss = nn.Linear(4, 4), nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.loss(self.forward_(x))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_part_named_as_a_method_of_a_stage_trains(recompute):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.a, model.loss, model.b = nn.Linear(4, 4), Loss(), nn.Linear(4, 2)
+    model.forward = lambda x: model.b(model.loss(model.a(x)))
+    twin = copy.deepcopy(model)
+    twin.forward = lambda x: twin.b(twin.loss(twin.a(x)))
+    options = {"loss_fn": F.mse_loss, "microbatches": 2}
+    expected = pdcompile.reference(twin, **options)
+    pipe = pdcompile.compile(
+        model, stages=2, costs="estimated", progress=False, recompute=recompute, **options
+    )
+    for t in range(2):
+        x, y = torch.full((4, 4), t + 1.0), torch.ones(4, 2)
+        assert float(pipe.step(x, target=y).loss) == float(expected.step(x, target=y).loss)
 
 
 @settings(max_examples=5)

@@ -311,7 +311,7 @@ def test_a_stage_takes_what_the_slower_of_host_and_device_takes(
     queue: Queue, host: tuple[float, float], device: tuple[float, float]
 ) -> None:
     stage: Any = SimpleNamespace(
-        begin=lambda _: None, left={}, entered={}, edges={},
+        left={}, wiring=SimpleNamespace(outputs=(), differentiable=()),
         backward=lambda *_: queue.run(device[1], host[1]),
     )  # fmt: skip
     found = stage_times._measure(stage, lambda: queue.run(device[0], host[0]), 0.1, GPU)

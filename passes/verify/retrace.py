@@ -35,7 +35,13 @@ from pdcompile.ir.graph import (
     walk,
     written_buffers,
 )
-from pdcompile.ir.stage_interface import Port, Sources, StageInterface, named_results
+from pdcompile.ir.stage_interface import (
+    Port,
+    Sources,
+    StageInterface,
+    named_results,
+    submodule_of,
+)
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.passes.form.expressions import is_default
@@ -144,7 +150,7 @@ class _Stage:
         self.paths = {id(one): path for path, one in module.named_modules()}
         self.leaves = {op.module_path for op in self.ops if op.kind in ("module", "opaque")}
         for path in {op.module_path for op in self.ops if op.kind == "module"} - set(constructors):
-            constructors[path] = constructor_of(module.get_submodule(path))
+            constructors[path] = constructor_of(submodule_of(module, path))
         self.copied = {op.name: cloned_buffers(op, mode.graph) for op in self.ops}
 
     def follow(self, b: int, edited: tuple[str, ...]) -> None:

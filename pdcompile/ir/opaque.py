@@ -19,7 +19,7 @@ from pdcompile.eager.modes import modes_in
 from pdcompile.eager.module_copies import twins
 from pdcompile.errors import ContractError, SourceError
 from pdcompile.ir.graph import Affine, size_at
-from pdcompile.ir.stage_interface import OpaqueCall, Place, StageInterface
+from pdcompile.ir.stage_interface import OpaqueCall, Place, StageInterface, submodule_of
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -158,11 +158,11 @@ def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -
         for training, signature in ((True, interface.train), (False, interface.eval)):
             state.expected[training] = signature.opaque_calls.get(path, ())
         owner, _, name = path.rpartition(".")
-        stage.get_submodule(owner)._modules[name] = twin
+        submodule_of(stage, owner)._modules[name] = twin
         twin.train(stage.training)
 
 
 def announce(stage: nn.Module, interface: StageInterface, around: Around) -> None:
     """Makes the opaque modules of a stage run inside ``around()``."""
     for path in interface.opaque:
-        stage.get_submodule(path).__dict__["_pdcompile"].around = around
+        submodule_of(stage, path).__dict__["_pdcompile"].around = around

@@ -15,6 +15,19 @@ from pdcompile.ir.graph import Size
 HOME = "_home"
 
 
+def submodule_of(stage: Any, path: str) -> Any:
+    """Submodule of a stage by its path in the model.
+
+    `nn.Module.get_submodule` finds the stage's own methods first: a model may call a part ``loss``.
+
+    Raises:
+        KeyError: the stage has no such submodule.
+    """
+    for name in path.split(".") if path else ():
+        stage = stage._modules[name]
+    return stage
+
+
 def module_of(cls: type) -> ModuleType:
     """The module that a stage class was defined in."""
     found: ModuleType = vars(cls).get(HOME) or sys.modules[cls.__module__]

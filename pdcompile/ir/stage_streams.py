@@ -17,7 +17,7 @@ from torch import nn
 from pdcompile.eager.randomness import DrawScope, begin_draw, end_draw, reseed, seed_of
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.ir.opaque import announce
-from pdcompile.ir.stage_interface import StageInterface, module_of
+from pdcompile.ir.stage_interface import StageInterface, module_of, submodule_of
 
 
 class Streams:
@@ -62,7 +62,7 @@ class Streams:
             train = interface.train.draws.get(path, ())
             evaluation = interface.eval.draws.get(path, ())
             hook = self._hook(path, train, evaluation)
-            module = stage.get_submodule(path)
+            module = submodule_of(stage, path)
             module.register_forward_pre_hook(hook)
             module.register_forward_hook(_after)
         announce(stage, interface, lambda: self.scope(stage))

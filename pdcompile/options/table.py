@@ -18,7 +18,15 @@ from pdcompile.clusters import names
 from pdcompile.options import texts, values
 from pdcompile.options.row import Flag, Row, option, rows_of
 from pdcompile.options.values import count, number, one_of
-from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
+from pdcompile.schedule.registry import (
+    DEFAULT,
+    allowed,
+    described,
+    in_one_piece,
+    in_turn,
+    several_a_rank,
+    usual_stages,
+)
 from pdcompile.schedule.written import named
 
 USES_STAGES = ("verify", "run")  # verbs that take generated stages
@@ -89,7 +97,7 @@ class TrainingOptions:
     )
     microbatches: int | Literal["auto"] = option(
         "auto",
-        "Pieces that a minibatch is split into (stash, vsync: 1), or auto.",
+        f"Pieces that a minibatch is split into ({in_one_piece()}: 1), or auto.",
         check=count("'auto'"),
         plan="training.num_microbatches",
         compared=True,
@@ -151,7 +159,7 @@ class TrainingOptions:
     linear_lr_scaling: bool = option(
         False,
         "Learning rates in proportion to the replicas of a stage, where an update averages a "
-        "minibatch of each (stash).",
+        f"minibatch of each ({in_turn()}).",
         "That of r replicas is r times that of the optimizer divided by the replicas of the first "
         "stage, as PipeDream has it (Narayanan et al., SOSP 2019).",
         check=one_of(False, True),
@@ -208,7 +216,8 @@ class MachineOptions:
         None,
         f"Stages; default: {usual_stages()}. Under {several_a_rank()} also a multiple of the "
         "devices, which take turns.",
-        "Stage s is then on device s mod R of R, and under zb-v out over the devices and back.  "
+        "Stage s is then on device s mod R of R, or out over the devices and back, as the schedule "
+        "places them.  "
         "In one process without a cluster these have two on a device.",
         check=count("None: one a device"),
         plan="stages",
@@ -220,9 +229,9 @@ class MachineOptions:
         "Devices of a stage, which take microbatches in turn: so many for all stages, one number "
         "a stage, equally many for all, or as many as is best (any); default: 1.",
         'With "equal" and "any" the planner decides the number of stages too where `stages` is '
-        "None.  Replicas sum their gradients; under stash they take minibatches in turn, and the "
-        "stage updates after one of each.  One stage with replicas is data parallelism.  Where a "
-        "device holds several stages, all have equally many.",
+        f"None.  Replicas sum their gradients; under {in_turn()} they take minibatches in turn, "
+        "and the stage updates after one of each.  One stage with replicas is data parallelism.  "
+        "Where a device holds several stages, all have equally many.",
         check=values.replicas,
         plan="stages: replicas",
         compared=True,
@@ -283,7 +292,7 @@ class SearchOptions:
     max_staleness: int | Literal["any"] = option(
         0,
         "With schedule auto: how many minibatches old the weights may be that gradients are of; 1 "
-        "and any allow 2bw.",
+        f"and any allow {', '.join(n for n in allowed(1) if n not in allowed(0))}.",
         check=one_of(0, 1, "any"),
         compared=True,
         of_search=True,

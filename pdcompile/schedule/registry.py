@@ -466,6 +466,17 @@ def with_replicas() -> str:
     return ", ".join(kind.name for kind in KINDS.values() if kind.takes_replicas)
 
 
+def in_one_piece() -> str:
+    """Schedules whose minibatches are one microbatch each, for help texts."""
+    return ", ".join(kind.name for kind in KINDS.values() if kind.updates_each)
+
+
+def in_turn() -> str:
+    """Schedules whose replicas take minibatches in turn, for help texts."""
+    kinds = KINDS.values()
+    return " or ".join(k.name for k in kinds if k.updates_each and k.takes_replicas)
+
+
 def one_age_streams() -> str:
     """Streams that sum over stages, as remedies list them."""
     return " or ".join(repr(k.name) for k in KINDS.values() if k.stream and k.one_age)

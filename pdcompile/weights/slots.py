@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pdcompile.ir.stage_interface import submodule_of
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -45,7 +47,7 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts a tensor into a module under a dotted name: parameter, buffer or attribute as before."""
     path, _, leaf = name.rpartition(".")
-    home = module.get_submodule(path)
+    home = submodule_of(module, path)
     registries: tuple[dict[str, Any], ...] = (home._parameters, home._buffers)
     for registry in registries:
         if leaf in registry:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
 from pdcompile.eager.module_hooks import HOOK_TABLES
+from pdcompile.ir.stage_interface import submodule_of
 
 Place = tuple[str, str]  # path of a module in the stage, name of one of its buffers
 
@@ -52,7 +53,7 @@ class SecondRun:
         self._hooked = [
             (f"{path}.{below}" if below else path, table)
             for path in interface.opaque
-            for below, one in module.get_submodule(path).named_modules()
+            for below, one in submodule_of(module, path).named_modules()
             for table in HOOK_TABLES
             if getattr(one, table)
         ]
@@ -62,7 +63,7 @@ class SecondRun:
         copies: dict[int, Tensor] = {}  # of a buffer with several names there is one
         buffers = {}
         for path, leaf in self._buffers:
-            buffer = module.get_submodule(path)._buffers[leaf]
+            buffer = submodule_of(module, path)._buffers[leaf]
             assert buffer is not None
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.clone()
@@ -74,8 +75,8 @@ class SecondRun:
     @contextmanager
     def around(self, module: nn.Module, buffers: dict[Place, Tensor]) -> Iterator[None]:
         """While the module runs again: on these buffers, and without the hooks that ran."""
-        tables = [(module.get_submodule(path).__dict__, name) for path, name in self._hooked]
-        homes = [(module.get_submodule(path)._buffers, leaf) for path, leaf in buffers]
+        tables = [(submodule_of(module, path).__dict__, name) for path, name in self._hooked]
+        homes = [(submodule_of(module, path)._buffers, leaf) for path, leaf in buffers]
         hooks = [table[name] for table, name in tables]
         present = [home[leaf] for home, leaf in homes]
         try:
