@@ -41,8 +41,13 @@ def compiled(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
-def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: int) -> None:
+def test_the_planner_and_the_simulator_agree(
+    name: str, schedule: str, stages: int, request: pytest.FixtureRequest
+) -> None:
     """But for updates, which forecasts count and certificates do not."""
+    if (name, schedule) == ("gpt", "2bw") and stages > 2:
+        reason = "updates of stages with tied weights come as late as legal in a stream"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     plan = compiled(name, schedule=schedule, stages=stages, cut_tolerance=0).plan
     assert plan.certificate.status == "optimal"
     assert plan.certificate.gap == 0
@@ -51,10 +56,7 @@ def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: i
     bare = replace(plan, stages=tuple(replace(one, update_seconds=0.0) for one in plan.stages))
     certified = plan.certificate.objective_seconds
     assert simulate(bare).forecast.step_seconds / units == pytest.approx(certified, rel=1e-6)
-    # Between drains all stages update at one time; in a stream one after the other, as each waits
-    # for microbatches of its neighbours.
-    together = sum if schedule == "2bw" else max
-    updates = together(stage.update_seconds for stage in plan.stages)
+    updates = max(stage.update_seconds for stage in plan.stages)
     assert certified < plan.forecast.step_seconds / units < certified + 1.001 * updates / units
 
 

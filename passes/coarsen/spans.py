@@ -230,7 +230,7 @@ def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
 
 
 def _surely_returns(graph: OpGraph, name: str) -> bool:
-    """Whether a gradient comes back to a value."""
+    """True if a gradient comes back to a value."""
     value = graph.values.get(name)
     if value is None or value.is_tensor:
         return value is not None and value.needs_gradient

@@ -146,7 +146,7 @@ def _relaxed(
 def relaxations(
     found: Evaluation, training: Training
 ) -> Iterator[tuple[str, PartitionProblem | None, Training]]:
-    """In words, the problem with a limit less (None: it is the same), and what is trained then.
+    """Yields, by a limit in words, the problem without it (None: it is the same) and its training.
 
     Memory, links, a deeper warm-up, and each of the user's constraints; a limit that is not there
     is not eased.

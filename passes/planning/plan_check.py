@@ -160,7 +160,7 @@ def _cut(
 
 
 def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
-    """What a plan says, what the graph makes instead, and which of the two to write."""
+    """Findings, each with the value of the plan, that of the graph, and the one to write."""
     for place, said, found in differences(given, made, path):
         name = place.rpartition(".")[2]
         if said is None and found is not None:
@@ -273,7 +273,7 @@ def _made_of(
     counts = [one.max_stages for one in wishes if one.max_stages is not None]
 
     def asked(name: str) -> Any:
-        """What all wishes ask for; in the order of the problem where that is the same."""
+        """Entries of all wishes, in the order of the problem where these are the same."""
         own, every = getattr(problem, name), {part for one in wishes for part in getattr(one, name)}
         return own if set(own) == every else tuple(sorted(every))
 

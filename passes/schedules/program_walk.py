@@ -103,7 +103,7 @@ class Visitor:
 
 
 class ProgramWalk:
-    """What is begun and not waited for; `run` executes programs that follow each other.
+    """Transfers that are begun and not waited for; `run` executes programs that follow each other.
 
     `rendezvous`: waiting for a send ends only when its receiver has come to the wait.  `in_turns`:
     of the ranks that can go on at one second each has its turn, instead of those first that could
@@ -129,7 +129,7 @@ class ProgramWalk:
         self.now = 0.0
 
     def run(self, programs: Programs) -> None:
-        """As far as the ranks come: those that come to no end are left `standing`."""
+        """Runs all ranks as far as they come: those that come to no end are left `standing`."""
         ranks = range(self.spec.num_ranks)
         self.todo = [steps(programs, rank) for rank in ranks]
         self.agenda: list[tuple[float, int, int, Operation | None]] = []

@@ -68,7 +68,7 @@ def check_order(
 
 
 def _only_sets_flags(model: nn.Module) -> bool:
-    """Whether another mode is nothing but other flags, also where a class has its own train()."""
+    """True if another mode is nothing but other flags, also where a class has its own train()."""
     before, flags = State(model), modes(model)
     try:
         with in_mode(model, not model.training, back=False):

@@ -240,7 +240,7 @@ class _Follower(TorchFunctionMode):
         self._drawn: tuple[str, int] | None = None  # announced for the next random op
 
     def _is_item(self, op: Op) -> bool:
-        """Whether an op takes something out of a container, which is no call of torch."""
+        """True if an op takes something out of a container, which is no call of torch."""
         if op.target != "operator.getitem" or not isinstance(op.args[0], Ref):
             return False
         return not self._values[op.args[0].name].is_tensor and isinstance(op.args[1], int | str)

@@ -25,7 +25,7 @@ from pdcompile.problem import Partition, PartitionProblem
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How often a rank of a stage holds what, by its schedule.
+    """Factors of what a rank of a stage holds, by its schedule.
 
     `saved`: microbatches whose activations are kept; `received` and `returned`: slots of what
     the stage receives forward and backward.

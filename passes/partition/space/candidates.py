@@ -42,7 +42,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
 def holding(
     setting: Setting, option: StageDeployment, depth: int, first: int, like: int
 ) -> Holding:
-    """How often a rank of a stage holds what.
+    """Factors of what a rank of a stage holds.
 
     `depth`: its warm-up; `first`: that of the first stage; `like`: of which depth a schedule that
     splits backwards may hold as much.
