@@ -99,7 +99,7 @@ def test_all_hostile_names_at_once(tmp_path, monkeypatch):
 
 
 class Loss(nn.Module):
-    """Parts named as methods of a stage, with a buffer that is written and a leaf that draws."""
+    """Parts named as methods of a stage: a buffer that is written, and a leaf that draws."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ def test_a_part_named_as_a_method_of_a_stage_trains(recompute):
     options = {"loss_fn": F.mse_loss, "microbatches": 2}
     expected = pdcompile.reference(twin, **options)
     pipe = pdcompile.compile(
-        model, stages=2, costs="estimated", progress=False, recompute=recompute, **options
+        model, stages=1, costs="estimated", progress=False, recompute=recompute, **options
     )
     for t in range(2):
         x, y = torch.full((4, 4), t + 1.0), torch.ones(4, 2)
