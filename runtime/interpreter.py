@@ -7,6 +7,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
 
@@ -130,9 +131,8 @@ class Worker:
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
         self.losses = Losses(transport, loss_dtype, device)
-        self.base = 0
-        self._compute, self._device = compute, device
-        self._tied, self._reach = plan.tied, plan.spec.reach
+        self._compute, self._device, self.base = compute, device, 0
+        self._tied, self._reach, self._replicas_of = plan.tied, plan.spec.reach, _later(plan, stage)
         self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
         self._clips_to: float | None = None  # where the user clips what is in .grad now
@@ -260,7 +260,8 @@ class Worker:
         if kind is Kind.WEIGHT:
             self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
         elif kind is Kind.TIED:
-            self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], tensor)
+            replica = self._replicas_of[ins.edge].index(ins.peer)
+            self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], replica, tensor)
         elif kind in BROADCAST:
             self._box.tensors[ins.edge, ins.microbatch] = tensor
         else:
@@ -404,3 +405,13 @@ def run_together(
     ]
     if stuck:
         raise DeadlockError(f"no rank can go on: {'; '.join(stuck)}")
+
+
+def _later(plan: Plan, stage: int) -> dict[int, tuple[int, ...]]:
+    """Of the tied parameters that a stage holds, the ranks of the next stage that does."""
+    return {
+        index: plan.spec.ranks[later]
+        for index, tied in enumerate(plan.tied)
+        for holder, later in pairwise(tied.stages)
+        if holder == stage
+    }

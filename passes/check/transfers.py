@@ -125,8 +125,9 @@ class Transfers:
             if self.updated(label[0]) or (done and label[1] <= done[-1]):
                 raise Violation("posted for a microbatch that is already done")
         elif one.action is Action.POST_RECV_WEIGHT:
-            if label[0] + 1 != self.steps:
-                raise Violation("posted before this stage's own update, or too late")
+            passed = self.passed[one.edge] if self.spec.kind.stream else 0
+            if label[0] + 1 != self.steps and not self.steps <= label[0] < passed:
+                raise Violation("posted while a backward may need what it overwrites, or too late")
         elif one.action is Action.POST_RECV_TIED:
             if label[0] < self.summed[one.edge, one.peer] or self.updated(label[0]):
                 raise Violation("posted for a minibatch whose sum has come")

@@ -17,8 +17,7 @@ def refresh(plan: Plan) -> Schedule:
     def write(column: Column) -> None:
         for lane in column.lanes.values():
             for hop in lane.hops.weights:
-                lane.post(hop, -1, -1)
-                lane.unreceived.append((hop.edge, -1))
+                lane.expect_weights(hop.edge, -1)
         for lane in column.lanes.values():
             for hop in lane.hops.after_step:
                 lane.send(hop, -1, -1)

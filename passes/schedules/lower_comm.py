@@ -46,7 +46,7 @@ class StageState(NamedTuple):
     unreduced: tuple[int, ...] = ()  # minibatches whose collective is not posted
     unsummed: tuple[tuple[int, int, bool], ...] = ()  # (minibatch, tied, receives are posted)
     unsent: tuple[Instruction, ...] = ()  # sends not yet waited for
-    unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights not waited for
+    unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights to come
 
 
 class Column:
@@ -187,15 +187,22 @@ class StagePart:
         )
 
     def send(self, hop: Hop, minibatch: int, microbatch: int) -> None:
+        sent = self._sent(hop, minibatch, microbatch)
+        if not hop.local:
+            self._make_room(hop, sent).append(sent)
+        self.column.out.append(sent)
+
+    def _sent(self, hop: Hop, minibatch: int, microbatch: int) -> Instruction:
         peer = self.spec.peer(hop, microbatch, self.column.phase + minibatch)
         action, target = SEND[hop.kind], hop.stage if hop.ambiguous else -1
-        sent = Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer, 0, target)
-        if not hop.local:
-            channel = self.column.channel(sent)
-            while len(channel) >= hop.window:
-                self.column.wait_send(channel.popleft())
-            channel.append(sent)
-        self.column.out.append(sent)
+        return Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer, 0, target)
+
+    def _make_room(self, hop: Hop, send: Instruction) -> deque[Instruction]:
+        """Wait for sends of a channel until another one fits into its window."""
+        channel = self.column.channel(send)
+        while len(channel) >= hop.window:
+            self.column.wait_send(channel.popleft())
+        return channel
 
     # -- compute ---------------------------------------------------------------------------
 
@@ -298,20 +305,14 @@ class StagePart:
             self.put(Action.WAIT_NORMS, minibatch)
             self.column.awaited = minibatch
         for hop in self.hops.after_step:  # what the update overwrites must be out
-            for channel in self._channels(hop):
-                while len(channel) >= hop.window:
-                    self.column.wait_send(channel.popleft())
+            if not hop.local:
+                self._make_room(hop, self._sent(hop, minibatch, -1))
         self.put(Action.STEP, minibatch)
         self.unstepped.remove(minibatch)
         for hop in self.hops.after_step:
             self.send(hop, minibatch, -1)
-        for hop in self.hops.weights:
-            self.post(hop, minibatch, -1)
-            self.unreceived.append((hop.edge, minibatch))
-
-    def _channels(self, hop: Hop) -> list[deque[Instruction]]:
-        key = (hop.kind, hop.edge, hop.peer, hop.stage if hop.ambiguous else -1)
-        return [self.column.sends[key]] if key in self.column.sends else []
+        for hop in () if self.spec.kind.stream else self.hops.weights:
+            self.expect_weights(hop.edge, minibatch)
 
     def wait_reduced(self, minibatch: int) -> None:
         """Once a minibatch, its collective posted before."""
@@ -338,11 +339,23 @@ class StagePart:
             ):
                 self.put(Action.POST_NORMS, minibatch)
 
+    def expect_weights(self, edge: int, minibatch: int) -> None:
+        """Expect the owner's new weights: in a stream since the stage's part of the sum is out, for
+        they take the place of a version that no backward needs."""
+        for hop in self.hops.weights:
+            if hop.edge == edge and self.column.upto == "update":
+                if all(edge != other for other, _ in self.unreceived):
+                    self.post(hop, minibatch, -1)
+                self.unreceived.append((edge, minibatch))
+
     def receive_weights(self, before: int) -> None:
+        """Wait for new weights, and post the receive of those of the next update, one at a time."""
         while self.unreceived and self.unreceived[0][1] < before:
             edge, minibatch = self.unreceived.popleft()
             hop = next(hop for hop in self.hops.weights if hop.edge == edge)
             self.wait(hop, minibatch, -1)
+            for following in [t for other, t in self.unreceived if other == edge][:1]:
+                self.post(hop, following, -1)
 
     def state(self, shift: int) -> StageState:
         """What is left, seen from the next call (`shift` 1 after a step)."""
@@ -434,6 +447,8 @@ class TiedSums:
         for hop in self.part.hops.sums_out:
             if hop.edge == edge:
                 self.part.send(hop, minibatch, -1)
+        if self.part.spec.kind.stream:
+            self.part.expect_weights(edge, minibatch)
 
     def state(self, shift: int) -> tuple[tuple[int, int, bool], ...]:
         """Returns open sums, seen from the next call (`shift` 1 after a step)."""

@@ -188,6 +188,7 @@ def _tasks(
                 state.unstepped,
                 column.phase - spec.before(stage, column.phase, spec.lag(stage)),
                 spec.late(stage),
+                spec.halfway(stage),
                 spec.gradient_buffers(stage),
                 len(spec.ranks),
                 limits,

@@ -36,7 +36,7 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     while waiting and (own.flush or waiting[0][0] < -own.lag):
         yield from _backward(own, waiting, late)
     # Only what comes before every forward of the call on all ranks may come before an update
-    # that waits for other ranks.
+    # that waits for other ranks; halfway, what comes before that forward.
     has_first = bool(own.microbatches) and own.microbatches[0] == 0
     while (has_first and len(waiting) > own.warmup) or _is_due(own, waiting, 0):
         yield from _backward(own, waiting, late)
@@ -44,6 +44,8 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     for microbatch in own.microbatches:
         while len(waiting) > own.warmup or _is_due(own, waiting, microbatch):
             yield from _backward(own, waiting, late)
+        if microbatch == own.halfway:
+            yield from _updates(own, late, before=0)
         yield Task(own.stage, Action.FORWARD, 0, microbatch)
         waiting.append((0, microbatch))
     while any(one in own.limits for one in waiting):

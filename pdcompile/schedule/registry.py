@@ -45,6 +45,7 @@ class StageWork:
         unstepped: earlier minibatches whose update has not run.
         lag: a forward of this call needs the updates of all minibatches before −lag.
         late: the update waits for other ranks; a stream places it as late as legal.
+        halfway: a late update comes before the forward of this microbatch; None: when it has to.
         buffers: minibatches whose gradients may be held at one time.
         num_stages: of the whole pipeline.
         limits: of each microbatch whose backward the stage before runs in this call, the last
@@ -62,6 +63,7 @@ class StageWork:
     unstepped: Sequence[int] = ()
     lag: int = 0
     late: bool = False
+    halfway: int | None = None
     buffers: int = 1
     num_stages: int = 1
     limits: Mapping[tuple[int, int], int] = field(default_factory=dict)

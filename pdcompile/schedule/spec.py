@@ -183,6 +183,22 @@ class PipelineSpec:
         tied = any(stage in one.stages for one in self.tied)
         return self.clipping or tied or len(self.ranks[stage]) > 1
 
+    def halfway(self, stage: int) -> int | None:
+        """The microbatch before whose forward tied weights of a stream have their late update.
+
+        In the middle of a minibatch the new weights have as much time to come back to other stages
+        as the sums had, and every stage has all gradients of the minibatch before.  None: the
+        stage holds no tied weights, each microbatch is a minibatch, or a holder has replicas (one
+        without microbatches sends its part of the sum with its own update).
+        """
+        tied = {one for parameter in self.tied for one in parameter.stages}
+        if stage not in tied or not self.kind.stream or self.kind.updates_each:
+            return None
+        if any(len(self.ranks[one]) > 1 for one in tied):
+            return None
+        held = (len(ranks) * (w + 1) for ranks, w in zip(self.ranks, self.warmup, strict=True))
+        return max(self.num_microbatches // 2, *held)
+
     def in_flight(self, stage: int) -> int:
         """The most microbatches of one replica between forward and backward."""
         return self.kind.in_flight(self._held(stage), self._most(stage))

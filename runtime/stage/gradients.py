@@ -40,7 +40,8 @@ class StageGradients:
         self.tied = frozenset(tied).intersection(masters)
         self.gradients: dict[int, Gradients] = {}  # put aside, not yet applied, by update
         self.sums_hooked = True  # else whoever sums over replicas runs hooks on the whole
-        self._sums: dict[tuple[int, str], list[Tensor]] = {}  # of later stages, by update
+        #: of later stages: of each replica, by update
+        self._sums: dict[tuple[int, str], dict[int, Tensor]] = {}
         self._parts: dict[tuple[int, str], Tensor] = {}  # of copies, put aside, not yet passed on
         self._accumulating: tuple[int, int] | None = None  # update, version
         self._ran_on: dict[int, int] = {}  # version, by update
@@ -91,10 +92,13 @@ class StageGradients:
 
     # -- gradients of tied parameters ---------------------------------------------------------
 
-    def receive_sum(self, fqn: str, minibatch: int, part: Tensor) -> None:
-        """The sum of later stages, which may say that they have none (`absent`)."""
-        found = self._sums.setdefault((self.numbers.update(minibatch), fqn), [])
-        found += [] if devices.on_host(part) and is_absent(part) else [part]
+    def receive_sum(self, fqn: str, minibatch: int, replica: int, part: Tensor) -> None:
+        """The sum of a replica of later stages, which may say that it has none (`absent`).
+
+        They come in any order, and are added in that of replicas.
+        """
+        found = self._sums.setdefault((self.numbers.update(minibatch), fqn), {})
+        found |= {} if devices.on_host(part) and is_absent(part) else {replica: part}
 
     def pass_on(self, fqn: str, minibatch: int) -> Tensor:
         """What a copy has accumulated and received of a minibatch; nothing of it is kept."""
@@ -107,7 +111,7 @@ class StageGradients:
         return total[fqn] if total else absent(self._masters[fqn])
 
     def _sum(self, number: int, fqn: str, own: Tensor | None) -> Gradients:
-        for part in self._sums.pop((number, fqn), ()):
+        for _, part in sorted(self._sums.pop((number, fqn), {}).items()):
             own = added(own, part)
         return {} if own is None else {fqn: own}
 

@@ -127,8 +127,12 @@ class StageWeights(StageGradients):
         ]
 
     def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
-        """The owner's weights after the update of `minibatch`, for a tied copy."""
-        self.newest, self.starts_anew = minibatch + 1, False
+        """The owner's weights after the update of `minibatch`, for a tied copy.
+
+        They may come before this stage's own update, when nobody needs the version that they
+        overwrite any more.
+        """
+        self.starts_anew = False
         slot = self.parameter(minibatch + 1, fqn)
         slot.data.copy_(value)
         self._masters[fqn].data = slot.data

@@ -323,7 +323,8 @@ class Meaning:
             me.values["tied", one.edge, label[0] % self.versions[one.stage]] = value
         elif family == "_TIED":
             me.values.pop(slot, None)
-            me.sums.setdefault((label[0], one.edge), []).append((one.peer, value))
+            key = (label[0], one.edge)  # they are added in the order of replicas
+            me.sums[key] = sorted((*me.sums.get(key, ()), (one.peer, value)))
         elif slot in me.values:  # else freed before it arrived
             me.values[slot] = value
         return True
