@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 3_140),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_656,
+        5_658,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_820),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_705),

@@ -360,6 +360,24 @@ GOLDEN_PLANS = {
 }
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 3, 1)])
+def test_updates_of_tied_weights_in_the_middle_wait_for_nobody_that_waits(
+    replicas: tuple[int, ...], clip: float | None
+) -> None:
+    """A replica without microbatches adds to sums and norms with its own update, which is later."""
+    for count in (1, 2, 3, 4, 6, 7):
+        plan = make_plan(
+            "2bw", 3, count, replicas=replicas, clip=clip, tied=(TiedParameter("w", (0, 2), 1),),
+            edges=chain(3),
+        )  # fmt: skip
+        check(plan)
+        middle = plan.spec.halfway(0)
+        assert (middle is None) == (max(replicas) > 1 and (clip is not None or replicas[1] == 1))
+        assert plan.spec.halfway(2) == middle
+        assert plan.spec.halfway(1) is None
+
+
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
 def test_golden_programs(name: str) -> None:
     """A call in mid-stream and the flush; write the file anew by deleting it and reading the

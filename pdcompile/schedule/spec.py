@@ -188,13 +188,15 @@ class PipelineSpec:
 
         In the middle of a minibatch the new weights have as much time to come back to other stages
         as the sums had, and every stage has all gradients of the minibatch before.  None: the
-        stage holds no tied weights, each microbatch is a minibatch, or a holder has replicas (one
-        without microbatches sends its part of the sum with its own update).
+        stage holds no tied weights, each microbatch is a minibatch, or a replica without
+        microbatches, which adds to sums and norms no earlier than with its own update, may hold
+        it up.
         """
         tied = {one for parameter in self.tied for one in parameter.stages}
         if stage not in tied or not self.kind.stream or self.kind.updates_each:
             return None
-        if any(len(self.ranks[one]) > 1 for one in tied):
+        waited_for = range(len(self.ranks)) if self.clipping else tied
+        if any(len(self.ranks[one]) > 1 for one in waited_for):
             return None
         held = (len(ranks) * (w + 1) for ranks, w in zip(self.ranks, self.warmup, strict=True))
         return max(self.num_microbatches // 2, *held)
