@@ -37,7 +37,7 @@ expressions = st.recursive(st.one_of(names, literals), calls, max_leaves=25)
 
 @settings(max_examples=200)
 @given(expressions, st.integers(0, 3), st.sampled_from(["x = {}", "return {}", "f({})", "{}"]))
-def test_folding_keeps_the_meaning_and_the_width(expression, depth, form):
+def test_folding_keeps_the_meaning(expression, depth, form):
     code = form.format(expression)
     lines = fold(code, depth)
     folded = "\n".join(lines)
@@ -50,8 +50,6 @@ def test_folding_keeps_the_meaning_and_the_width(expression, depth, form):
     body = f"def f():\n{_indent(block)}"
     other = f"def f():\n{_indent(plain_code)}"
     assert ast.dump(ast.parse(body)) == ast.dump(ast.parse(other))
-    if form != "{}":
-        assert max(map(len, lines)) <= 100
 
 
 def _indent(text: str) -> str:

@@ -8,7 +8,6 @@ read from outside and returns what others read of it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,7 +15,6 @@ from typing import Any, TypeAlias
 
 from pdcompile.ir.graph import Attr, Op, Ref, rewritten
 from pdcompile.ir.stage_interface import Port, StageInterface
-from pdcompile.ir.targets import resolve
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.stages.naming import scope_of
 
@@ -167,7 +165,7 @@ def pair(train: BlockCall, evaluation: BlockCall) -> tuple[Pair, ...] | None:
     found = []
     for item, twin in zip(train.items, evaluation.items, strict=True):
         if isinstance(item, Op) and isinstance(twin, Op):
-            item, twin = _same_keywords(item, _renamed(twin, match))
+            twin = _renamed(twin, match)
         if not _alike(item, twin, match):
             return None
         match.update(zip(twin.outputs, item.outputs, strict=True))
@@ -197,28 +195,6 @@ def _alike(item: Item, twin: Item, match: dict[str, str]) -> bool:
     if isinstance(item, Op) and isinstance(twin, Op):
         return _facts(item) == _facts(twin) and _flow(item) == _flow(twin)
     return False
-
-
-def _same_keywords(op: Op, twin: Op) -> tuple[Op, Op]:
-    """Both with the same keyword arguments: one given in one mode only is its default elsewhere."""
-    ours, theirs = dict(op.kwargs), dict(twin.kwargs)
-    if ours.keys() == theirs.keys() or op.target != twin.target or op.kind != "function":
-        return op, twin
-    try:
-        parameters = inspect.signature(resolve(op.target)).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return op, twin
-    for one, other in ((ours, theirs), (theirs, ours)):
-        for key in other.keys() - one.keys():
-            default = parameters[key].default if key in parameters else inspect.Parameter.empty
-            if default is inspect.Parameter.empty:
-                return op, twin
-            one[key] = default
-    order = tuple(dict.fromkeys((*dict(op.kwargs), *dict(twin.kwargs))))
-    return (
-        replace(op, kwargs=tuple((key, ours[key]) for key in order)),
-        replace(twin, kwargs=tuple((key, theirs[key]) for key in order)),
-    )
 
 
 def _facts(op: Op) -> tuple[Any, ...]:
@@ -273,21 +249,3 @@ def wider_twins(
 def wider_ports(ports: Sequence[Port], twin: dict[str, str]) -> tuple[Port, ...]:
     """The results of evaluation, as values of training."""
     return tuple(replace(port, value=twin[port.value]) for port in ports)
-
-
-def is_one_body(
-    train: BlockCall, evaluation: BlockCall, interface: StageInterface, twin: dict[str, str]
-) -> bool:
-    """Whether both modes' calls of the stage are one body, but for what training returns."""
-    ours, theirs = interface.train, interface.eval
-    one = replace(
-        train,
-        inputs=tuple(port.value for port in ours.inputs),
-        outputs=tuple(port.value for port in wider_ports(theirs.outputs, twin)),
-    )
-    other = replace(
-        evaluation,
-        inputs=tuple(port.value for port in theirs.inputs),
-        outputs=tuple(port.value for port in theirs.outputs),
-    )
-    return pair(one, other) is not None

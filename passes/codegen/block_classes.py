@@ -205,13 +205,8 @@ class Classes:
         complete = True
         for block in self.layout.blocks:
             members = [p for p, index in self.layout.block_of.items() if index == block.index]
-            inner = {
-                position: found[index].names[found[index].at[number]]
-                for position, (index, number) in self.facts[block.path].inner.items()
-                if number in found[index].at
-            }
             taken = (*block.node.children, *block.node.tensors)
-            one = class_arguments.template([self.facts[path] for path in members], taken, inner)
+            one = class_arguments.template([self.facts[path] for path in members], taken)
             if one is None:
                 self.apart.add(self.keys[block.index])
                 complete = False
@@ -295,10 +290,8 @@ class Classes:
         """The key of a module without its numbers, which the reader takes down."""
 
         def inner(child: Node, change: Change) -> Node:
-            assert child.block is not None
             facts = self.facts[child.path]
-            for i, (number, hint) in enumerate(zip(facts.numbers, facts.hints, strict=True)):
-                reader.inner[len(reader.numbers)] = (child.block, i)
+            for number, hint in zip(facts.numbers, facts.hints, strict=True):
                 change(number, hint.rpartition("/")[2])
             return child
 

@@ -96,13 +96,12 @@ def _inside(change: Change, owner: str) -> Change:
 class Facts:
     """The numbers of one instance of a class, in order, with hints for their names.
 
-    `sizes`: those in its comments; `inner`: number -> class of a child, and its number there.
+    `sizes`: those in its comments.
     """
 
     numbers: list[Number] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     sizes: list[Number] = field(default_factory=list)
-    inner: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def read(self, number: Number, hint: str) -> Named:
         """Notes a number; in its place a key has only its type."""
@@ -138,14 +137,10 @@ class Template:
         return put
 
 
-def template(
-    instances: Sequence[Facts], taken: Sequence[str], inner: Mapping[int, str]
-) -> Template | None:
+def template(instances: Sequence[Facts], taken: Sequence[str]) -> Template | None:
     """The arguments that a class needs for its instances; None if these are too many.
 
-    Args:
-        taken: names that no argument may have.
-        inner: number -> name of the argument of an inner class that it is.
+    `taken`: names that no argument may have.
     """
     columns: dict[tuple[Any, ...], int] = {}
     found = Template()
@@ -161,7 +156,7 @@ def template(
         return None
     names: list[str] = []
     for position in first:
-        names.append(_name(instances[0].hints[position], inner.get(position), names, taken))
+        names.append(_name(instances[0].hints[position], names, taken))
     found.names, found.first = tuple(names), tuple(first)
     known = {column: names[index] for column, index in columns.items()}
     letters = iter(_LETTERS * 9)
@@ -179,9 +174,9 @@ def _exactly(number: Number) -> tuple[str, str]:
     return type(number).__name__, repr(number)
 
 
-def _name(hint: str, inner: str | None, names: Sequence[str], taken: Sequence[str]) -> str:
+def _name(hint: str, names: Sequence[str], taken: Sequence[str]) -> str:
     owner, _, short = hint.rpartition("/")
-    short = identifier(inner or short)
+    short = identifier(short)
     if short in (*names, *taken, *TAKEN) and owner:
         short = identifier(f"{owner}_{short}")
     return unique(short, [*names, *taken, *TAKEN])

@@ -73,31 +73,20 @@ def _letters(block: Block) -> bool:
     return any(isinstance(size, str) for shape in shapes for size in shape)
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, 96, break_on_hyphens=False)
+def _wrap(text: str, width: int = 96) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def class_lines(name: str, source: str, members: Sequence[str]) -> list[Line]:
     """The head of a class, with where it comes from and the modules that are instances of it.
 
-    In one line where that holds all, else with a docstring (and an empty line after it).
+    In one line where that holds all, else in comments below it.
     """
     text = ", ".join(members)
     head, about = f"class {name}(nn.Module):", f"{source}: {text}" if source else text
     if len(head) + len(about) + 4 <= WIDTH:
         return [Line(head, about)]
-    return [Line(head, source), *_docstring_lines(f"{text}."), Line()]
-
-
-def _docstring_lines(text: str) -> list[Line]:
-    if len(text) <= 90:
-        return [Line(f'"""{text}"""', depth=1, is_text=True)]
-    wrapped = textwrap.wrap(text, 90, break_on_hyphens=False)
-    return [
-        Line(f'"""{wrapped[0]}', depth=1, is_text=True),
-        *(Line(line, depth=1, is_text=True) for line in wrapped[1:]),
-        Line('"""', depth=1),
-    ]
+    return [Line(head, source), *(Line("", part, 1) for part in _wrap(text, 90))]
 
 
 def gathered(paths: Sequence[str]) -> list[str]:
@@ -140,13 +129,16 @@ def contents(layout: CodeLayout) -> list[str]:
     nodes = [layout.root]
     while True:
         inner = [part for node in nodes for part in _inside(node, layout.partial)]
-        if inner == nodes or (len(_ranges(inner)) > _MOST and nodes != [layout.root]):
+        if inner == nodes or (len(_shown(inner, ())) > _MOST and nodes != [layout.root]):
             break
         nodes = inner
-    part = {node.path for node in nodes} & layout.partial
-    return _ranges([node for node in nodes if node.path], part) + [
-        clean(name) for name in layout.root.tensors
-    ]
+    return _shown(nodes, layout.partial) + [clean(name) for name in layout.root.tensors]
+
+
+def _shown(nodes: Sequence[Node], partial: Collection[str]) -> list[str]:
+    """Paths of modules, with a mark on those that are here in part."""
+    paths = [node.path for node in nodes if node.path]
+    return gathered([f"a part of {path}" if path in partial else path for path in paths])
 
 
 def _inside(node: Node, partial: Collection[str]) -> list[Node]:
@@ -156,25 +148,6 @@ def _inside(node: Node, partial: Collection[str]) -> list[Node]:
         return [node]
     plain = node.block is None and not node.tensors
     return list(node.children.values()) if plain or not node.path else [node]
-
-
-def _ranges(nodes: Sequence[Node], part: Collection[str] = ()) -> list[str]:
-    """Paths, those that only differ in a last number as ``h.0-3``."""
-    found: list[str] = []
-    position = 0
-    while position < len(nodes):
-        path = nodes[position].path
-        container, _, name = path.rpartition(".")
-        count = 1
-        while name.isdecimal() and path not in part and position + count < len(nodes):
-            following = nodes[position + count].path
-            if following != f"{container}.{int(name) + count}" or following in part:
-                break
-            count += 1
-        shown = clean(path) if count == 1 else f"{clean(path)}-{int(name) + count - 1}"
-        found.append(f"a part of {shown}" if path in part else shown)
-        position += count
-    return found
 
 
 def _ports(interface: StageInterface, mode: Mode) -> list[tuple[str, Port, str]]:

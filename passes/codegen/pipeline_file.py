@@ -108,7 +108,7 @@ def _inputs(graph: OpGraph, interfaces: tuple[StageInterface, ...]) -> str:
             value = graph.values[item.name]
             comment = shape_text(value.shape, value.dtype)
             made = f"{quote(item.path)}: {_made_up(graph, item)},"
-            *first, last = fold(made, 2, inside=True)
+            *first, last = fold(made, 2)
             lines += [Line(text, is_text=True) for text in first]
             lines.append(Line(last, comment, is_text=True))
     lines.append(Line("}", depth=1, is_text=True))

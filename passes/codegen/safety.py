@@ -134,74 +134,57 @@ def check(text: str, imports: Imports, targets: Iterable[str], where: str) -> No
     for target in targets:
         allowed.add(target)
         allowed.add(target.replace("torch.nn.functional.", "F."))
-    _Checker(tree, imports, allowed, where).walk()
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    _Checker(imports, imports.names | _BUILTINS | classes | {"draw"}, allowed, where).walk(tree)
 
 
+@dataclass(frozen=True, slots=True)
 class _Checker:
-    def __init__(self, tree: ast.Module, imports: Imports, allowed: set[str], where: str) -> None:
-        self.tree, self.imports, self.allowed, self.where = tree, imports, allowed, where
-        self.classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-        self.parents = {
-            id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
-        }
-        self.bound = {
-            node.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        } | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    imports: Imports
+    known: set[str]
+    allowed: set[str]
+    where: str
 
-    def walk(self) -> None:
-        known = self.imports.names | _BUILTINS | self.classes | {"draw"}
-        if clash := self.bound & known:
-            self.refuse(self.tree, f"binds {sorted(clash)}")
-        for node in ast.walk(self.tree):
-            if not isinstance(node, _NODES):
-                self.refuse(node, f"has a {type(node).__name__}")
+    def walk(self, tree: ast.Module) -> None:
+        nodes = [*ast.walk(tree)]
+        owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        bound |= {
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        if clash := bound & self.known:
+            self.refuse(tree, f"binds {sorted(clash)}")
+        for node in nodes:
             match node:
-                case ast.Name(id=name) if name not in self.bound | known:
+                case _ if not isinstance(node, _NODES):
+                    self.refuse(node, f"has a {type(node).__name__}")
+                case ast.Name(id=name) if name not in bound | self.known:
                     self.refuse(node, f"refers to {name!r}")
-                case ast.Name(id=name) if name in _MODULES and not self.is_owner(node):
+                case ast.Name(id=name) if name in _MODULES and id(node) not in owners:
                     self.refuse(node, f"hands {name!r} around")
-                case ast.Attribute():
-                    self.attribute(node)
-                case ast.FunctionDef(name=name):
-                    if name not in _METHODS or node.decorator_list:
-                        self.refuse(node, f"defines {name!r}")
-                case ast.ClassDef():
-                    if (
-                        node.decorator_list
-                        or node.keywords
-                        or [*map(ast.unparse, node.bases)] != ["nn.Module"]
-                    ):
-                        self.refuse(node, f"defines the class {node.name!r}")
+                case ast.Attribute(attr=name) if name.startswith("__") and name != "__init__":
+                    self.refuse(node, f"has {ast.unparse(node)!r}")
+                # The outermost attribute of a chain stands for all.
+                case ast.Attribute() if id(node) not in owners and not self.is_known(node):
+                    self.refuse(node, f"has {ast.unparse(node)!r}")
+                case ast.FunctionDef(name=name) if name not in _METHODS or node.decorator_list:
+                    self.refuse(node, f"defines {name!r}")
+                case ast.ClassDef(name=name, bases=bases):
+                    own = [ast.unparse(base) for base in bases] == ["nn.Module"]
+                    if node.decorator_list or node.keywords or not own:
+                        self.refuse(node, f"defines the class {name!r}")
                 case ast.Import() | ast.ImportFrom():
                     if ast.unparse(node) not in self.imports.lines():
                         self.refuse(node, f"has {ast.unparse(node)!r}")
-                case _:
-                    pass
 
-    def attribute(self, node: ast.Attribute) -> None:
-        if isinstance(self.parents.get(id(node)), ast.Attribute):
-            return  # the outermost attribute of a chain stands for all
-        chain = _chain(node)
-        if chain is None:
-            parts = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
-            if any(part.startswith("__") and part != "__init__" for part in parts):
-                self.refuse(node, f"has {ast.unparse(node)!r}")
-            return
-        root = chain.partition(".")[0]
-        if any(p.startswith("__") and p != "__init__" for p in chain.split(".")):
-            self.refuse(node, f"has {chain!r}")
-        if root in _MODULES and not self.is_known(chain):
-            self.refuse(node, f"has {chain!r}")
-
-    def is_owner(self, node: ast.Name) -> bool:
-        return isinstance(self.parents.get(id(node)), ast.Attribute)
-
-    def is_known(self, chain: str) -> bool:
-        if chain in self.allowed:
-            return True
+    def is_known(self, node: ast.Attribute) -> bool:
+        """True for what a stage may use of torch's modules, and for attributes of anything else."""
+        chain = _chain(node) or ""
         first, _, name = chain.partition(".")
+        if first not in _MODULES or chain in self.allowed:
+            return True
         found = getattr({"torch": torch, "nn": nn}.get(first), name, None)
         if first == "nn":
             return isinstance(found, type) and issubclass(found, nn.Module)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -86,18 +84,13 @@ def render(lines: Iterable[Line]) -> str:
     return "\n".join(done) + "\n"
 
 
-def fold(code: str, depth: int, *, inside: bool = False) -> list[str]:
-    """One statement as lines of at most 100 columns, the way formatters break calls.
-
-    `inside`: the code stands in brackets already, where a line may end between any two tokens.
-    """
+def fold(code: str, depth: int) -> list[str]:
+    """One statement as lines of at most 100 columns, the way formatters break calls; what has no
+    brackets to break at stays in one line."""
     indent = "    " * depth
     if len(indent) + len(code) <= WIDTH:
         return [indent + code]
-    broken = _break_targets(code, depth) or _break_brackets(code, depth)
-    if broken is not None:
-        return broken
-    return _break_anywhere(code, depth, inside)
+    return _break_targets(code, depth) or _break_brackets(code, depth) or [indent + code]
 
 
 def _break_targets(code: str, depth: int) -> list[str] | None:
@@ -116,7 +109,7 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
     span = _last_brackets(code)
     if span is None:
         return None
-    start, stop = _innermost(code, *span)
+    start, stop = span
     head, inner, tail = code[: start + 1], code[start + 1 : stop], code[stop:]
     indent = "    " * depth
     assigned = _assigned(code)
@@ -125,8 +118,7 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
         if len(whole) + len(indent) + 4 <= WIDTH:
             return [indent + code[:assigned] + "(", f"{indent}    {whole}", indent + ")"]
     if inner and 0 < assigned < start and len(head) + len(indent) > WIDTH >= assigned + len(indent):
-        inside = fold(code[assigned:], depth + 1, inside=True)
-        return [indent + code[:assigned] + "(", *inside, indent + ")"]
+        return [indent + code[:assigned] + "(", *fold(code[assigned:], depth + 1), indent + ")"]
     if not inner or max(len(head), len(tail)) + len(indent) > WIDTH:
         return None
     if len(inner) + len(indent) + 4 <= WIDTH:
@@ -138,7 +130,7 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
         return [indent + head, *_filled(parts, f"{indent}    "), indent + tail]
     lines = [indent + head]
     for part in parts:
-        lines += fold(part, depth + 1, inside=True)
+        lines += fold(part, depth + 1)
     return [*lines, indent + tail]
 
 
@@ -151,17 +143,6 @@ def _filled(parts: Iterable[str], indent: str) -> list[str]:
         else:
             lines.append(indent + part)
     return lines
-
-
-def _innermost(code: str, start: int, stop: int) -> tuple[int, int]:
-    """The brackets that are all that the given ones hold, as in ``f([…])``; else the given."""
-    while stop - start > 3 and code[start + 1] in "[{(" and code[stop - 1] in ")]}":
-        closed = (p for p, _, level in _with_levels(code[start + 1 : stop]) if not level)
-        end = start + 1 + next(closed, 0)
-        if end != stop - 1:
-            break
-        start, stop = start + 1, end
-    return start, stop
 
 
 def _assigned(code: str) -> int:
@@ -206,49 +187,3 @@ def _with_levels(code: str) -> Iterator[tuple[int, str, int]]:
         else:
             level += (char in "([{") - (char in ")]}")
             yield position, char, level
-
-
-def _break_anywhere(code: str, depth: int, inside: bool) -> list[str]:
-    """Breaks any statement between tokens, inside parentheses; long strings in pieces."""
-    indent = "    " * depth
-    match = re.match(r"((?:return|[\w, .]+ [-+*/@&|^%<>]*=)) (.*)", code, re.DOTALL)
-    if match and not inside and not match[2].startswith("("):
-        code = f"{match[1]} ({match[2]})"
-    pieces: list[str] = []
-    last = (1, 0)
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER):
-            continue
-        gap = " " if token.start > last and last != (1, 0) else ""
-        last = token.end
-        text = token.string
-        if token.type == tokenize.STRING and len(text) > 48:
-            pieces += _string_pieces(text, gap)
-        else:
-            pieces.append(gap + text)
-    lines: list[str] = []
-    current, level = "", int(inside)
-    for piece in pieces:
-        room = WIDTH - len(indent) - 8 * bool(lines) - 28  # what follows may not be breakable
-        if current and level and len(current) + len(piece) > room:
-            lines.append(current)
-            current = piece.lstrip()
-        else:
-            current += piece
-        level += (piece.strip() in ("(", "[", "{")) - (piece.strip() in (")", "]", "}"))
-    lines.append(current)
-    return [indent + lines[0], *(f"{indent}        {line}" for line in lines[1:])]
-
-
-def _string_pieces(text: str, gap: str) -> list[str]:
-    """A string literal as adjacent literals, cut where no escape is."""
-    quote, inner = text[0], text[1:-1]
-    units = re.findall(r"\\x..|\\u....|\\U........|\\.|[^\\]", inner, re.DOTALL)
-    pieces, current = [], ""
-    for unit in units:
-        if len(current) + len(unit) > 44:
-            pieces.append(f"{quote}{current}{quote}")
-            current = ""
-        current += unit
-    pieces.append(f"{quote}{current}{quote}")
-    return [gap + pieces[0], *(f" {piece}" for piece in pieces[1:])]

@@ -11,7 +11,6 @@ from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
     Pair,
-    is_one_body,
     pair,
     wider_ports,
     wider_twins,
@@ -72,7 +71,10 @@ def layout_of(on_stages: Staged, k: int) -> tuple[CodeLayout, dict[str, str] | N
     twin = wider_twins(train.ops(k), evaluation.ops(k), interface)
     if twin:
         layout = divided({twin[name] for name in returned})
-        if is_one_body(layout.train, layout.eval, interface, twin):
+        returned_alike = wider_ports(interface.eval.outputs, twin)
+        one = _root_call(layout.train, interface.train.inputs, returned_alike)
+        other = _root_call(layout.eval, interface.eval.inputs, interface.eval.outputs)
+        if pair(one, other) is not None:
             return layout, twin
     return divided({port.value for port in interface.train.outputs}), None
 

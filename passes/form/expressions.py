@@ -167,12 +167,6 @@ def _is_closed(text: str, dotted: bool) -> bool:
     )
 
 
-def power(base: str, exponent: str) -> str:
-    """``x**2``, with blanks around the operator where an operand is more than a name."""
-    tight = all(part.replace(".", "").replace("_", "").isalnum() for part in (base, exponent))
-    return f"{base}**{exponent}" if tight else f"{base} ** {exponent}"
-
-
 def call(head: str, arguments: list[str]) -> str:
     return f"{head}({', '.join(arguments)})"
 
@@ -238,8 +232,6 @@ def expression(op: Op, twin: Op | None, scope: Scope) -> str:
     if name == "getitem" and len(op.args) == 2:
         return f"{receiver}[{subscript(op.args[1], other.args[1], scope)}]"
     operands = arguments(op, twin, scope)
-    if name == "pow" and len(operands) == 2:
-        return power(atom(operands[0]), atom(operands[1]))
     if name in BINARY and len(operands) == 2:
         negative = operands[1].startswith("-") and _NUMBER.fullmatch(operands[1][1:])
         right = operands[1] if negative else atom(operands[1])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import DTYPE_BYTES, Capture, Op, OpGraph, Ref, Value, walk
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
+from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names, users
 from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.passes.stages.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter, TiedUses
@@ -90,10 +90,7 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
         for op, key in zip(graph.ops, _keys(graph), strict=True)
         if key in twins
     }
-    holders: dict[str, set[int]] = {}  # of what training may change
-    for op in capture.train.ops:
-        for fqn in op.used_tensors:
-            holders.setdefault(fqn, set()).add(train_stage_of[op.name])
+    holders = users(capture.train, train_stage_of)  # of what training may change
     latest: dict[str, int] = {}  # no later than its matched consumers, through unmatched ones
     for op in reversed(graph.ops):
         limit = min(fixed.get(op.name, last), latest.get(op.name, last))

@@ -34,8 +34,8 @@ def held_tensors(
     for graph, stage_of in ((capture.train, train_stage_of), (capture.eval, eval_stage_of)):
         _check_opaque(graph, stage_of)
     tensors = all_tensors(capture)
-    train = _users(capture.train, train_stage_of)
-    evaluation = _users(capture.eval, eval_stage_of)
+    train = users(capture.train, train_stage_of)
+    evaluation = users(capture.eval, eval_stage_of)
     written = written_buffers(capture.train.ops)
     on_stage: list[set[str]] = [set() for _ in plan.stages]
     for fqn, info in tensors.items():
@@ -115,12 +115,13 @@ def _check_opaque(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
             )
 
 
-def _users(graph: OpGraph, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
-    users: dict[str, set[int]] = {}
+def users(graph: OpGraph, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
+    """The stages whose ops use each tensor of the model, by FQN."""
+    found: dict[str, set[int]] = {}
     for op in graph.ops:
         for fqn in op.used_tensors:
-            users.setdefault(fqn, set()).add(stage_of[op.name])
-    return users
+            found.setdefault(fqn, set()).add(stage_of[op.name])
+    return found
 
 
 def _home(fqn: str, graph: OpGraph, stage_of: Mapping[str, int]) -> int:
