@@ -203,7 +203,7 @@ def test_opaque_modules_have_the_dtypes_of_gpus() -> None:
     assert dtypes(found)[name] == "float32"  # as the norm before it gives on a GPU
 
 
-FULL = {"verify": "full"}  # the captured graph is compared with the model as well
+FULL = {"verify": "full"}  # two steps, whatever the model
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_310),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_770),
-    "trace": (("passes/trace",), 7_440),
+    "trace": (("passes/trace",), 7_361),
     "costs": (("passes/costs", "passes/profile"), 4_370),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
@@ -32,8 +32,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_658,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_820),
-    "verify": (("passes/verify", "passes/preserved_state.py"), 1_705),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_646),
+    "verify": (("passes/verify", "passes/preserved_state.py"), 1_589),
     "runtime": (("runtime",), 9_620),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_070),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_410),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_376),
     "export": (("passes/export", "pdcompile/export"), 1_575),
 }
 LINES_OF_A_FILE = 500

@@ -241,7 +241,7 @@ def test_compare_finds_the_first_op_that_differs() -> None:
     from dataclasses import replace
 
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.comparison.fidelity import compare
+    from tests.helpers.fidelity import compare
 
     model = models.convnet()
     inputs, target = models.batch_for(model, 4)
@@ -287,7 +287,7 @@ def test_compare_sees_gradients_alone() -> None:
     from dataclasses import replace
 
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.comparison.fidelity import compare
+    from tests.helpers.fidelity import compare
 
     model = make(lambda self, x: self.lin(x).square())
     flat = flatten_call(model, (rows(),), {})
@@ -297,14 +297,3 @@ def test_compare_sees_gradients_alone() -> None:
     wrong = replace(found, train=replace(found.train, ops=ops))
     with pytest.raises(VerifyError, match=r"gradient of 'lin\.weight'.*operator lin "):
         compare(model, wrong, flat, layout)
-
-
-def test_compare_needs_real_parameters() -> None:
-    from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.comparison.fidelity import compare
-
-    model = make(lambda self, x: self.lin(x)).to("meta")
-    flat = flatten_call(model, (rows(),), {})
-    layout = resolve_batch(flat)
-    with pytest.raises(VerifyError, match="meta device"):
-        compare(model, capture(model, flat, layout, None), flat, layout)

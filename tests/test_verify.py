@@ -160,8 +160,7 @@ def test_the_first_op_that_differs_is_named_with_both_lines():
     number = line_of(sources, "torch.tanh(linear)")
     assert len(report.places) == 1
     assert re.fullmatch(
-        rf"relu_2 \(torch\.relu\) at \S*models\.py:\d+; stage_1\.py:{number} \(tanh\) is not in "
-        "the model",
+        rf"relu_2 \(torch\.relu\) at \S*models\.py:\d+; stage_1\.py:{number} calls torch\.tanh",
         report.places[0],
     )
     assert f"first at {report.places[0]}" in str(report)
@@ -180,19 +179,20 @@ def test_a_value_that_is_made_in_another_way_is_no_difference_and_hides_none():
     wrong = text.replace('self.layers["4"](', '0.5 * self.layers["4"](')
     sources = dataclasses.replace(sources, files={**sources.files, "stage_1.py": wrong})
     report = verify(found, plan, sources, model, flat, layout, models.square_loss)
-    assert all("relu_4" in place for place in report.places)
-    assert all(f"stage_1.py:{line_of(sources, '0.5 *')}" in place for place in report.places)
+    (same, wrong) = report.places
+    assert f"stage_1.py:{line_of(sources, 'clamp')} calls clamp" in same
+    assert "relu_4" in wrong
+    assert f"stage_1.py:{line_of(sources, '0.5 *')} calls operator.mul" in wrong
 
 
-def test_a_wrong_gradient_is_named_where_it_begins_on_the_way_back():
+def test_a_wrong_gradient_is_named_where_the_source_departs_from_the_model():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
     sources = edited(found, plan, "torch.relu(linear)", "torch.relu(linear).detach()")
     report = verify(found, plan, sources, model, flat, layout, models.square_loss)
     assert {one.what for one in report.differences} == {"gradient"}
     assert len(report.places) == 1
-    assert "the gradient of relu_2 (torch.relu)" in report.places[0]
-    assert "stage_1.py:" in report.places[0]
+    assert f"stage_1.py:{line_of(sources, '.detach()')} calls detach" in report.places[0]
 
 
 def test_generated_stages_that_are_wrong_name_the_op_in_the_error(monkeypatch):
@@ -239,8 +239,7 @@ def test_a_large_model_is_compared_in_one_step_unless_all_is_asked_for(monkeypat
     plan = cut(found, [5])
     given = (found, plan, generate(found, plan), model, flat, layout, models.square_loss)
     quick, full = verify(*given), verify(*given, mode="full")
-    assert (quick.steps, quick.graph) == (1, False)
-    assert (full.steps, full.graph) == (2, True)
+    assert (quick.steps, full.steps) == (1, 2)
     assert "2 steps on 2 inputs" in str(full)
 
 

@@ -19,11 +19,11 @@ from pdcompile.ir.graph import OpCost
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.codegen.folder import stage_classes
-from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.verify import verify
 from pdcompile.problem import StageLimits
 from tests.helpers.captures import captured, rows
 from tests.helpers.cuts import cut
+from tests.helpers.fidelity import compare
 from tests.helpers.generated import mean_square
 
 OPTIONS: dict[str, Any] = {

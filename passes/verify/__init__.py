@@ -54,9 +54,8 @@ def verify(
     Args:
         flat, layout: a minibatch; its microbatches are the inputs.
         loss_fn: the loss that was captured with the model.
-        mode: "full": two steps, the captured graph apart from the stages, and gradients of the
-            minibatch against those of its microbatches; "auto": the stages, and where one forward
-            takes long one step only.
+        mode: "full": two steps, and gradients of the minibatch against those of its
+            microbatches; "auto": where one forward takes long one step only.
         loss_reduction: as given to compile; None: as the plan says.
 
     Modes, parameters, gradients, buffers and random state of the model are as before afterwards.
@@ -112,11 +111,11 @@ def _ops_alone(
     """
     count, found = retraced(capture, plan, sources)
     if found and not sources.edited:
-        raise difference_error(found, capture.train)
+        raise difference_error(found, [one.first for one in found], capture.train)
     notes = capture.train.notes if mode == "full" else ()
     return Verification(
-        capture.train.batch_size, 0, 0, 0, True, sources.edited, tuple(found), reason,
-        ops=count, notes=notes,
+        capture.train.batch_size, 0, 0, 0, True, sources.edited, tuple(found), reason, ops=count,
+        notes=notes, places=tuple(dict.fromkeys(one.first for one in found)),
     )  # fmt: skip
 
 
@@ -130,10 +129,10 @@ def _compared(
     plan, layout, loss_fn = comparison.plan, comparison.layout, comparison.loss_fn
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1
-    steps = comparison.run(step_inputs(flat, layout, capture.train, count), graph=full)
-    report = comparison.report(steps, graph=full)
+    steps = comparison.run(step_inputs(flat, layout, capture.train, count))
+    report = comparison.report(steps)
     if comparison.found and not sources.edited:
-        raise difference_error(comparison.found, capture.train)
+        raise difference_error(comparison.found, report.places, capture.train)
     if comparison.found or (large and not full):
         return replace(report, notes=capture.train.notes)
     reduction = loss_reduction or plan.training.loss_reduction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,11 +22,11 @@ from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare_mode, eager_values
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH
-from pdcompile.passes.verify.locate import located
+from pdcompile.passes.verify.retrace import retraced
 from pdcompile.passes.verify.step_runs import advance, needs_gradients, restored_weights, stages
 from pdcompile.passes.verify.verification import (
     Compared,
@@ -34,6 +34,7 @@ from pdcompile.passes.verify.verification import (
     Verification,
     counted,
     differences,
+    mode_of,
 )
 from pdcompile.plan import Plan
 
@@ -51,19 +52,20 @@ class Comparison:
     device: torch.device
     found: list[Difference] = field(default_factory=list)
     rows: list[Compared] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)  # where differences begin
     rounded: bool = False  # something was equal up to rounding only, as the graph's notes say
 
     @property
     def exact(self) -> bool:
         return devices.is_host(self.device) and not self.rounded
 
-    def run(self, calls: list[FlatCall], *, graph: bool) -> int:
-        """Runs one step for each call; with `graph` the captured graph is compared as well.
+    def run(self, calls: list[FlatCall]) -> int:
+        """Runs one step for each call.
 
         Returns the number of steps: a step that differs is the last one.
 
         Raises:
-            VerifyError: graph and model differ, the model or a stage raises.
+            VerifyError: the model or a stage raises.
             SourceError: a source cannot be loaded.
         """
         chains = self._chains(self.sources)
@@ -77,15 +79,13 @@ class Comparison:
                         raise
                     break  # inputs after the first may be made up, and ones that the model refuses
                 done += 1
-                if graph and not self.found and not self.rounded:
-                    compare(self.model, self.capture, call, follow_batch(call, self.layout))
                 if self.found or step + 1 == len(calls):
                     break
                 advance(self.model, eager[0].gradients, eager[0].buffers)
         return done
 
-    def report(self, steps: int, *, graph: bool) -> Verification:
-        """The report after this many steps; `graph`: the captured graph was compared as well."""
+    def report(self, steps: int) -> Verification:
+        """The report after this many steps."""
         first = [row for row in self.rows if row.step == 0]
         return Verification(
             microbatch_size=self.capture.train.batch_size,
@@ -96,8 +96,8 @@ class Comparison:
             edited=self.sources.edited,
             differences=tuple(self.found),
             steps=steps,
-            graph=graph,
             rows=tuple(self.rows),
+            places=tuple(dict.fromkeys(self.places)),
         )
 
     def _chains(self, sources: Sources) -> list[Chain]:
@@ -116,21 +116,19 @@ class Comparison:
             self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number,
             tied=self.plan.tied,
         )  # fmt: skip
-        try:
-            expected, got = self._both(chain, step, gradients=graph.training)
-        except ModelFails as error:
-            if graph.training:
-                raise
-            expected, got = self._with_gradients(chain, step, error)
+        with self._around(graph):
+            expected, failed = eager_values(step)
+            try:
+                got = step.values(partial(stages, chain, step, self.plan))
+            except VerifyError:  # of an opaque module, which records nothing in evaluation either
+                if failed is None:
+                    raise
+                raise needs_gradients(failed) from failed.__cause__
         self.rows.append(counted(expected, graph, number, size))
-        self.found += self._located(chain, step, expected, got)
+        if found := self._differences(chain, step, expected, got):
+            self.found += found
+            self.places += self._places(step)
         return expected
-
-    def _both(self, chain: Chain, step: Step, *, gradients: bool) -> tuple[StepValues, StepValues]:
-        """The values of model and stages; with `gradients` the model records autograd."""
-        with self._around(step.graph):
-            expected = step.values(step.eager, gradients=gradients)
-            return expected, step.values(partial(stages, chain, step, self.plan))
 
     @contextmanager
     def _around(self, graph: OpGraph) -> Iterator[None]:
@@ -146,25 +144,10 @@ class Comparison:
         with self._around(step.graph):
             return step.values(partial(stages, plain, step, self.plan))
 
-    def _with_gradients(
-        self, chain: Chain, step: Step, failed: ModelFails
-    ) -> tuple[StepValues, StepValues]:
-        """Compares evaluation of a model that raises `failed` under no_grad.
-
-        Stages record what forward differentiates, in evaluation too; an opaque module does
-        not, and fails as the model does.
-        """
-        try:
-            return self._both(chain, step, gradients=True)
-        except ModelFails:
-            raise failed from failed.__cause__
-        except VerifyError:
-            raise needs_gradients(failed) from failed.__cause__
-
-    def _located(
+    def _differences(
         self, chain: Chain, step: Step, expected: StepValues, got: StepValues
     ) -> list[Difference]:
-        """The differences of a step, each with the op that it begins at."""
+        """The differences of a step."""
         graph = chain.graph
         home = {
             fqn: interface.index
@@ -180,14 +163,34 @@ class Comparison:
         if not found and self.rounded and self.sources.edited:
             unedited = self._unedited(chain, step)
             return differences(graph, unedited, got, home, last, step=step.minibatch, exact=True)
-        if not found or not self.exact:
-            return found  # values that are equal up to rounding cannot be told by their content
-        with self._around(graph):
-            return located(found, expected, step, self.plan, chain)
+        return found
+
+    def _places(self, step: Step) -> list[str]:
+        """Ops that the sources do not compute in the mode of a step; else the place where the
+        capture begins to differ from the model; none where neither does.
+
+        Raises:
+            AsksForGradients: where that is the cause.
+        """
+        with suppress(VerifyError):  # an edited stage may raise without values
+            _, unlike = retraced(self.capture, self.plan, self.sources)
+            if found := [one.first for one in unlike if one.mode == mode_of(step.graph)]:
+                return found
+        try:
+            with self._around(step.graph):
+                compare_mode(step)
+        except AsksForGradients:
+            raise
+        except VerifyError as error:
+            return [f"{error.where}, in the capture already: {error.message}"]
+        return []
 
 
-def difference_error(found: Sequence[Difference], graph: OpGraph) -> VerifyError:
-    """The error for sources that nobody edited; `graph` is the one of training."""
+def difference_error(
+    found: Sequence[Difference], places: Sequence[str], graph: OpGraph
+) -> VerifyError:
+    """The error for sources that nobody edited, which begin to differ at `places`; `graph` is the
+    one of training."""
     if all(one.what == "gradient" for one in found):
         cause = _unseen_write(graph)
         if cause is not None:
@@ -195,7 +198,7 @@ def difference_error(found: Sequence[Difference], graph: OpGraph) -> VerifyError
     first = found[0]
     return VerifyError(
         f"the generated stages differ from the model: {first}"
-        + (f"; first at {first.first}" if first.first else ""),
+        + "".join(f"; first at {place}" for place in places[:1]),
         where=f"stage_{first.stage}.py",
         remedy="please report this model; verify='off' runs it all the same",
     )

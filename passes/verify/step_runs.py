@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, resize
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.errors import PdcompileError, VerifyError
+from pdcompile.hardware import host
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
 from pdcompile.passes.preserved_state import write_buffers
@@ -168,19 +167,6 @@ def too_large(model: nn.Module, graph: OpGraph) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     costs = estimate(graph, microbatch_size=graph.batch_size)
     needed = 3 * weights + 2 * sum(cost.saved_bytes for cost in costs)
-    if needed <= SHARE * _free():
+    if needed <= SHARE * (host.free_bytes() or host.memory_bytes() or 0):
         return ""
     return f"model and stages side by side take {format_bytes(needed)}, over half of what is free"
-
-
-def _free() -> int:
-    """Free memory of this machine, or of the container where that is less."""
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
-    return max(free, 0)

@@ -22,11 +22,10 @@ def verify(
 ) -> None:
     """Compare the stages with the model in plain PyTorch, in one process, bit for bit.
 
-    Compared are outputs, loss, the gradient of every parameter and every buffer, of the
-    captured graph and of the stages, in training and in evaluation: two steps, each on a
-    microbatch of its own, the second with updated weights and with the buffers that the
-    first one wrote. A difference is named by the first op that computes something else,
-    with your line and the line of the stage's file.
+    Compared are outputs, loss, the gradient of every parameter and every buffer, in training
+    and in evaluation: two steps, each on a microbatch of its own, the second with updated
+    weights and with the buffers that the first one wrote. A difference is named by the first
+    op that computes something else, with your line and the line of the stage's file.
 
     Notes list what differs from one full-batch step on purpose: batch norm sees microbatches,
     a loss that is not linear in the batch, random numbers, and a loss_reduction that does not

@@ -336,8 +336,8 @@ class GivenOptions:
     verify: Literal["auto", "full", "off"] = option(
         "auto",
         '"auto" compares the stages with eager before the first step, and where the model does not '
-        'fit, or has no memory, their ops alone; "full" also the captured graph, and what a full '
-        'batch gives; "off".',
+        'fit, or has no memory, their ops alone; "full" also a second step of models where one '
+        'takes long, and what a full batch gives; "off".',
         check=one_of(
             "auto", "full", "off",
             or_else='; "auto" compares the ops of a model that is too large to be run here',

@@ -13,22 +13,13 @@ from pdcompile.report import labels
 if TYPE_CHECKING:
     from pdcompile.passes.verify import Difference, Verification
 
-ROUNDED = "1 in 100000; of bfloat16 1.6 %, of float16 1 in 1000"
-SHOWN = 10  # differences, of the many that one wrong op makes
-
 
 def verify_report(found: Verification) -> Group:
-    """One row for each step and mode, then what differs and where that begins, then notes."""
+    """One row for each step and mode, then the verdict, where differences begin, and notes."""
+    style = "bold red" if found.differences else "yellow" if found.unverified else "green"
+    verdict, *rest = str(found).splitlines()
     parts: list[RenderableType] = [_table(found)] if found.rows else []
-    parts.append(_verdict(found))
-    for place in found.places:
-        parts.append(Text(f"  first at {place}", style="bold"))
-    if found.differences:
-        parts += [Text(f"  {difference}") for difference in found.differences[:SHOWN]]
-        more = len(found.differences) - SHOWN
-        parts += [Text(f"  and {more} more")] if more > 0 else []
-    parts += [Text(f"note: {note}", style="dim") for note in found.notes]
-    return Group(*parts)
+    return Group(*parts, Text(verdict, style=style), *map(Text, rest))
 
 
 def _table(found: Verification) -> Table:
@@ -52,17 +43,3 @@ def _share(count: int, wrong: list[Difference], kinds: tuple[str, ...]) -> str:
     """``3 of 4``: how many are equal."""
     bad = sum(one.what in kinds for one in wrong)
     return f"{max(count - bad, 0)} of {count}" if bad else str(count)
-
-
-def _verdict(found: Verification) -> Text:
-    if found.unverified and not found.differences:
-        edited = f"edited ({', '.join(found.edited)}): " if found.edited else ""
-        return Text(f"{edited}{found.verdict} ({found.compared})", style="yellow")
-    who = "captured graph and stages" if found.graph else "the stages"
-    who = f"edited ({', '.join(found.edited)}): {who}" if found.edited else who
-    if found.differences:
-        return Text(f"{who} differ from eager in {found.share}", style="bold red")
-    how = ("bit for bit" if found.exact else f"up to rounding ({ROUNDED})") + found.place
-    text = f"{who} equal eager {how}"
-    text += f", {found.steps} steps on {found.steps} inputs" if found.steps > 1 else ""
-    return Text(text, style="green")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pdcompile.batch import BatchLayout, FlatCall, flatten_call, resize, resolve_batch
 from pdcompile.ir.graph import Capture, Op
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.comparison.fidelity import compare
 from tests.helpers import models
+from tests.helpers.fidelity import compare
 
 
 def make(forward: Callable[..., Any], **parts: Any) -> nn.Module:

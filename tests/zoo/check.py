@@ -33,11 +33,11 @@ from pdcompile.passes import codegen
 from pdcompile.passes.check import check as prove
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner
 from pdcompile.runtime.pipeline import Pipeline
+from tests.helpers.fidelity import compare
 from tests.zoo.case import BATCH, Case, Entry, build
 from tests.zoo.random_cuts import random_cut
 from tests.zoo.shares import largest_opaque_parameters, opaque_flops, opaque_paths

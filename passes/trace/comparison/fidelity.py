@@ -22,33 +22,16 @@ from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.subject import device_of
 
 
-def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> None:
-    """Runs eager and graph on the microbatch `flat`, in both modes, with equal random streams.
-
-    Compared bit for bit, on a GPU up to the rounding of sums without a fixed order: outputs, the
-    loss, the gradient of every parameter (train) and all buffers.  The model and the generators are
-    left as they were.
-
-    Raises:
-        VerifyError: names the first op that differs, and the user's line.
-    """
-    fqns = [*model.named_parameters(), *model.named_buffers()]
-    unreal = [fqn for fqn, tensor in fqns if tensor.device.type == "meta"]
-    if unreal:
-        raise VerifyError(
-            f"{unreal[0]!r} is on the meta device, so that the model cannot be run",
-            remedy="compare a smaller model of the same classes, with real parameters",
-        )
-    for graph in (capture.train, capture.eval):
-        with _step(model, graph, flat, layout) as step:
-            compare_mode(step)
-
-
 def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
-    """Whether `compare` would raise VerifyError, without looking for the op where it begins."""
+    """Whether a graph and eager differ in a microbatch, in one of both modes, with equal random
+    streams: in outputs, the loss, the gradient of a parameter or a buffer.
+
+    Compared bit for bit, on a GPU up to the rounding of sums without a fixed order.  The model and
+    the generators are left as they were.
+    """
     try:
         for graph in (capture.train, capture.eval):
-            with _step(model, graph, flat, layout) as step:
+            with step_of(model, graph, flat, layout) as step:
                 if _unlike(step) is not None:
                     return True
     except VerifyError:
@@ -57,7 +40,9 @@ def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
 
 
 @contextmanager
-def _step(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> Iterator[Step]:
+def step_of(
+    model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout
+) -> Iterator[Step]:
     """A step of the graph's mode, which the model is in meanwhile; it is left as it was."""
     origin = graph.origin or Origin()
     device = device_of(model, flat)
@@ -70,7 +55,7 @@ def _step(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout)
 
 
 class _Unlike(NamedTuple):
-    """What differs first, and the values; `recorded`: the model was run with gradients."""
+    """The first difference, and the values; `recorded`: the model was run with gradients."""
 
     kind: str
     name: str
@@ -80,18 +65,22 @@ class _Unlike(NamedTuple):
 
 def _unlike(step: Step) -> _Unlike | None:
     """Runs the model and its graph; what differs."""
-    recorded = False
-    try:
-        eager = step.values(step.eager)
-    except ModelFails:
-        found = _recorded(step)  # a graph always records what forward differentiates
-        if found is None:
-            raise
-        eager, recorded = found, True
+    eager, failed = eager_values(step)
     captured = step.values(step.captured)
     for kind, name, _ in differing(eager, captured, exact=_exact(step)):
-        return _Unlike(kind, name, captured, recorded)
+        return _Unlike(kind, name, captured, failed is not None)
     return None
+
+
+def eager_values(step: Step) -> tuple[StepValues, ModelFails | None]:
+    """What the model leaves behind; where it fails under no_grad, what it does where autograd
+    records, as a graph and stages do of what forward differentiates, and that failure."""
+    try:
+        return step.values(step.eager), None
+    except ModelFails as failed:
+        if (found := _recorded(step)) is None:
+            raise
+        return found, failed
 
 
 def _exact(step: Step) -> bool:
@@ -99,21 +88,24 @@ def _exact(step: Step) -> bool:
 
 
 def compare_mode(step: Step) -> None:
-    """Compares one mode of the model, which is in it; raises VerifyError as `compare` does."""
+    """Compares one mode of the model, which is in it.
+
+    Raises:
+        VerifyError: names the first op that differs, and the user's line.
+    """
     graph, unlike = step.graph, _unlike(step)
     if unlike is None:
         return
-    kind, name, captured, _ = unlike
-    op = None
-    if _exact(step):  # values that are equal up to rounding cannot be told by their content
-        op = first_difference(step, True if unlike.recorded else None)
+    kind, name, captured, recorded = unlike
+    # Values that are equal up to rounding cannot be told by their content.
+    op = first_difference(step, recorded or None) if _exact(step) else None
     op = op or next((op for op in reversed(graph.ops) if name in op.used_tensors), None)
     place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
     where = op.source if op is not None else None
     named = {"loss": "the loss", "gradient": f"the gradient of {name!r}"}
     what = named.get(kind, f"{kind} {name!r}")
-    recorded = _recorded(step)
-    if recorded is not None and not any(differing(recorded, captured, exact=_exact(step))):
+    again = _recorded(step)
+    if again is not None and not any(differing(again, captured, exact=_exact(step))):
         raise AsksForGradients(what, place, where)
     raise VerifyError(
         f"graph and model differ in {what} in {'train' if graph.training else 'eval'} mode; first "
