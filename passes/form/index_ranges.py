@@ -6,39 +6,13 @@ from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, size_at
 
 
 def upper_bound(graph: OpGraph, name: str) -> int:
-    """One more than the largest integer that the ops which look the values up all accept."""
-    bounds = [
-        bound
-        for reader in _readers(graph, name)
-        if (bound := index_range(graph, *reader, graph.batch_size)) is not None
-    ]
-    return max(min(bounds), 1) if bounds else 2
-
-
-_KEEPS_VALUES = frozenset(
-    {"view", "reshape", "flatten", "contiguous", "transpose", "permute", "squeeze", "unsqueeze"}
-    | {"expand", "clone", "detach", "to", "long", "int", "t", "unflatten", "ravel"}
-    | {"operator.getitem", "torch.flatten", "torch.reshape", "torch.transpose", "torch.squeeze"}
-    | {"torch.unsqueeze", "torch.clone"}
-)
-
-
-def _readers(graph: OpGraph, name: str) -> list[tuple[Op, str]]:
-    """Ops that read the values, directly or through views and copies, and what they read."""
-    ops = {op.name: op for op in graph.ops}
-    found, waiting, seen = [], [name], {name}
-    while waiting:
-        value = waiting.pop()
-        for reader in graph.values[value].consumers:
-            op = ops[reader]
-            first = op.args[0] if op.args else None
-            if op.target in _KEEPS_VALUES and first == Ref(value):
-                if reader not in seen:
-                    seen.add(reader)
-                    waiting.append(reader)
-            else:
-                found.append((op, value))
-    return found
+    """One more than the largest integer that the ops which look the values up all accept; 2 where
+    none does so directly."""
+    readers = graph.values[name].consumers
+    ranges = (
+        index_range(graph, op, name, graph.batch_size) for op in graph.ops if op.name in readers
+    )
+    return max(min((found for found in ranges if found is not None), default=2), 1)
 
 
 def index_range(graph: OpGraph, op: Op, value: str, b: int) -> int | None:
