@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +22,6 @@ from pdcompile.errors import (
     InfeasibleError,
     NotFoundError,
     PdcompileError,
-    RankError,
     os_errors_as,
 )
 from pdcompile.report.labels import Terminal
@@ -27,6 +29,7 @@ from pdcompile.report.labels import Terminal
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
+_CONNECT_SECONDS = 2.0  # to torchrun's store
 
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
@@ -135,31 +138,37 @@ def show_warning(
 
 def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     """Print an error as a person wants to read it, of several ranks that end with it by one of
-    them; the exit code that belongs to it."""
+    them; the exit code that belongs to it.  JSON comes from rank 0."""
     infeasible = isinstance(error, InfeasibleError)
     proved = infeasible and not isinstance(error, NotFoundError)
-    several = under_torchrun()
-
-    def show(first: bool) -> None:
-        if as_json and first:
-            emit_json(error_document(error))
-        text = Text()
-        text.append("infeasible" if proved else "error", style="bold red")
-        text.append(f" on rank {os.environ.get('RANK')}: " if several else ": ", style="bold red")
-        text.append(error.message)
-        for label, line in error.details():
-            text.append(f"\n  {label}: ", style="bold")
-            text.append(line)
+    if as_json and is_first_rank():
+        emit_json(error_document(error))
+    text = Text()
+    text.append("infeasible" if proved else "error", style="bold red")
+    where = f" on rank {os.environ.get('RANK')}: " if under_torchrun() else ": "
+    text.append(where, style="bold red")
+    text.append(error.message)
+    for label, line in error.details():
+        text.append(f"\n  {label}: ", style="bold")
+        text.append(line)
+    if not under_torchrun() or _is_first_with(str(error)):
         # soft_wrap: a path or a command that can be pasted is never broken.
         stderr().print(text, soft_wrap=True)
-
-    if several:
-        from pdcompile.runtime.failure.deduplicated_errors import show_once
-
-        others = show_once(str(error), show, derived=isinstance(error, RankError))
-        if others:
-            ranks = ", ".join(map(str, others))
-            stderr().print(f"the same on rank{'s' * (len(others) > 1)} {ranks}", soft_wrap=True)
-    else:
-        show(True)
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
+
+
+def _is_first_with(text: str) -> bool:
+    """True in the first rank that ends with this error, as torchrun's own store counts them, which
+    outlives the ranks; where there is none, every rank is the first."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    key = "/".join(("pdcompile", *start, hashlib.sha256(text.encode()).hexdigest()))
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with suppress(OSError, RuntimeError), socket.create_connection(address, _CONNECT_SECONDS):
+        # Connected: torch would write pages of a store that is not there.
+        wait = timedelta(seconds=_CONNECT_SECONDS)
+        return bool(TCPStore(*address, is_master=False, timeout=wait).add(key, 1) == 1)
+    return True
