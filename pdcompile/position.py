@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,21 +54,11 @@ def as_position(given: Any) -> Position | None:
     )
 
 
-def with_position(
-    state: Mapping[str, Tensor],
-    position: Position,
-    accumulated: Mapping[str, Accumulated] | None = None,
-) -> OrderedDict[str, Tensor]:
-    """The state, with the position and what is accumulated in its metadata."""
+def with_position(state: Mapping[str, Tensor], position: Position) -> OrderedDict[str, Tensor]:
+    """The state, with the position in its metadata."""
     found: Any = OrderedDict(state)
     metadata = OrderedDict(getattr(state, "_metadata", {}))
-    numbers: dict[str, Any] = {
-        "minibatches": position.minibatches,
-        "evaluations": position.evaluations,
-    }
-    if accumulated:  # plain tuples: torch.load knows no classes
-        numbers["accumulated"] = {name: tuple(one) for name, one in accumulated.items()}
-    metadata[""] = {**metadata.get("", {}), _KEY: numbers}
+    metadata[""] = {**metadata.get("", {}), _KEY: asdict(position)}
     found._metadata = metadata
     return found  # type: ignore[no-any-return]
 
@@ -79,7 +69,8 @@ def position_of(state: Any) -> Position | None:
     Raises:
         InputError: the state's position is malformed.
     """
-    numbers = _numbers(state)
+    metadata = getattr(state, "_metadata", None)
+    numbers = metadata.get("", {}).get(_KEY) if isinstance(metadata, Mapping) else None
     if numbers is None:
         return None
     counts = [numbers.get(name) for name in ("minibatches", "evaluations")]
@@ -90,36 +81,3 @@ def position_of(state: Any) -> Position | None:
             remedy="load what state_dict() or full_state_dict() returned",
         )
     return Position(*counts)
-
-
-def accumulated_of(state: Any, position: Position) -> dict[str, Accumulated]:
-    """Gradients that a state holds for training to go on at `position`; {} for another one.
-
-    Raises:
-        InputError: they are malformed.
-    """
-    numbers = _numbers(state) or {}
-    given = numbers.get("accumulated", {})
-    if not given or numbers.get("minibatches") != position.minibatches:
-        return {}
-    found = {}
-    for name, one in given.items() if isinstance(given, Mapping) else [("all", given)]:
-        if (
-            not (isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int)
-            or one[0] < 1
-            or not (one[1] is None or isinstance(one[1], Tensor))
-        ):
-            raise InputError(
-                f"the accumulated gradients of the state ({name}) are of type "
-                f"{type(one).__name__}; expected a count and a tensor",
-                where="load_state_dict: _metadata",
-                remedy="load what state_dict() or full_state_dict() returned",
-            )
-        found[name] = Accumulated(*one)
-    return found
-
-
-def _numbers(state: Any) -> Any:
-    """Numbers in a state's metadata; None for a state that has nothing."""
-    metadata = getattr(state, "_metadata", None)
-    return metadata.get("", {}).get(_KEY) if isinstance(metadata, Mapping) else None

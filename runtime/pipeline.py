@@ -297,7 +297,7 @@ def _end(session: Session, minibatches: int) -> None:
     if session.waits_for_more(minibatches):
         warn(
             "the pipeline was closed between two updates of a replicated stage: gradients of "
-            "its last minibatches wait for more of them and are in no weight; a state dict "
-            "from before close() has them",
+            "its last minibatches wait for more of them and are in no weight; pipe.save(folder) "
+            "before close() keeps them",
             RuntimeWarning,
         )

@@ -16,13 +16,12 @@ from pdcompile.checkpoint.folder import OwnCheckpoints, foreign, newest
 from pdcompile.errors import CheckpointError, ConfigError, some
 from pdcompile.files import is_path
 from pdcompile.options import Options
-from pdcompile.position import Position, accumulated_of, as_position, position_of, with_position
+from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.recording import Recording, together
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.accumulated import check_accumulated, resume
 from pdcompile.runtime.state.exchange import Exchange, Refused
-from pdcompile.runtime.state.holdings import held, replica_buffers
+from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import Asked, save
 from pdcompile.runtime.state.whole_state import gather_optimizer, gather_state, load_optimizer
@@ -161,8 +160,7 @@ class Saving(PipelineState):
         with self._call("state_dict") as session:
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
-            waiting = held(session, self._num_minibatches)
-        return with_position(session.state.part(), self.position, waiting)
+        return with_position(session.state.part(), self.position)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
@@ -172,9 +170,8 @@ class Saving(PipelineState):
         """
         with self._call("full_state_dict") as session:
             session.drain(self._num_minibatches)
-            told = self._told(session)
-            state, waiting = gather_state(session, told, self._num_minibatches)
-        return with_position(state, self.position, waiting) if state else state
+            state = gather_state(session, self._told(session), self._num_minibatches)
+        return with_position(state, self.position) if state else state
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], *, position: Position | int | None = None
@@ -191,10 +188,8 @@ class Saving(PipelineState):
         """
         self.flush()
         found = as_position(position) or position_of(state) or self.position
-        accumulated = accumulated_of(state, found)
-        check_accumulated(self._running, accumulated)
         self._running.load(state, found.minibatches)
-        resume(self._running, found.minibatches, accumulated)
+        resume_groups(self._running, found.minibatches, {})
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
         self._running.end_call()
 
@@ -215,7 +210,7 @@ class Saving(PipelineState):
         """
         with self._call("full_optimizer_state_dict") as session:
             session.drain(self._num_minibatches)
-            return gather_optimizer(session, self._told(session))
+            return gather_optimizer(session, self._told(session), self._num_minibatches)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer of the whole model, on every rank: this process's part.

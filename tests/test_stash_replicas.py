@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pdcompile
-from pdcompile.errors import ConfigError, InputError
-from pdcompile.position import Accumulated, Position, accumulated_of, with_position
+from pdcompile.errors import ConfigError
 from tests.helpers import models
 from tests.helpers.launch import processes
 from tests.test_updates_each import equal_states, in_between, nothing, options_of, prepared, train
@@ -218,11 +217,9 @@ def saved(pipe: Any) -> Any:
 
 
 @pytest.mark.parametrize("replicas", [(3,), (2, 3)])
-def test_a_state_in_the_middle_of_a_group_holds_its_gradient_and_count(
-    replicas: tuple[int, ...],
-) -> None:
-    """The update that completes it is that of a training which never stopped; states of pipeline
-    and reference are of one kind."""
+def test_a_state_in_the_middle_of_a_group_begins_it_anew(replicas: tuple[int, ...]) -> None:
+    """The update that completes it is of the minibatches after it, as in the reference; to take a
+    state changes nothing."""
     model = models.mlp()
     twin, options = copy.deepcopy(model), options_of(model, "stash", optimizer=PLAIN)
     pipe = prepared(model, (), replicas=replicas, **options)
@@ -232,27 +229,16 @@ def test_a_state_in_the_middle_of_a_group_holds_its_gradient_and_count(
     for x, y in batches[:5]:
         pipe.step(x, target=y)
         expected.step(x, target=y)
-    states = [saved(pipe), saved(expected)]
-    pairs = zip(*(accumulated_of(s, Position(5)).values() for s in states), strict=True)
-    for ours, theirs in pairs:
-        assert ours.minibatches == theirs.minibatches > 0
-        assert ours.gradient is not None
-        assert theirs.gradient is not None
-        assert torch.equal(ours.gradient, theirs.gradient)
     resumed: list[Any] = [
         prepared(copy.deepcopy(twin), (), **options),
         pdcompile.reference(copy.deepcopy(twin), **options),
     ]
-    for one, state in zip(resumed, reversed(states), strict=True):  # each that of the other kind
+    for one, state in zip(resumed, (saved(expected), saved(pipe)), strict=True):  # of the other
         one.load_state_dict(state)
-        again = accumulated_of(one.full_state_dict(), Position(5))
-        assert again.keys() == accumulated_of(state, Position(5)).keys()
-    resumed += [pipe, expected] if replicas == (3,) else []  # with no older weights to lose
-    for x, y in batches[5:]:
-        assert len({float(one.step(x, target=y).loss) for one in resumed}) == 1
-    found = [one.full_state_dict() for one in resumed]
-    for other in found[1:]:
-        equal_states(found[0], other)
+    for pair in (resumed, [pipe, expected]):
+        for x, y in batches[5:]:
+            assert len({float(one.step(x, target=y).loss) for one in pair}) == 1
+        equal_states(*(one.full_state_dict() for one in pair))
 
 
 @pytest.mark.parametrize(("minibatches", "warns"), [(3, False), (4, True)])
@@ -269,7 +255,7 @@ def test_the_end_says_what_waits_for_more(minibatches: int, warns: bool) -> None
 
 
 def test_a_state_without_the_beginning_of_a_group() -> None:
-    """Its update is then of the others; a note says so, as for gradients of another plan."""
+    """Its update is then of the others; a note says so."""
     model = models.mlp()
     twin, options = copy.deepcopy(model), options_of(model, "stash", optimizer=PLAIN)
     pipe = prepared(model, (), replicas=(3,), **options)
@@ -281,17 +267,6 @@ def test_a_state_without_the_beginning_of_a_group() -> None:
     for _ in range(4):
         assert float(pipe.step(x, target=y).loss) == float(expected.step(x, target=y).loss)
     equal_states(pipe.full_state_dict(), expected.full_state_dict())
-    state = pipe.full_state_dict()
-    other = prepared(copy.deepcopy(twin), (), replicas=(2,), **options)
-    with pytest.warns(UserWarning, match="holds the gradients of 2"):
-        other.load_state_dict(state)
-    for name, message in (
-        ("other", "nothing of this name"),
-        ("layers.0.weight", "accumulated gradient is"),
-    ):
-        wrong = with_position({}, Position(4), {name: Accumulated(1, torch.ones(2))})
-        with pytest.raises(InputError, match=message):
-            pipe.load_state_dict(wrong)
 
 
 def test_the_planner_decides_how_many() -> None:
@@ -354,7 +329,6 @@ ON_RANKS = """
     while not os.path.exists("state.pt"):
         time.sleep(0.01)
     state = torch.load("state.pt")
-    assert ("accumulated" in state._metadata[""]["pdcompile"]) == any(9 % r for r in REPLICAS)
     pipe.load_state_dict(state)
     expected.load_state_dict(expected.full_state_dict())
     for x, y in batches[:4]:
@@ -372,47 +346,5 @@ ON_RANKS = """
 @pytest.mark.parametrize("replicas", COUNTS)
 def test_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     run = processes(ON_RANKS.replace("REPLICAS", repr(replicas)), sum(replicas), tmp_path)
-    assert run.code == 0, str(run)
-    assert run.output.count("<equal on ") == sum(replicas), str(run)
-
-
-STATES_ON_RANKS = """
-    import copy
-    from functools import partial
-    import torch
-    from torch import nn
-    import pdcompile
-    from pdcompile.position import Position, accumulated_of
-    from pdcompile.problem.constraints import CutBefore
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=i == 2) for i in range(5)))
-    twin = copy.deepcopy(model)
-    common = dict(loss_fn=nn.functional.mse_loss, schedule="stash",
-                  optimizer=partial(torch.optim.SGD, lr=0.1))
-    pipe = pdcompile.compile(model, costs="estimated", progress=False, replicas=REPLICAS,
-                             constraints=[CutBefore("2")], **common)
-    x, y = torch.randn(2, 4, 8)
-    expected = pdcompile.reference(twin, plan=pipe.prepare(x, target=y).plan, **common)
-    for t in range(1, 6):
-        for one in (pipe, expected):
-            one.step(x, target=y)
-        states = [one.full_state_dict() for one in (pipe, expected)]
-        if pipe.ranks[0] == 0:
-            ours, theirs = (accumulated_of(state, Position(t)) for state in states)
-            assert ours.keys() == theirs.keys(), (t, ours.keys(), theirs.keys())
-            for name, (count, gradient) in theirs.items():
-                assert ours[name].minibatches == count
-                torch.testing.assert_close(ours[name].gradient, gradient)
-    pipe.close()
-    print(f"<equal on {pipe.ranks[0]}>", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [(1, 2), pytest.param((2, 3), marks=pytest.mark.slow)])
-def test_states_within_groups_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
-    """Whatever the shapes of the parameters, and whichever stages are within a group."""
-    run = processes(STATES_ON_RANKS.replace("REPLICAS", repr(replicas)), sum(replicas), tmp_path)
     assert run.code == 0, str(run)
     assert run.output.count("<equal on ") == sum(replicas), str(run)

@@ -16,8 +16,8 @@ from pdcompile.checkpoint.manifest import (
     ANOTHER,
     PLAN,
     Manifest,
+    StageState,
     StoredFile,
-    StoredStage,
     StoredTensor,
     read_manifest,
 )
@@ -30,7 +30,42 @@ from pdcompile.files import read_limited
 from pdcompile.position import Accumulated, Position
 
 
-class Contents:
+class OptimizerStates:
+    """States of the optimizers of all stages: of a checkpoint, or gathered.
+
+    Raises:
+        CheckpointError: everywhere, for what is malformed or missing.
+    """
+
+    def __init__(self, place: Path | str, stages: Sequence[StageState]) -> None:
+        self.place, self._stages = place, stages
+
+    def tensors_of(self, stage: StageState) -> Callable[[str], Tensor] | None:
+        """Reads tensors of a stage's optimizer: one that it has in two places is one again."""
+        raise NotImplementedError
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """State that the optimizer keeps of a parameter; {}: none."""
+        where = f"{self.place}: optimizer state of {name}"
+        for stage in self._stages:
+            if name in stage.state:
+                tensors = self.tensors_of(stage)
+                return _dict(stage.state[name], where, "the optimizer's state is", tensors)
+        return {}
+
+    def groups(self) -> list[NamedGroup]:
+        """The optimizer's param_groups, stage after stage."""
+        found = []
+        for stage in self._stages:
+            for n, group in enumerate(stage.groups):
+                where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
+                tensors = self.tensors_of(stage)
+                values = _dict(group.values, where, "the optimizer's settings are", tensors)
+                found.append(NamedGroup(n, group.names, values, group.kind))
+        return found
+
+
+class Contents(OptimizerStates):
     """A checkpoint that is read tensor by tensor, each compared with its checksum.
 
     Raises:
@@ -38,17 +73,17 @@ class Contents:
     """
 
     def __init__(self, place: Path) -> None:
-        self.place = place
         self.manifest: Manifest = read_manifest(place)
+        super().__init__(place, self.manifest.stages)
+        self.place: Path = place
         self._files: dict[str, TensorFile] = {}
         self._read: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by file
         self._weights: dict[str, StoredTensor] = {}
-        self._trained: dict[str, StoredStage] = {}
+        self._trained = {name: one for one in self._stages for name in one.trained}
         self._placed: dict[tuple[str, str], StoredFile] = {}  # by `Holding.place`
         for stage in self.manifest.stages:
             self._weights |= {one.name: one for one in stage.weights.tensors}
-            self._trained |= dict.fromkeys(stage.trained, stage)
-            for ending, file in stage.placed.items():
+            for ending, file in stage.files.items():
                 self._placed |= {(ending, one.name): file for one in file.tensors}
         self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
 
@@ -112,7 +147,6 @@ class Contents:
         return holding.place in self._placed
 
     def tensor(self, holding: Holding, like: Tensor | None = None) -> Tensor:
-        """A tensor by its first name; `like`: one of its shape and dtype."""
         key = holding.place[1]
         if holding not in self:
             raise CheckpointError(f"{key} is in no file", where=str(self.place), remedy=ANOTHER)
@@ -142,32 +176,15 @@ class Contents:
 
     # -- the optimizer -------------------------------------------------------------------------
 
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """State that the optimizer keeps of a parameter; {}: none."""
-        where = f"{self.place}: optimizer state of {name}"
-        for stage in self.manifest.stages:
-            if name in stage.state:
-                tensors = self._tensors_of(stage)
-                return _dict(stage.state[name], where, "the optimizer's state is", tensors)
-        return {}
-
     def groups(self) -> list[NamedGroup]:
-        """The optimizer's param_groups, stage after stage."""
-        found = []
-        for stage in self.manifest.stages:
-            for n, group in enumerate(stage.groups):
-                where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
-                tensors = self._tensors_of(stage)
-                values = _dict(group.values, where, "the optimizer's settings are", tensors)
-                kind = group.kind or self.manifest.optimizer
-                found.append(NamedGroup(n, group.names, values, kind))
-        return found
+        alike = self.manifest.optimizer  # of groups that do not say of which class they are
+        return [one._replace(kind=one.kind or alike) for one in super().groups()]
 
-    def _tensors_of(self, stage: StoredStage) -> Callable[[str], Tensor] | None:
-        """Reads tensors of the optimizer: one that it has in two places is one again."""
-        if stage.optimizer is None:
+    def tensors_of(self, stage: StageState) -> Callable[[str], Tensor] | None:
+        stored = self.manifest.stages[stage.stage].optimizer
+        if stored is None:
             return None
-        file, read = self._file(stage.optimizer), self._read.setdefault(stage.optimizer.name, {})
+        file, read = self._file(stored), self._read.setdefault(stored.name, {})
 
         def tensor(name: str) -> Tensor:
             if name not in read:

@@ -63,50 +63,54 @@ class StoredScheduler:
     state: Any
 
 
-@dataclass(frozen=True, slots=True)
-class StoredStage:
-    """Files and values that one stage has written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """State of one stage but for its tensors.
 
     Args:
-        weights: its parameters and buffers that state dicts have, under the model's names.
-        optimizer: tensors of the optimizer's state; None: there are none.
-        rest: ``older/v/NAME`` (weights W_v), ``gradient/NAME`` (accumulated), ``buffer/NAME`` (one
-            that state dicts leave out); None: nothing of the kind.
         trained: the parameters that it updates.
         updates: the newest weights are W_updates.
-        older: the numbers of earlier weights in `rest`.
+        older: the numbers of earlier weights that a later minibatch computes on.
         waiting: minibatches whose gradients wait for the rest of their group.
         groups: of the optimizer, values as JSON.
         state: of the optimizer, by parameter, as JSON.
-        replicas: buffers that training writes, of each replica; () where there is one, or where
-            they are equal: `weights` has their means.
-        schedulers: of the rank that has written it.
+        schedulers: of the rank that has the stage.
     """
 
     stage: int
-    weights: StoredFile
-    optimizer: StoredFile | None
-    rest: StoredFile | None
     trained: tuple[str, ...]
     updates: int
     older: tuple[int, ...]
     waiting: int
     groups: tuple[StoredGroup, ...]
     state: Any
-    replicas: tuple[StoredFile, ...] = ()
     schedulers: tuple[StoredScheduler, ...] = ()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStage(StageState):
+    """A stage in files.
+
+    Args:
+        weights: its parameters and buffers that state dicts have, under the model's names.
+        optimizer: tensors of the optimizer's state; None: there are none.
+        rest: ``older/v/NAME`` (weights W_v), ``gradient/NAME`` (accumulated), ``buffer/NAME`` (one
+            that state dicts leave out); None: nothing of the kind.
+        replicas: buffers that training writes, of each replica; () where there is one, or where
+            they are equal: `weights` has their means.
+    """
+
+    weights: StoredFile
+    optimizer: StoredFile | None
+    rest: StoredFile | None
+    replicas: tuple[StoredFile, ...] = ()
+
     @property
-    def placed(self) -> dict[str, StoredFile]:
+    def files(self) -> dict[str, StoredFile]:
         """Files by the ending of their names, see `Holding.place`."""
         found = {"": self.weights, "-optimizer": self.optimizer, "-rest": self.rest}
         found |= {f"-replica-{n:03d}": one for n, one in enumerate(self.replicas)}
         return {ending: one for ending, one in found.items() if one is not None}
-
-    @property
-    def files(self) -> tuple[StoredFile, ...]:
-        """All files of the stage."""
-        return tuple(self.placed.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ class Manifest:
     def files(self) -> Iterator[StoredFile]:
         """All safetensors files, stage by stage."""
         for stage in self.stages:
-            yield from stage.files
+            yield from stage.files.values()
 
     @property
     def num_bytes(self) -> int:
@@ -220,7 +224,7 @@ def _check(manifest: Manifest, where: str) -> None:
         place = f"stages[{n}]"
         if stage.stage != n:
             raise wrong(f"stage {stage.stage} is in the place of stage {n}", place)
-        for file in stage.files:
+        for file in stage.files.values():
             if not _FILE.fullmatch(file.name) or not file.name.endswith(".safetensors"):
                 raise wrong(f"{file.name!r} is not the name of a safetensors file in it", place)
             if file.name in files:

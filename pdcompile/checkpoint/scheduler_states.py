@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.checkpoint.named_optimizer import named_groups
+from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.errors import CheckpointError
 
 Names = tuple[str, ...]
@@ -47,6 +48,24 @@ def scheduler_groups(
         return []
     named = named_groups(own, names)
     return [(group, one.names) for group, one in zip(own.param_groups, named, strict=True)]
+
+
+def scheduler_state(name: str, scheduler: Any) -> Any:
+    """JSON of a scheduler's state.
+
+    Raises:
+        CheckpointError: it gives none, or one that no file without code can hold.
+    """
+    try:
+        state = scheduler.state_dict()
+    except Exception as error:  # the user's
+        raise CheckpointError(
+            f"scheduler {name} ({type(scheduler).__name__}) gives no state: "
+            f"{type(error).__name__}: {error}",
+            where="schedulers",
+            remedy="hand over schedulers whose state_dict() works, or save it yourself",
+        ) from error
+    return Encoder(inline=True).encode(state, f"schedulers/{name}")
 
 
 def merged_state(

@@ -2,7 +2,7 @@
 
 A parameter whose stage has r replicas is updated after every r minibatches with the mean of their
 gradients, summed in the order of the minibatches.  A group that is not complete waits, whatever
-comes between; states hold its sum and its count.
+comes between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from pdcompile.position import Accumulated
 from pdcompile.reference.versions import Age
 
 
@@ -63,21 +62,7 @@ class Groups:
         for group, lr in zip(optimizer.param_groups, given, strict=False):
             group["lr"] = lr
 
-    def accumulated(self) -> dict[str, Accumulated]:
-        """Sums that wait, by the names of the model."""
-        return {
-            name: Accumulated(count, None if name not in self._sums else self._sums[name].clone())
-            for name, count in self._counts.items()
-            if count
-        }
-
-    def resume(self, minibatches: int, accumulated: Mapping[str, Accumulated]) -> None:
-        """Go on after so many minibatches.  Where nothing is known of those that begin a group,
-        its update is of the others."""
+    def restart(self) -> None:
+        """Go on from another state: the update of a group that has begun is of its others."""
         self._sums.clear()
-        for name, (_, group) in self._held.items():
-            found = accumulated.get(name, Accumulated(0, None))
-            fits = found.minibatches <= minibatches % group
-            self._counts[name] = found.minibatches if fits else 0
-            if fits and found.gradient is not None:
-                self._sums[name] = found.gradient.clone()
+        self._counts = dict.fromkeys(self._held, 0)

@@ -13,7 +13,6 @@ from pdcompile.eager.loss_scale import LossScale
 from pdcompile.errors import ClosedError, InputError
 from pdcompile.position import (
     Position,
-    accumulated_of,
     as_position,
     position_of,
     with_position,
@@ -64,7 +63,7 @@ class ReferenceState:
 
     def state_dict(self) -> dict[str, Any]:
         """Live, detached tensors under the model's names."""
-        return with_position(self._model.state_dict(), self.position, self._groups.accumulated())
+        return with_position(self._model.state_dict(), self.position)
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy on the CPU, with exactly the keys of ``model.state_dict()``."""
@@ -72,7 +71,7 @@ class ReferenceState:
             name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             for name, value in self._model.state_dict().items()
         }
-        return with_position(state, self.position, self._groups.accumulated())
+        return with_position(state, self.position)
 
     @property
     def position(self) -> Position:
@@ -104,7 +103,7 @@ class ReferenceState:
             ) from None
         self._versions.forget()
         found = as_position(position) or position_of(state) or self.position
-        self._groups.resume(found.minibatches, accumulated_of(state, found))
+        self._groups.restart()
         if self._scale is not None:
             self._scale.restart(found.minibatches)
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations

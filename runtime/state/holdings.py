@@ -1,18 +1,28 @@
-"""Table of the tensors that this process holds of a pipeline; states are loops over it."""
+"""Table of what this process holds of a pipeline; states are loops over it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.checkpoint.named_optimizer import NamedGroup, named_groups, names_of
+from pdcompile.checkpoint.manifest import StageState, StoredGroup, StoredScheduler
+from pdcompile.checkpoint.named_optimizer import (
+    NamedGroup,
+    named_groups,
+    named_state,
+    names_of,
+    settings,
+)
+from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.checkpoint.scheduler_states import scheduler_groups, scheduler_state
 from pdcompile.position import Accumulated
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
+from pdcompile.warn import warn
 
 
 class Row(NamedTuple):
@@ -54,6 +64,52 @@ def holdings(session: Session, minibatches: int) -> Iterator[Row]:
     yield from replica_buffers(session)
 
 
+def stage_states(
+    session: Session, minibatches: int, schedulers: Mapping[str, Any] | None = None
+) -> list[tuple[StageState, dict[str, Tensor]]]:
+    """State of each stage of which this process has the first replica, with the tensors of its
+    optimizer by the names that it has for them.
+
+    Raises:
+        CheckpointError: a value has no place in a file without code.
+        InputError: the optimizer keeps something that belongs to no parameter.
+    """
+    made, waiting = session.optimizer, held(session, minibatches)
+    names = names_of(all_parameters(session))
+    state = {} if made is None else named_state(made, names)
+    groups = [] if made is None else named_groups(made, names)
+    told = [
+        (name, [one for _, one in scheduler_groups(its, made, names)], scheduler_state(name, its))
+        for name, its in (schedulers or {}).items()
+    ]
+    found = []
+    for worker in (worker for worker in session.workers if writes(session, worker)):
+        stage, encoder, owned = worker.stage, Encoder(), worker.weights.owned
+
+        def own(names: Sequence[str], stage: int = stage) -> tuple[str, ...]:
+            return tuple(name for name in names if session.state.owner(name) == stage)
+
+        values = session.updater.values_of(stage) if groups else []
+        stored = [
+            StoredGroup(own(one.names), encoder.encode(settings(v), f"groups/{n}"), one.kind)
+            for n, (one, v) in enumerate(zip(groups, values, strict=True))
+        ]
+        one = StageState(
+            stage=stage,
+            trained=owned,
+            updates=minibatches // session.spec.group(stage),
+            older=tuple(older_versions(session, stage, minibatches)),
+            waiting=max((waiting[f].minibatches for f in owned if f in waiting), default=0),
+            groups=tuple(stored),
+            state={f: encoder.encode(dict(state[f]), f) for f in own([*state])},
+            schedulers=tuple(
+                StoredScheduler(n, tuple(map(own, held)), its) for n, held, its in told
+            ),
+        )
+        found.append((one, encoder.tensors))
+    return found
+
+
 def replica_buffers(session: Session) -> Iterator[Row]:
     """Rows of the buffers that training writes on stages with replicas, of each replica here."""
     for worker in session.workers:
@@ -90,6 +146,25 @@ def held(session: Session, minibatches: int) -> dict[str, Accumulated]:
             shown = worker.replicas.shown
             found |= {f: Accumulated(count, shown.get(f)) for f in worker.weights.owned}
     return found
+
+
+def resume_groups(
+    session: Session, minibatches: int, accumulated: Mapping[str, Accumulated]
+) -> None:
+    """Go on within groups, with the gradients that a checkpoint holds of their beginnings; warns of
+    those that are in no update."""
+    for worker in session.workers:
+        if worker.replicas is not None and worker.replicas.resume(minibatches, accumulated):
+            continue
+        owned, group = worker.weights.owned, worker.weights.numbers.group
+        known = max((accumulated[f].minibatches for f in owned if f in accumulated), default=0)
+        within = minibatches % group
+        if owned and (known or within):
+            warn(
+                f"training goes on after {minibatches} minibatches: stage {worker.stage} updates "
+                f"after every {group}, {within} of the present group are over, and the gradients "
+                f"of {known} are there; they are in no update"
+            )
 
 
 def made_groups(session: Session) -> list[NamedGroup]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,12 @@ from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.generators import restore, states_of
 from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.into_eager import optimizer_parts
-from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
+from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.checkpoint.scheduler_states import merged_state, scheduler_groups
 from pdcompile.errors import CheckpointError, some
 from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.accumulated import resume
 from pdcompile.runtime.state.exchange import Exchange, Refused
 from pdcompile.runtime.state.holdings import (
     Row,
@@ -33,6 +31,7 @@ from pdcompile.runtime.state.holdings import (
     holdings,
     made_groups,
     older_versions,
+    resume_groups,
 )
 from pdcompile.warn import warn
 
@@ -49,37 +48,6 @@ class Wanted(NamedTuple):
     resumes: bool = False
 
 
-@dataclass
-class Prepared:
-    """Everything that was read and checked before anything is changed.
-
-    `rows`: of the tensors here that the checkpoint has, `stored`: the stored name of each in the
-    model; `apart`: replicas have buffers of their own.
-    """
-
-    contents: Contents
-    stored: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
-    accumulated: dict[str, Accumulated] = field(default_factory=dict)
-    groups: list[NamedGroup] | None = None  # of the optimizer; None: it is left as it is
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    made: list[NamedGroup] = field(default_factory=list)  # the groups of all ranks, when made
-    kept: set[int] = field(default_factory=set)  # ids of groups that keep their own rates
-    schedulers: dict[str, Any] = field(default_factory=dict)
-    generators: dict[str, Any] | None = None
-    apart: bool = False
-    notes: list[str] = field(default_factory=list)
-
-    def of(self, row: Row) -> Holding:
-        """The holding in the checkpoint whose values a row takes."""
-        kind, name, number = row.holding
-        return Holding(kind, self.stored.get(name, name), number)
-
-    def of_kinds(self, *kinds: HoldingKind) -> list[Row]:
-        """Rows of these kinds."""
-        return [row for row in self.rows if row.holding.kind in kinds]
-
-
 def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> Contents:
     """Load a checkpoint; nothing is in flight, and all ranks are in this call.
 
@@ -93,8 +61,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
 
     name, identity = exchange.of_first(opened)
     made = _made(session, exchange)
-    before: dict[str, Any] = {}
-    prepared: list[Prepared] = []
+    begun: list[Loading] = []
 
     def part() -> None:
         contents = Contents(folder / name)
@@ -104,20 +71,19 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
                 where=str(contents.place),
                 remedy="give every rank the path of one folder that all hosts share",
             )
-        prepared.append(prepare(session, contents, wanted, made))
-        _load_schedulers(prepared[0], wanted, before)
+        begun.append(Loading(session, contents, wanted, made))
+        begun[0].prepare()
 
     try:
         exchange.agreed(part, "cannot load its part")
     except Refused:
-        for one, state in before.items():
-            wanted.schedulers[one].load_state_dict(state)
+        for one in begun:
+            one.undo()
         raise
-    (found,) = prepared
-    apply(session, found)
-    for note in found.notes if 0 in session.ranks else ():
+    begun[0].apply()
+    for note in begun[0].notes if 0 in session.ranks else ():
         warn(note)
-    return found.contents
+    return begun[0].contents
 
 
 def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
@@ -134,148 +100,215 @@ def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
     ]
 
 
-def prepare(
-    session: Session, contents: Contents, wanted: Wanted, made: list[NamedGroup]
-) -> Prepared:
-    """Read and check all that this process needs.
+class Loading:
+    """This process's part of a load: all that it needs is read and checked before any of it is
+    copied into the pipeline.
 
     What is large is read again to be copied: all ranks have to know first that nothing is damaged,
-    and two copies of a stage may not fit.
-
-    Raises:
-        CheckpointError: it is damaged, or does not fit; nothing was changed.
+    and two copies of a stage may not fit.  `made`: the groups of all ranks' optimizers when made.
     """
-    state, infos = session.state, session.state.infos
-    contents.check_model(
-        {key: (infos[f].shape, infos[f].dtype) for f, keys in state.names.items() for key in keys}
-    )
-    found = Prepared(contents, {f: contents.first_name(keys) for f, keys in state.names.items()})
-    found.made = made
-    history = _has_history(session, found)
-    for row in holdings(session, contents.position.minibatches):
-        kind, name, _ = row.holding
-        count = len(session.spec.ranks[row.worker.stage])
-        if (
-            (kind is HoldingKind.WEIGHT and not row.tensor.is_meta)
-            or (kind is HoldingKind.OLDER and history)
-            or (kind is HoldingKind.BUFFER and row.holding in contents)
-            or (kind is HoldingKind.REPLICA and contents.has_replicas(name, count))
-        ):  # fmt: skip
-            contents.tensor(found.of(row), row.tensor)
-            found.rows.append(row)
-    for worker in session.workers:
-        for fqn in worker.weights.owned:
-            waiting = contents.accumulated(found.stored[fqn])
-            if waiting is not None:
-                found.accumulated[fqn] = waiting
-    if wanted.optimizer:
-        _prepare_optimizer(session, found)
-    found.apart = any(
-        len(ranks) > 1 and contents.has_replicas(fqn, len(ranks))
-        for stage, ranks in enumerate(session.spec.ranks)
-        for fqn in session.compiled.written_buffers(stage)
-    )
-    _prepare_loss_scale(session, found)
-    _prepare_schedulers(session, found, wanted)
-    contents.extra_states()
-    saved, own = contents.manifest.seed, session.plan.training.seed
-    if saved not in (None, own):
-        found.notes.append(
-            f"the checkpoint was saved with seed={saved}, and this pipeline has seed={own}: random "
-            "numbers (dropout) are others from here on"
+
+    def __init__(
+        self, session: Session, contents: Contents, wanted: Wanted, made: list[NamedGroup]
+    ) -> None:
+        self.contents, self.notes = contents, list[str]()
+        self._session, self._wanted, self._made = session, wanted, made
+        self._minibatches = contents.position.minibatches
+        self._stored: dict[str, str] = {}  # name in the checkpoint, by name in the model
+        self._rows: list[Row] = []  # of the tensors here that the checkpoint has
+        self._waiting: dict[str, Accumulated] = {}
+        self._optimizer: tuple[Any, Any, Any] | None = None  # None: it is left as it is
+        self._keep_rates: set[int] = set()  # ids of groups that do
+        self._generators: dict[str, Any] | None = None
+        self._before: dict[str, Any] = {}  # of schedulers that were loaded
+
+    def prepare(self) -> None:
+        """Read and check all that this process needs.
+
+        Schedulers are the user's, and may refuse: they are loaded while all can still be as it was.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit; nothing but schedulers was changed.
+        """
+        session, contents, manifest = self._session, self.contents, self.contents.manifest
+        names, infos = session.state.names, session.state.infos
+        contents.check_model(
+            {key: (infos[f].shape, infos[f].dtype) for f, keys in names.items() for key in keys}
         )
-    if wanted.random_state:
-        _prepare_generators(session, found)
-    return found
-
-
-def _has_history(session: Session, found: Prepared) -> bool:
-    """True if the checkpoint has all earlier weights that the plan computes on; else notes it."""
-    contents, position = found.contents, found.contents.position
-    missing, surplus = [], []
-    for fqn in session.state.trainable():
-        there = set(contents.versions(found.stored[fqn]))
-        older = older_versions(session, session.state.owner(fqn), position.minibatches)
-        if older and not {*older, older.stop} <= there:
-            missing.append(fqn)
-        if there and min(there) < older.start:
-            surplus.append(fqn)
-    schedule, new = contents.manifest.schedule, session.spec.name
-    if missing:
-        found.notes.append(
-            f"the checkpoint (schedule {schedule}) does not have all earlier weights that "
-            f"schedule {new} of this plan computes on, as of {some(missing, 2)}: the newest "
-            "weights take their place, as at the beginning of a training"
-        )
-    elif surplus:
-        found.notes.append(
-            f"the checkpoint was saved under schedule {schedule}, with earlier weights that "
-            f"schedule {new} of this plan does not compute on: training goes on from the newest"
-        )
-    return not missing
-
-
-def _prepare_loss_scale(session: Session, found: Prepared) -> None:
-    saved = found.contents.manifest.loss_scale
-    if saved and session.loss_scale is None:
-        found.notes.append("the checkpoint has a loss scale, and no grad_scaler= takes it")
-    if session.loss_scale is not None and not saved:
-        found.notes.append("the checkpoint has no loss scale: that of grad_scaler= stays as it is")
-
-
-def _prepare_optimizer(session: Session, found: Prepared) -> None:
-    contents, optimizer = found.contents, session.optimizer
-    saved = contents.manifest.optimizer
-    if optimizer is None:
-        return
-    if not saved:
-        found.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
-        return
-    parameters = all_parameters(session)
-    parts = optimizer_parts(contents, optimizer, parameters, found.stored, found.made)
-    names, found.groups, found.state = parts
-    chosen = check_named(optimizer, names, found.groups, found.state, found.made)
-    groups = zip(optimizer.param_groups, chosen, strict=True)
-    found.kept = {id(group) for group, values in groups if "lr" in group and "lr" not in values}
-
-
-def _prepare_generators(session: Session, found: Prepared) -> None:
-    """The states of this rank's generators, or rank 0's where there were more ranks or fewer."""
-    manifest, where = found.contents.manifest, f"{found.contents.place}: random_state"
-    alike = session.world is not None and manifest.ranks == session.plan.num_ranks
-    others = dict(manifest.random_states) if alike else {}
-    found.generators = states_of(others.get(session.ranks[0], manifest.random_state), where)
-
-
-def _prepare_schedulers(session: Session, found: Prepared, wanted: Wanted) -> None:
-    saved = scheduler_parts(found.contents)
-    missing = [name for name in wanted.schedulers if name not in saved]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has no state of scheduler {some(missing)}: it has "
-            f"{some([*saved]) or 'none'}",
-            where=f"{found.contents.place}: schedulers",
-            remedy="hand over the schedulers that were handed to save, in that order or by name",
-        )
-    left = [name for name in saved if name not in wanted.schedulers]
-    if left and not wanted.resumes:
-        found.notes.append(note_on_schedulers(left))
-    for name, kind in found.contents.manifest.scheduler_types:
-        present = type(wanted.schedulers.get(name)).__name__
-        if name in wanted.schedulers and present != kind:
-            raise CheckpointError(
-                f"scheduler {name} was a {kind} when it was saved, and is a {present} now",
-                where=f"{found.contents.place}: schedulers",
-                remedy="make the scheduler that was saved, or leave it out",
+        self._stored = {f: contents.first_name(keys) for f, keys in names.items()}
+        self._prepare_tensors()
+        if self._wanted.optimizer and session.optimizer is not None:
+            self._prepare_optimizer(session.optimizer)
+        if manifest.loss_scale and session.loss_scale is None:
+            self.notes.append("the checkpoint has a loss scale, and no grad_scaler= takes it")
+        if session.loss_scale is not None and not manifest.loss_scale:
+            self.notes.append(
+                "the checkpoint has no loss scale: that of grad_scaler= stays as it is"
             )
-    parameters = all_parameters(session)
-    names = {id(parameters[fqn]): one for fqn, one in found.stored.items() if fqn in parameters}
-    same_plan = found.contents.manifest.plan == session.plan.hash()
-    for name, one in wanted.schedulers.items():
-        held = scheduler_groups(one, session.optimizer, names)
-        kept = {n for n, (group, _) in enumerate(held) if id(group) in found.kept}
-        own = [part for s, part in enumerate(saved[name]) if same_plan and s in session.stages]
-        found.schedulers[name] = own or saved[name], [names for _, names in held], kept
+        saved = scheduler_parts(contents)
+        self._check_schedulers(list(saved))
+        contents.extra_states()
+        own = session.plan.training.seed
+        if manifest.seed not in (None, own):
+            self.notes.append(
+                f"the checkpoint was saved with seed={manifest.seed}, and this pipeline has "
+                f"seed={own}: random numbers (dropout) are others from here on"
+            )
+        if self._wanted.random_state:  # rank 0's where there were more ranks or fewer
+            alike = session.world is not None and manifest.ranks == session.plan.num_ranks
+            others = dict(manifest.random_states) if alike else {}
+            states = others.get(session.ranks[0], manifest.random_state)
+            self._generators = states_of(states, f"{contents.place}: random_state")
+        self._load_schedulers(saved)
+
+    def undo(self) -> None:
+        """Give schedulers the states that they had."""
+        for name, state in self._before.items():
+            self._wanted.schedulers[name].load_state_dict(state)
+
+    def _in_checkpoint(self, row: Row) -> Holding:
+        """The holding whose values a row takes."""
+        kind, name, number = row.holding
+        return Holding(kind, self._stored.get(name, name), number)
+
+    def _prepare_tensors(self) -> None:
+        session, contents = self._session, self.contents
+        history = self._has_history()
+        for row in holdings(session, self._minibatches):
+            kind, name, _ = row.holding
+            count = len(session.spec.ranks[row.worker.stage])
+            if (
+                (kind is HoldingKind.WEIGHT and not row.tensor.is_meta)
+                or (kind is HoldingKind.OLDER and history)
+                or (kind is HoldingKind.BUFFER and row.holding in contents)
+                or (kind is HoldingKind.REPLICA and contents.has_replicas(name, count))
+            ):  # fmt: skip
+                contents.tensor(self._in_checkpoint(row), row.tensor)
+                self._rows.append(row)
+        for fqn in (fqn for worker in session.workers for fqn in worker.weights.owned):
+            waiting = contents.accumulated(self._stored[fqn])
+            if waiting is not None:
+                self._waiting[fqn] = waiting
+
+    def _has_history(self) -> bool:
+        """True if the checkpoint has all earlier weights that the plan computes on; else notes
+        it."""
+        session, contents = self._session, self.contents
+        missing, surplus = [], []
+        for fqn in session.state.trainable():
+            there = set(contents.versions(self._stored[fqn]))
+            older = older_versions(session, session.state.owner(fqn), self._minibatches)
+            if older and not {*older, older.stop} <= there:
+                missing.append(fqn)
+            if there and min(there) < older.start:
+                surplus.append(fqn)
+        schedule, new = contents.manifest.schedule, session.spec.name
+        if missing:
+            self.notes.append(
+                f"the checkpoint (schedule {schedule}) does not have all earlier weights that "
+                f"schedule {new} of this plan computes on, as of {some(missing, 2)}: the newest "
+                "weights take their place, as at the beginning of a training"
+            )
+        elif surplus:
+            self.notes.append(
+                f"the checkpoint was saved under schedule {schedule}, with earlier weights that "
+                f"schedule {new} of this plan does not compute on: training goes on from the newest"
+            )
+        return not missing
+
+    def _prepare_optimizer(self, optimizer: Any) -> None:
+        if not self.contents.manifest.optimizer:
+            self.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
+            return
+        parameters = all_parameters(self._session)
+        self._optimizer = names, groups, state = optimizer_parts(
+            self.contents, optimizer, parameters, self._stored, self._made
+        )
+        chosen = check_named(optimizer, names, groups, state, self._made)
+        present = zip(optimizer.param_groups, chosen, strict=True)
+        self._keep_rates = {
+            id(group) for group, values in present if "lr" in group and "lr" not in values
+        }
+
+    def _check_schedulers(self, saved: list[str]) -> None:
+        given, where = self._wanted.schedulers, f"{self.contents.place}: schedulers"
+        if missing := [name for name in given if name not in saved]:
+            raise CheckpointError(
+                f"the checkpoint has no state of scheduler {some(missing)}: it has "
+                f"{some(saved) or 'none'}",
+                where=where,
+                remedy="hand over the schedulers that were handed to save, in that order or by "
+                "name",
+            )
+        left = [name for name in saved if name not in given]
+        if left and not self._wanted.resumes:
+            self.notes.append(note_on_schedulers(left))
+        for name, kind in self.contents.manifest.scheduler_types:
+            present = type(given.get(name)).__name__
+            if name in given and present != kind:
+                raise CheckpointError(
+                    f"scheduler {name} was a {kind} when it was saved, and is a {present} now",
+                    where=where,
+                    remedy="make the scheduler that was saved, or leave it out",
+                )
+
+    def _load_schedulers(self, saved: Mapping[str, Any]) -> None:
+        session = self._session
+        parameters = all_parameters(session)
+        names = {id(parameters[f]): one for f, one in self._stored.items() if f in parameters}
+        same_plan = self.contents.manifest.plan == session.plan.hash()
+        for name, one in self._wanted.schedulers.items():
+            groups = scheduler_groups(one, session.optimizer, names)
+            keep = {n for n, (group, _) in enumerate(groups) if id(group) in self._keep_rates}
+            own = [part for s, part in enumerate(saved[name]) if same_plan and s in session.stages]
+            held = [names for _, names in groups]
+            try:
+                before = copy.deepcopy(one.state_dict())
+                self._before[name] = before
+                one.load_state_dict(merged_state(own or saved[name], held, before, keep, name))
+            except CheckpointError:
+                raise
+            except Exception as error:  # the user's
+                raise CheckpointError(
+                    f"scheduler {name} ({type(one).__name__}) does not take its state: "
+                    f"{type(error).__name__}: {error}",
+                    where=f"{self.contents.place}: schedulers",
+                    remedy="make the scheduler as it was when it was saved, or leave it out",
+                ) from error
+
+    def apply(self) -> None:
+        """Copy what was read into the pipeline."""
+        session, contents, minibatches = self._session, self.contents, self._minibatches
+        weights = [worker.weights for worker in session.workers]
+        rows: dict[HoldingKind, list[Row]] = {kind: [] for kind in HoldingKind}
+        for row in self._rows:
+            rows[row.holding.kind].append(row)
+        session.updating = minibatches  # should it end here, weights are half loaded
+        for row in (*rows[HoldingKind.WEIGHT], *rows[HoldingKind.BUFFER]):
+            session.state.put(row.holding.name, contents.tensor(self._in_checkpoint(row)), weights)
+        set_extra_states(session.model, contents.extra_states())
+        session.load({}, minibatches)
+        if session.loss_scale is not None:
+            session.loss_scale.restart(minibatches, contents.manifest.loss_scale)
+        session.end_call()  # all versions are new: what was known of them says nothing
+        session.updating = minibatches
+        for row in rows[HoldingKind.OLDER]:
+            row.tensor.data.copy_(contents.tensor(self._in_checkpoint(row)))
+            row.worker.weights.starts_anew = False
+        resume_groups(session, minibatches, self._waiting)
+        if self._optimizer is not None:
+            assert session.optimizer is not None
+            load_named(session.optimizer, *self._optimizer, self._made)
+        for row in rows[HoldingKind.REPLICA]:
+            row.tensor.copy_(contents.tensor(self._in_checkpoint(row)))
+        session.replicas_apart = any(  # from here on: an optimizer that loads would flush
+            len(ranks) > 1 and contents.has_replicas(fqn, len(ranks))
+            for stage, ranks in enumerate(session.spec.ranks)
+            for fqn in session.compiled.written_buffers(stage)
+        )
+        if self._generators is not None:
+            restore(self._generators)
+        contents.close()
 
 
 def note_on_schedulers(left: Sequence[str]) -> str:
@@ -284,53 +317,3 @@ def note_on_schedulers(left: Sequence[str]) -> str:
         f"the checkpoint has the state of scheduler {some(left)}, which was not handed over: "
         "pipe.load(folder, schedulers=...) sets it"
     )
-
-
-def _load_schedulers(prepared: Prepared, wanted: Wanted, before: dict[str, Any]) -> None:
-    """They are the user's, and may refuse: while all can still be as it was.
-
-    `before` gets the states that they had.
-    """
-    for name, (parts, groups, kept) in prepared.schedulers.items():
-        one = wanted.schedulers[name]
-        try:
-            before[name] = copy.deepcopy(one.state_dict())
-            one.load_state_dict(merged_state(parts, groups, before[name], kept, name))
-        except CheckpointError:
-            raise
-        except Exception as error:  # the user's
-            raise CheckpointError(
-                f"scheduler {name} ({type(one).__name__}) does not take its state: "
-                f"{type(error).__name__}: {error}",
-                where=f"{prepared.contents.place}: schedulers",
-                remedy="make the scheduler as it was when it was saved, or leave it out",
-            ) from error
-
-
-def apply(session: Session, prepared: Prepared) -> None:
-    """Copy what was read into the pipeline."""
-    contents, minibatches = prepared.contents, prepared.contents.position.minibatches
-    held = [worker.weights for worker in session.workers]
-    session.updating = minibatches  # should it end here, weights are half loaded
-    for row in prepared.of_kinds(HoldingKind.WEIGHT, HoldingKind.BUFFER):
-        session.state.put(row.holding.name, contents.tensor(prepared.of(row)), held)
-    set_extra_states(session.model, contents.extra_states())
-    session.load({}, minibatches)
-    if session.loss_scale is not None:
-        session.loss_scale.restart(minibatches, contents.manifest.loss_scale)
-    session.end_call()  # all versions are new: what was known of them says nothing
-    session.updating = minibatches
-    for row in prepared.of_kinds(HoldingKind.OLDER):
-        row.tensor.data.copy_(contents.tensor(prepared.of(row)))
-        row.worker.weights.starts_anew = False
-    resume(session, minibatches, prepared.accumulated)
-    if prepared.groups is not None:
-        assert session.optimizer is not None
-        names = names_of(all_parameters(session))
-        load_named(session.optimizer, names, prepared.groups, prepared.state, prepared.made)
-    for row in prepared.of_kinds(HoldingKind.REPLICA):
-        row.tensor.copy_(contents.tensor(prepared.of(row)))
-    session.replicas_apart = prepared.apart  # from here on: an optimizer that loads would flush
-    if prepared.generators is not None:
-        restore(prepared.generators)
-    contents.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,31 +16,14 @@ from pdcompile.checkpoint import folder as checkpoints
 from pdcompile.checkpoint.extra_states import encoded_extra_states
 from pdcompile.checkpoint.generators import generator_states
 from pdcompile.checkpoint.holding import HoldingKind
-from pdcompile.checkpoint.manifest import (
-    VERSION,
-    Manifest,
-    StoredFile,
-    StoredGroup,
-    StoredScheduler,
-    StoredStage,
-)
-from pdcompile.checkpoint.named_optimizer import named_groups, named_state, names_of, settings
-from pdcompile.checkpoint.plain_values import Encoder
-from pdcompile.checkpoint.scheduler_states import scheduler_groups
+from pdcompile.checkpoint.manifest import VERSION, Manifest, StageState, StoredFile, StoredStage
 from pdcompile.checkpoint.tensor_file import TensorFile, unwritten, write_tensors
 from pdcompile.errors import CheckpointError
 from pdcompile.jsonio import decode, dumps, encode
 from pdcompile.position import Position
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.holdings import (
-    Row,
-    all_parameters,
-    held,
-    holdings,
-    older_versions,
-    writes,
-)
+from pdcompile.runtime.state.holdings import Row, holdings, stage_states
 from pdcompile.schedule.registry import name_of
 from pdcompile.warn import warn
 
@@ -90,13 +73,13 @@ def save(
             )
         rows = [*holdings(session, position.minibatches)]
         rows = [row for row in rows if row.holding.kind is not HoldingKind.REPLICA]
+        states = stage_states(session, position.minibatches, asked.schedulers)
         with unwritten(written):
-            files, stages = write_stages(
-                session, written, identity, position.minibatches, [*rows, *replicas], asked
-            )
+            files = write_stages(written, identity, [*rows, *replicas], states)
         for stored in [file for *_, file in files] if asked.verify else ():
             _read_back(TensorFile(written, stored, identity))
         told = None if _checksum(generators) == first_generators else generators
+        stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": told}
 
     def close(parts: list[Any]) -> str:
@@ -134,105 +117,33 @@ def _read_back(file: TensorFile) -> None:
 
 
 def write_stages(
-    session: Session,
     folder: Path,
     identity: str,
-    minibatches: int,
-    rows: Sequence[Row],
-    asked: Asked,
-) -> tuple[Written, list[dict[str, Any]]]:
-    """Write the files of all stages here: what was written, and the fields of `StoredStage` but for
-    its files, of those of which this process is the first replica.
+    rows: Iterable[Row],
+    states: Iterable[tuple[StageState, Mapping[str, Tensor]]],
+) -> Written:
+    """Write the files of what this process is to save.
 
     Raises:
-        CheckpointError: a file cannot be written, or a value has no place in one.
-        InputError: the optimizer keeps something that belongs to no parameter.
+        CheckpointError: a file cannot be written.
     """
-    encoders = {w.stage: Encoder() for w in session.workers if writes(session, w)}
     files = defaultdict[tuple[int, str], dict[str, Tensor]](dict)
-    for stage in encoders:
-        files[stage, ""] = {}  # there in any case
+    for state, of_optimizer in states:
+        files[state.stage, ""] = {}  # there in any case
+        if of_optimizer:
+            files[state.stage, HoldingKind.OPTIMIZER.value[0]] = dict(of_optimizer)
     for row in rows:
         if row.owned:
             ending, key = row.holding.place
             files[row.worker.stage, ending][key] = row.tensor
-    stages = _stages(session, minibatches, encoders, asked.schedulers)
-    for stage, encoder in encoders.items():
-        if encoder.tensors:
-            files[stage, HoldingKind.OPTIMIZER.value[0]] = encoder.tensors
     return [
         (stage, ending, write_tensors(_path(folder, stage, ending), tensors, identity))
         for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
-    ], stages
+    ]
 
 
 def _path(folder: Path, stage: int, ending: str) -> Path:
     return folder / f"stage-{stage:03d}{ending}.safetensors"
-
-
-def _stages(
-    session: Session,
-    minibatches: int,
-    encoders: Mapping[int, Encoder],
-    schedulers: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Stages without files; `encoders` get the tensors of the optimizer's state of each."""
-    optimizer, waiting, owner = session.optimizer, held(session, minibatches), session.state.owner
-    names = names_of(all_parameters(session))
-    state = {} if optimizer is None else named_state(optimizer, names)
-    groups = [] if optimizer is None else named_groups(optimizer, names)
-    told = {}
-    for name, one in schedulers.items():
-        theirs = [held for _, held in scheduler_groups(one, optimizer, names)]
-        told[name] = theirs, _state_of(name, one)
-    owned = {w.stage: w.weights.owned for w in session.workers if writes(session, w)}
-    found = []
-    for stage, encoder in encoders.items():
-
-        def own(names: Sequence[str], stage: int = stage) -> tuple[str, ...]:
-            return tuple(name for name in names if owner(name) == stage)
-
-        values = session.updater.values_of(stage) if groups else []
-        stored = [
-            StoredGroup(own(one.names), encoder.encode(settings(v), f"groups/{n}"), one.kind)
-            for n, (one, v) in enumerate(zip(groups, values, strict=True))
-        ]
-        found.append(
-            {
-                "stage": stage,
-                "trained": owned[stage],
-                "updates": minibatches // session.spec.group(stage),
-                "older": [*older_versions(session, stage, minibatches)],
-                "waiting": max(
-                    (one.minibatches for f, one in waiting.items() if owner(f) == stage), default=0
-                ),
-                "groups": encode(stored),
-                "state": {f: encoder.encode(dict(state[f]), f) for f in own([*state])},
-                "schedulers": [
-                    encode(StoredScheduler(name, tuple(map(own, held)), its))
-                    for name, (held, its) in told.items()
-                ],
-            }
-        )
-    return found
-
-
-def _state_of(name: str, scheduler: Any) -> Any:
-    """JSON of a scheduler's state.
-
-    Raises:
-        CheckpointError: it gives none, or one that no file without code can hold.
-    """
-    try:
-        state = scheduler.state_dict()
-    except Exception as error:  # the user's
-        raise CheckpointError(
-            f"scheduler {name} ({type(scheduler).__name__}) gives no state: "
-            f"{type(error).__name__}: {error}",
-            where="schedulers",
-            remedy="hand over schedulers whose state_dict() works, or save it yourself",
-        ) from error
-    return Encoder(inline=True).encode(state, f"schedulers/{name}")
 
 
 def _manifest(

@@ -3,72 +3,56 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.checkpoint.contents import OptimizerStates
 from pdcompile.checkpoint.extra_states import extra_states
 from pdcompile.checkpoint.holding import HoldingKind
+from pdcompile.checkpoint.manifest import StageState
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
     load_named,
     named_groups,
-    named_state,
     names_of,
     read_whole,
     whole_state,
 )
-from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import ConfigError
+from pdcompile.errors import CheckpointError, ConfigError
 from pdcompile.hardware import devices
-from pdcompile.position import Accumulated
+from pdcompile.jsonio import decode, encode
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.holdings import (
-    all_parameters,
-    held,
-    holdings,
-    made_groups,
-    writes,
-)
+from pdcompile.runtime.state.holdings import all_parameters, holdings, made_groups, stage_states
 
 
-def gather_state(
-    session: Session, exchange: Exchange, minibatches: int
-) -> tuple[dict[str, Any], dict[str, Accumulated]]:
-    """All of the state with the model's keys, copied to the CPU, and gradients that wait for the
-    rest of their group, on rank 0; elsewhere {} and {}."""
-    gathered = (HoldingKind.WEIGHT, HoldingKind.ACCUMULATED)
-    rows = [row for row in holdings(session, minibatches) if row.owned]
-    own = {
-        f"{row.holding.kind.name} {row.holding.name}": row.tensor
-        for row in rows
-        if row.holding.kind in gathered
-    }
-    trained = [f for w in session.workers if writes(session, w) for f in w.weights.owned]
-    waiting = held(session, minibatches)
-    counts = {fqn: waiting[fqn].minibatches for fqn in trained if fqn in waiting}
-    weights: dict[str, Tensor] = {}
-    accumulated: dict[str, Accumulated] = {}
-    for rank, (theirs, tensors) in enumerate(exchange.collect(counts, own)):
-        host = {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}
-        weights |= {
-            key: host[f"{HoldingKind.WEIGHT.name} {fqn}"]
-            for fqn, keys in session.state.names.items()
-            for key in keys
-            if f"{HoldingKind.WEIGHT.name} {fqn}" in host
-        }
-        for fqn, count in theirs.items():
-            gradient = host.get(f"{HoldingKind.ACCUMULATED.name} {fqn}")
-            accumulated[fqn] = Accumulated(count, gradient)
-    if not weights:
-        return {}, {}
-    found = {key: weights[key] for key in session.state.keys}
-    return {**found, **extra_states(session.model)}, accumulated
+class Gathered(OptimizerStates):
+    """What ranks have sent to rank 0; `tensors`: by stage and name, as ``0/weight/exp_avg``."""
+
+    def __init__(self, stages: Iterable[StageState], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__("the state of all ranks", sorted(stages, key=lambda one: one.stage))
+        self._tensors = tensors
+
+    def tensors_of(self, stage: StageState) -> Callable[[str], Tensor]:
+        return lambda name: self._tensors[f"{stage.stage}/{name}"]
+
+
+def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
+    """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}."""
+    rows = [row for row in holdings(session, minibatches) if row.holding.kind is HoldingKind.WEIGHT]
+    found: dict[str, Tensor] = {}
+    own = {row.holding.name: row.tensor for row in rows if row.owned}
+    for rank, (_, tensors) in enumerate(exchange.collect(None, own)):
+        found |= {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}
+    if not found:
+        return {}
+    of = {key: fqn for fqn, keys in session.state.names.items() for key in keys}
+    return {**{k: found[of[k]] for k in session.state.keys}, **extra_states(session.model)}
 
 
 def _on_host(tensor: Tensor, *, live: bool) -> Tensor:
@@ -77,7 +61,7 @@ def _on_host(tensor: Tensor, *, live: bool) -> Tensor:
     return found.clone() if live and found.data_ptr() == tensor.data_ptr() else found
 
 
-def gather_optimizer(session: Session, exchange: Exchange) -> dict[str, Any]:
+def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
     """The state of an optimizer of the whole model, by name, on rank 0; elsewhere {}.
 
     Raises:
@@ -85,47 +69,28 @@ def gather_optimizer(session: Session, exchange: Exchange) -> dict[str, Any]:
         InputError: it keeps what belongs to no parameter.
         CheckpointError: it keeps what cannot be sent to another process.
     """
-    optimizer = session.optimizer
-    if optimizer is None:
+    if session.optimizer is None:
         raise ConfigError(
             "there is no optimizer (optimizer=None)",
             where="full_optimizer_state_dict",
             remedy="ask your own optimizer",
         )
     order = whole_order(session)
-    names = names_of(all_parameters(session))
-    mine = {worker.stage for worker in session.workers if writes(session, worker)}
-    owner = session.state.owner
-    state = {f: one for f, one in named_state(optimizer, names).items() if owner(f) in mine}
-    groups = [
-        one._replace(names=tuple(f for f in one.names if owner(f) in mine))
-        for one in named_groups(optimizer, names)
-    ]
-    if session.world is not None:
-        groups, state = _received(exchange, groups, state)
-    if 0 not in session.ranks:
+    states = stage_states(session, minibatches)
+    told = [encode(state) for state, _ in states]
+    own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
+    stages: list[StageState] = []
+    tensors: dict[str, Tensor] = {}
+    for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
+        where = f"the state of rank {rank}"
+        stages += [decode(StageState, one, where=where, error=CheckpointError) for one in theirs]
+        tensors |= came
+    if not stages:
         return {}
-    found = [_merged(own, groups) for own in order]
-    ordered = {fqn: state[fqn] for fqn in session.state.infos if fqn in state}
-    return whole_state(found, copy.deepcopy(ordered))
-
-
-def _received(
-    exchange: Exchange, groups: list[NamedGroup], state: Any
-) -> tuple[list[NamedGroup], Any]:
-    """Groups and state of all ranks, on rank 0."""
-    encoder = Encoder()
-    told = [
-        [[g.place, g.names, encoder.encode(g.values, f"{g.place}")] for g in groups],
-        {f: encoder.encode(dict(one), f) for f, one in state.items()},
-    ]
-    every: list[NamedGroup] = []
-    found: dict[str, Any] = {}
-    for rank, ((theirs, states), tensors) in enumerate(exchange.collect(told, encoder.tensors)):
-        value = partial(decode, where=f"rank {rank}", tensor=tensors.__getitem__)
-        every += [NamedGroup(place, tuple(names), value(one)) for place, names, one in theirs]
-        found |= {name: value(one) for name, one in states.items()}
-    return every, found
+    found = Gathered(stages, tensors)
+    groups = found.groups()
+    state = {fqn: one for fqn in session.state.infos if (one := found.optimizer_state(fqn))}
+    return whole_state([_merged(one, groups) for one in order], copy.deepcopy(state))
 
 
 def _merged(own: NamedGroup, groups: list[NamedGroup]) -> NamedGroup:

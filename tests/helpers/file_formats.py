@@ -21,7 +21,7 @@ from pdcompile.checkpoint.contents import open_checkpoint, scheduler_parts
 from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.generators import states_of
 from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, StoredStage, read_manifest
+from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, read_manifest
 from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
@@ -313,7 +313,10 @@ def _tensors(folder: Path, training: Training) -> Format:
     place = _copied(folder, training)
     manifest = read_manifest(place)
     weights = manifest.stages[0].weights
-    stage = StoredStage(0, weights, None, None, (), 0, (), 0, (), {})
+    stage = replace(
+        manifest.stages[0], weights=weights, optimizer=None, rest=None, trained=(), updates=0,
+        older=(), waiting=0, groups=(), state={}, replicas=(), schedulers=(),
+    )  # fmt: skip
     manifest = replace(manifest, stages=(stage,), aliases=(), schedulers=None)
     (place / MANIFEST).write_bytes(manifest.to_text().encode())
     shard = place / weights.name
