@@ -22,7 +22,7 @@ _HOMES = {
     "pdcompile.export": "export",
     "pdcompile.runtime.pipeline": "Pipeline",
     "pdcompile.reference": "reference",
-    "pdcompile.checkpoint.into_eager": "load_checkpoint",
+    "pdcompile.checkpoint.conversion": "load_checkpoint",
     "pdcompile.passes.trace": "trace",
     "pdcompile.batch.omitted_output": "OmittedOutput",
     "pdcompile.workload": "Workload load_target",
@@ -42,7 +42,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if _TYPE_CHECKING:
     from pdcompile.batch.omitted_output import OmittedOutput as OmittedOutput
-    from pdcompile.checkpoint.into_eager import load_checkpoint as load_checkpoint
+    from pdcompile.checkpoint.conversion import load_checkpoint as load_checkpoint
     from pdcompile.cluster import Cluster as Cluster
     from pdcompile.cluster import Device as Device
     from pdcompile.cluster import Level as Level

@@ -40,7 +40,7 @@ from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
 from pdcompile.plan.other_model import absent_weight, first_difference, made_of
 from pdcompile.problem.constraints import Pin
-from pdcompile.runtime.supported import check_supported
+from pdcompile.runtime.pipeline import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
 

@@ -13,15 +13,20 @@ from torch import nn
 from pdcompile.batch import FlatCall, example_call, flatten_call
 from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.batch.step_result import StepResult
+from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
+from pdcompile.eager.autocast import other_region
 from pdcompile.eager.modes import Modes, apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import evaluation_minibatch, one_thread
-from pdcompile.errors import InputError, PdcompileError
+from pdcompile.errors import ConfigError, InputError, PdcompileError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.sparse_gradients import sparse_lookups
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
+from pdcompile.plan import Plan
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.evaluations import Evaluations, Form, Recompile
 from pdcompile.runtime.failure.first_cause import describe
@@ -30,12 +35,70 @@ from pdcompile.runtime.saving import Saving
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard
 from pdcompile.runtime.state.state_hooks import flush_before_state
-from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
 from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.runtime.watch import same_model
 from pdcompile.runtime.watch.alike import compiled_alike
 from pdcompile.warn import warn
+
+
+def check_supported(plan: Plan, graph: OpGraph) -> None:
+    """Raise ConfigError for another autocast region than that of the devices, for what cannot be
+    recomputed, and for gradients that cannot be summed over replicas; `graph` is what trains."""
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    if other := other_region(plan.training.autocast, cluster.devices):
+        raise ConfigError(
+            other,
+            where="autocast",
+            remedy="plan again with a dtype: autocast='bfloat16' is the region of the devices",
+        )
+    _check_recomputation(plan, graph)
+    _check_sums(plan, graph)
+    _check_scaling(plan, graph)
+
+
+def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
+    """Refuse hooks that would have to run twice, and are promised to run once."""
+    stage_of = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
+    for op in graph.ops:
+        if op.hooks and op.name in stage_of:
+            raise ConfigError(
+                f"stage {stage_of[op.name].index} recomputes its forward, and the forward hook "
+                f"{op.hooks[0]} of the opaque module {op.module_path!r} does more than look: it "
+                "returns something, or writes tensors or the module",
+                where=op.module_path,
+                remedy="do that in the module's forward; or recompute=False for this stage",
+            )
+
+
+def _check_scaling(plan: Plan, graph: OpGraph) -> None:
+    """Refuse parameters whose gradients are in float16: divided by the scale they would vanish."""
+    for fqn, info in graph.tensors.items() if plan.training.loss_scaling else ():
+        if info.requires_grad and info.dtype == "float16":
+            raise ConfigError(
+                "this parameter is float16, and so is its gradient, which a GradScaler cannot "
+                "divide by the scale",
+                where=fqn,
+                remedy="keep parameters in float32, and give autocast=torch.float16",
+            )
+
+
+def _check_sums(plan: Plan, graph: OpGraph) -> None:
+    """Refuse sparse gradients where replicas sum them."""
+    stage_of = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
+    shared = plan.num_ranks < sum(stage.replicas for stage in plan.stages)  # then all have as many
+    for fqn, lookups in sparse_lookups(graph).items():
+        stage = stage_of.get(lookups[0].name)
+        if stage is not None:
+            counts = tuple(1 if one is stage else one.replicas for one in plan.stages)
+            instead = f"one replica for this stage, as in replicas={counts}"
+            raise ConfigError(
+                f"the gradient of this parameter is sparse ({lookups[0].source}), and the "
+                f"{stage.replicas} replicas of stage {stage.index} sum dense ones",
+                where=fqn,
+                remedy=f"sparse=False; or {'replicas=1' if shared else instead}",
+            )
+
 
 Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
 

@@ -16,10 +16,10 @@ from pdcompile.options.option_checks import check_unscaled
 from pdcompile.plan import Plan
 from pdcompile.position import Position
 from pdcompile.runtime.calls import check_size, needed_paths
-from pdcompile.runtime.device.rank_device import DeviceMemory
+from pdcompile.runtime.device import DeviceMemory
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard, shards
-from pdcompile.runtime.transport.norms import check_max_norm
+from pdcompile.runtime.transport.reductions import check_max_norm
 from pdcompile.runtime.watch.same_model import settle_others
 
 _MODES = "step trains in train mode; eval_step and predict run in eval mode, by themselves"

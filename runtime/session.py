@@ -22,20 +22,18 @@ from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.plan import Edge
-from pdcompile.runtime.device.of_rank import device_of
-from pdcompile.runtime.failure.agreement import Agreement
-from pdcompile.runtime.failure.guarded import Guarded
+from pdcompile.runtime.device import device_of
+from pdcompile.runtime.failure.guarded import Agreement, Guarded
 from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
 from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.stage.replicas import ReplicaWeights
-from pdcompile.runtime.state.initial import initial_state
+from pdcompile.runtime.state.model_state import initial_state
 from pdcompile.runtime.transport.launch import World, data_path
-from pdcompile.runtime.watch.coupling import refuse_coupled
 from pdcompile.runtime.watch.model_watch import ModelWatch
-from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
+from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, refuse_coupled
 from pdcompile.runtime.workers import Workers, tied_here
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast

@@ -15,19 +15,22 @@ from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.plan import Plan
-from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.interpreter import Worker
-from pdcompile.runtime.stage.compute import Compute, Precision
+from pdcompile.runtime.stage.compute import Compute, Precision, SecondRun
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
-from pdcompile.runtime.stage.second_run import SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
-from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.links import OrderedLink, pairs
-from pdcompile.runtime.transport.norms import Norms
-from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
-from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Sums
+from pdcompile.runtime.transport.point_to_point import (
+    GroupTransport,
+    LocalTransport,
+    Transport,
+    Wire,
+    Wires,
+)
+from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
 from pdcompile.schedule.spec import with_edges
 
 

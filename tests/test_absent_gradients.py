@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.problem.constraints import CutBefore
-from pdcompile.runtime.stage.absent import absent, is_absent
+from pdcompile.runtime.stage.gradients import absent, is_absent
 from tests.helpers import models
 from tests.helpers.alike import PLANNED, close
 

@@ -18,8 +18,7 @@ from torch import nn
 
 from pdcompile.checkpoint import folder
 from pdcompile.checkpoint.folder import LATEST
-from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.checkpoint.manifest import MANIFEST
+from pdcompile.checkpoint.manifest import MANIFEST, Holding, HoldingKind
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.jsonio import dumps

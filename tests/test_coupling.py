@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pdcompile.errors import ConfigError
-from pdcompile.runtime.watch.coupling import refuse_coupled
+from pdcompile.runtime.watch.optimizer_watch import refuse_coupled
 from tests.helpers import models
 from tests.helpers.changes import batch
 from tests.helpers.loops import Normalised

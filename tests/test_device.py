@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.hardware import devices
-from pdcompile.runtime.device.fetched import Deferred, DeviceFailed, Fetched, Starter
-from pdcompile.runtime.device.queued_device import QueuedDevice
+from pdcompile.runtime.device import Deferred, DeviceFailed, Fetched, QueuedDevice, Starter
 from pdcompile.runtime.transport.launch import DataPath
 from tests.helpers.alike import COMMON, PLANNED, compiled
 from tests.helpers.launch import processes
@@ -365,8 +364,8 @@ MUTANTS = (
     + COMMON
     + """
 from unittest import mock
-from pdcompile.runtime.device.fetched import Deferred, Fetched
-from pdcompile.runtime.device.queued_device import _Beside
+from pdcompile.runtime.device import Deferred, Fetched
+from pdcompile.runtime.device import _Beside
 from pdcompile.runtime.transport.point_to_point import _Received
 from tests.test_device_order import trained
 

@@ -12,7 +12,7 @@ import torch
 
 from pdcompile.errors import LaunchError
 from pdcompile.hardware import devices
-from pdcompile.runtime.device.fetched import DeviceFailed
+from pdcompile.runtime.device import DeviceFailed
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.links import PeerLost, lost
 

@@ -21,7 +21,7 @@ from pdcompile.passes.costs.machines import Machine
 from pdcompile.passes.probe.links import DeviceSpeed
 from pdcompile.passes.probe.probed import Probed
 from pdcompile.releases.packages import in_range
-from pdcompile.runtime.device.rank_device import DeviceMemory
+from pdcompile.runtime.device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import launch
 from tests.helpers.alike import Call

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks.faults import KINDS, Case, drawn, run
 from pdcompile.errors import ConfigError, ContractError, LaunchError
-from pdcompile.runtime.failure.first_cause import Failures
+from pdcompile.runtime.failure.first_cause import NOBODY, Failures, FirstCause, Verdict, verdict_of
 from pdcompile.runtime.failure.instruction_log import KEPT, InstructionLog, Outside, decoded
-from pdcompile.runtime.failure.termination import Termination
-from pdcompile.runtime.failure.verdict import NOBODY, FirstCause, Verdict, verdict_of
+from pdcompile.runtime.failure.watchdog import Termination
 from pdcompile.runtime.transport.contract import SEAL_BYTES, Channel, check_seal, seal
 from pdcompile.runtime.transport.launch import debugs_messages
 from pdcompile.schedule import Action, Instruction, Kind

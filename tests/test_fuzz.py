@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pdcompile.checkpoint.conversion import convert
-from pdcompile.checkpoint.generators import generator_states, states_of
+from pdcompile.checkpoint.extra_states import generator_states, states_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.cluster import Cluster
 from pdcompile.errors import (

@@ -16,8 +16,7 @@ import pdcompile
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.hardware import devices
 from pdcompile.plan.host_requirements import lacks_devices
-from pdcompile.runtime.device.of_rank import device_of
-from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.runtime.device import RankDevice, device_of
 from tests.helpers.alike import PLANNED, compiled
 from tests.helpers.models import mlp
 from tests.helpers.simulated_gpu import SimulatedGpu
@@ -108,7 +107,7 @@ def test_one_module_of_the_runtime_and_one_of_the_passes_name_devices() -> None:
         and any(names_of_devices(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert found - OTHER_TEXT == {
-        "pdcompile.runtime.device.queued_device", "pdcompile.passes.costs.machines",
+        "pdcompile.runtime.device", "pdcompile.passes.costs.machines",
     }  # fmt: skip
     uses = ast.parse('x.to("cuda:1")\ntorch.cuda.Stream()\nf("cpu")\n"to the cpu"')
     assert len({*names_of_devices(uses)}) >= 3

@@ -34,10 +34,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_646),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_589),
-    "runtime": (("runtime",), 9_620),
+    "runtime": (("runtime",), 9_365),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        4_375,
+        4_240,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_070),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),

@@ -18,8 +18,7 @@ import pdcompile
 from pdcompile.eager.loss_scale import LossScale, Scale
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.plan import Plan
-from pdcompile.runtime.transport.norms import Norms
-from pdcompile.runtime.transport.reductions import LocalSums
+from pdcompile.runtime.transport.reductions import LocalSums, Norms
 from tests.helpers.alike import COMMON, PLANNED, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet

@@ -196,8 +196,8 @@ SENDERS = {
     "pdcompile.runtime.transport.links": {"send", "recv"},  # gloo's own
     "pdcompile.runtime.transport.device_groups": {"send", "recv", "allreduce"},  # once, to connect
     "pdcompile.runtime.transport.reductions": {"allreduce"},  # a collective, as a whole
-    "pdcompile.runtime.failure.agreement": {"send", "receive"},
-    "pdcompile.runtime.state.initial": {"broadcast"},
+    "pdcompile.runtime.failure.guarded": {"send", "receive"},
+    "pdcompile.runtime.state.model_state": {"broadcast"},
 }
 
 

@@ -16,7 +16,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, ContractError, LaunchError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_options
-from pdcompile.runtime.failure.verdict import Verdict
+from pdcompile.runtime.failure.first_cause import Verdict
 from pdcompile.runtime.transport import reductions
 from pdcompile.schedule import Action
 from tests.helpers.alike import CLOSE, COMMON, PLANNED, close

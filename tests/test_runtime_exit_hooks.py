@@ -15,7 +15,7 @@ from pdcompile.errors import InputError
 from pdcompile.runtime.failure import exit_hooks
 from pdcompile.runtime.failure.exit_hooks import PipelineExit
 from pdcompile.runtime.failure.first_cause import Failures, describe
-from pdcompile.runtime.failure.peer_exit_status import exit_status, identity
+from pdcompile.runtime.failure.host_peers import exit_status, identity
 from pdcompile.runtime.transport.links import PeerLost
 from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes, torchrun
@@ -183,7 +183,7 @@ def test_an_error_without_a_line_of_the_programs() -> None:
 
 def ended(how: str) -> str:
     """What is known of a process that ended like this and was not waited for."""
-    script = "import os, sys; from pdcompile.runtime.failure.peer_exit_status import identity; "
+    script = "import os, sys; from pdcompile.runtime.failure.host_peers import identity; "
     script += f"print(identity()); {how}"
     command = [sys.executable, "-u", "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -24,10 +24,8 @@ from pdcompile.runtime.transport.contract import (
     read_header,
     to_bytes,
 )
-from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
-from pdcompile.runtime.transport.norms import Norms
-from pdcompile.runtime.transport.point_to_point import GroupTransport
-from pdcompile.runtime.transport.reductions import Board, LocalSums
+from pdcompile.runtime.transport.point_to_point import GroupTransport, LocalTransport, Wire, Wires
+from pdcompile.runtime.transport.reductions import Board, LocalSums, Norms
 from pdcompile.schedule import Action, Instruction, Kind
 
 DTYPES = [

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.errors import LaunchError
-from pdcompile.runtime.transport.seal import Seal, key
+from pdcompile.runtime.transport.start_up import Seal, key
 from tests.helpers.launch import processes
 
 SOON = timedelta(seconds=30)
@@ -135,7 +135,7 @@ def test_a_users_key_is_made_once_and_is_private(home: Path) -> None:
 
 
 def test_processes_that_make_it_at_once_agree(home: Path) -> None:
-    program = "from pdcompile.runtime.transport.seal import key; print(key().hex())"
+    program = "from pdcompile.runtime.transport.start_up import key; print(key().hex())"
     started = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(4)

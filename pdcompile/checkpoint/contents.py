@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from pdcompile.checkpoint.folder import newest
-from pdcompile.checkpoint.holding import Holding, HoldingKind
 from pdcompile.checkpoint.manifest import (
     ANOTHER,
     PLAN,
+    Holding,
+    HoldingKind,
     Manifest,
     StageState,
     StoredFile,
@@ -24,9 +25,10 @@ from pdcompile.checkpoint.manifest import (
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
 from pdcompile.checkpoint.scheduler_states import SchedulerPart
-from pdcompile.checkpoint.tensor_file import TensorFile, dtype_name
+from pdcompile.checkpoint.tensor_file import TensorFile
 from pdcompile.errors import CheckpointError, os_errors_as, some
 from pdcompile.files import read_limited
+from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
 
 
@@ -152,7 +154,7 @@ class Contents(OptimizerStates):
             raise CheckpointError(f"{key} is in no file", where=str(self.place), remedy=ANOTHER)
         found = self._file(self._placed[holding.place]).tensor(key)
         if like is not None:
-            stored, own = ((dtype_name(one), tuple(one.shape)) for one in (found, like))
+            stored, own = ((dtype_name(one.dtype), tuple(one.shape)) for one in (found, like))
             if stored != own:
                 raise self._unlike(holding.name, stored, own)
         return found

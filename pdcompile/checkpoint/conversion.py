@@ -1,23 +1,131 @@
-"""Checkpoints as plain safetensors files, which transformers and `weights=` read."""
+"""Checkpoints without a pipeline: in plain PyTorch, and as plain safetensors files.
+
+The files are those that transformers and `weights=` read.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
-from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.errors import CheckpointError, PdcompileError, some
+from pdcompile.checkpoint.extra_states import set_extra_states
+from pdcompile.checkpoint.manifest import Holding, HoldingKind
+from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
+from pdcompile.eager.optimizers import Optimizers
+from pdcompile.errors import CheckpointError, InputError, PdcompileError, some
 from pdcompile.files import write_whole
+from pdcompile.ir.targets import dtype_name
+from pdcompile.position import Position
+from pdcompile.weights.source import slots
 from pdcompile.weights.tensor_files import INDEX
+
+
+def load_checkpoint(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+) -> Position:
+    """Load a checkpoint of any plan into a model, and the optimizer's state into an optimizer.
+
+    The newest weights are taken, also where a schedule computes on older ones.
+
+    Args:
+        folder: what `pipe.save` was given, or one checkpoint in it.
+        optimizer: of the model's parameters, or several, in any order.  Where their groups are
+            others than when it was saved, each keeps its own learning rate.
+
+    Returns:
+        The minibatches that it was trained on.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model or optimizer; nothing was changed.
+    """
+    contents = open_checkpoint(Path(folder))
+    every = slots(model)
+    kept = {fqn: slot for fqn, slot in every.items() if slot.persistent}
+    tensors = {
+        name: (tuple(slot.tensor.shape), dtype_name(slot.tensor.dtype))
+        for slot in kept.values()
+        for name in slot.names
+    }
+    contents.check_model(tensors)
+    stored = {fqn: contents.first_name(slot.names) for fqn, slot in kept.items()}
+    held = {fqn: Holding(HoldingKind.WEIGHT, name) for fqn, name in stored.items()}
+    for fqn, slot in every.items():
+        for name in () if slot.persistent else slot.names:
+            if (hidden := Holding(HoldingKind.BUFFER, name)) in contents:
+                held.setdefault(fqn, hidden)
+    values = {fqn: contents.tensor(one, every[fqn].tensor) for fqn, one in held.items()}
+    parts = None
+    if isinstance(optimizer, Sequence):
+        optimizer = Optimizers(optimizer)
+    if optimizer is not None:
+        parts = optimizer_parts(
+            contents, optimizer, {fqn: slot.tensor for fqn, slot in kept.items()}, stored
+        )
+    extra = contents.extra_states()
+    with torch.no_grad():
+        for fqn, value in values.items():
+            every[fqn].tensor.copy_(value)
+    set_extra_states(model, extra)
+    if optimizer is not None and parts is not None:
+        names, groups, state = parts
+        load_named(optimizer, names, groups, state)
+    contents.close()
+    return contents.position
+
+
+def optimizer_parts(
+    contents: Contents,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    made: Sequence[NamedGroup] = (),
+) -> tuple[dict[int, str], list[NamedGroup], dict[str, dict[str, Any]]]:
+    """Names, groups and state of a checkpoint, as `load_named` takes them.
+
+    Args:
+        tensors: of the model, by name; `stored`: the name of each in the checkpoint.
+
+    Raises:
+        CheckpointError: it does not fit the optimizer.
+    """
+    if not contents.manifest.optimizer:
+        raise CheckpointError(
+            f"the checkpoint has the state of no optimizer, and this one is "
+            f"{type(optimizer).__name__}",
+            where=str(contents.place),
+            remedy="make the optimizer that it was saved with, or load weights and position "
+            "alone: pipe.load(folder, optimizer=False)",
+        )
+    names = names_of(tensors)
+    known: dict[str, list[str]] = {}
+    for fqn, one in stored.items():
+        known.setdefault(one, []).append(fqn)
+    groups = [
+        one._replace(names=tuple(name for old in one.names for name in known.get(old, ())))
+        for one in contents.groups()
+    ]
+    own = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+    read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
+    state = {name: values for name, values in read.items() if values}
+    try:
+        check_named(optimizer, names, groups, state, made)
+    except InputError as error:
+        where = f"{contents.place}: {error.where}"
+        raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
+    return names, groups, state
+
 
 _METADATA = ".metadata"
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from pdcompile.checkpoint.manifest import StoredFile, StoredTensor
 from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import CheckpointError, PdcompileError, os_errors_as
+from pdcompile.ir.targets import dtype_name
 
 _LENGTH = 8  # bytes that hold the header's length
 _MAX_HEADER = 100 * 2**20  # as the library has it
@@ -44,7 +45,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: str) -> S
             header = zlib.crc32(_header(file.read(_LENGTH), file.read, path))
         size = path.stat().st_size
     listed = (
-        StoredTensor(name, dtype_name(value), tuple(value.shape), _checksum(value))
+        StoredTensor(name, dtype_name(value.dtype), tuple(value.shape), _checksum(value))
         for name, value in plain.items()
     )
     return StoredFile(path.name, size, header, tuple(listed))
@@ -124,10 +125,10 @@ class TensorFile:
             found: Tensor = self._open.get_tensor(name)
         except Exception as error:  # the library has several kinds
             raise self._wrong(f"{name} cannot be read: {error}") from error
-        if stored is None or (dtype_name(found), tuple(found.shape)) != (
+        if stored is None or (dtype_name(found.dtype), tuple(found.shape)) != (
             stored.dtype, stored.shape,
         ):  # fmt: skip
-            shown = f"{dtype_name(found)} {tuple(found.shape)}"
+            shown = f"{dtype_name(found.dtype)} {tuple(found.shape)}"
             raise self._wrong(f"{name} is {shown} in the file, and not as the manifest says")
         if _checksum(found) != stored.crc32:
             raise self._wrong(f"{name} is damaged: its checksum does not fit")
@@ -138,11 +139,6 @@ class TensorFile:
 
     def _wrong(self, message: str) -> CheckpointError:
         return CheckpointError(message, where=str(self.path), remedy=_ANOTHER)
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """ "float32" of a tensor of torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
 from pdcompile.hardware import devices
 from pdcompile.options import Options
-from pdcompile.runtime.device.rank_device import DeviceMemory
+from pdcompile.runtime.device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
 from pdcompile.user_plans import check_here
 

@@ -4,8 +4,16 @@ A source is safetensors files, a function that fills one tensor at a time, or bo
 the values of any subset of a model's tensors, `materialise` puts them into the model.
 """
 
-from pdcompile.weights.slots import Slot, set_tensor, slots
-from pdcompile.weights.source import Source, check, materialise, open_source, read
+from pdcompile.weights.source import (
+    Slot,
+    Source,
+    check,
+    materialise,
+    open_source,
+    read,
+    set_tensor,
+    slots,
+)
 from pdcompile.weights.tensor_files import TensorFiles
 
 __all__ = [

@@ -1,23 +1,164 @@
-"""Sources of weights, files and a function of the user: checked, read, put into a model."""
+"""Sources of weights, files and a function of the user: checked, read, put into a model.
+
+Buffers that the model computes when it is built are in no file, and on the meta device they have no
+value.  Libraries that build models there have a method that fills the buffers of one module in
+place; its result is used only if it wrote all of it, which two runs on different memory show.  The
+constructor is never called again, because its arguments are not known.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 from pdcompile.errors import ConfigError, some
-from pdcompile.weights.recompute import recomputed
-from pdcompile.weights.slots import Slot, put, slots
+from pdcompile.ir.stage_interface import submodule_of
 from pdcompile.weights.tensor_files import TensorFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter or buffer.
+
+    `fqn` is its first name in the model, `names` are all of them (tied tensors have several);
+    `persistent` is False for a buffer that state_dict leaves out under every name.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    tensor: Tensor
+    persistent: bool
+
+
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Every parameter, then every buffer, by its first name and in the order of the model."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    kept: set[int] = set()
+    for registry in ("_parameters", "_buffers"):
+        for path, module in model.named_modules(remove_duplicate=False):
+            for leaf, tensor in vars(module)[registry].items():
+                if tensor is None:
+                    continue
+                tensors.setdefault(id(tensor), tensor)
+                names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
+                if registry == "_parameters" or leaf not in module._non_persistent_buffers_set:
+                    kept.add(id(tensor))
+    return {
+        found[0]: Slot(found[0], tuple(found), tensors[key], key in kept)
+        for key, found in names.items()
+    }
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor into a module under a dotted name: parameter, buffer or attribute as before."""
+    path, _, leaf = name.rpartition(".")
+    home = submodule_of(module, path)
+    registries: tuple[dict[str, Any], ...] = (home._parameters, home._buffers)
+    for registry in registries:
+        if leaf in registry:
+            registry[leaf] = tensor
+            return
+    setattr(home, leaf, tensor)
+
+
+def put(model: nn.Module, slot: Slot, value: Tensor) -> None:
+    """Gives a tensor its value under all of its names; one with memory is written in place."""
+    old = slot.tensor
+    if not old.is_meta:
+        old.detach().copy_(value)
+        return
+    new = value
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))  # attributes that the user or a library set on it
+    for name in slot.names:
+        set_tensor(model, name, new)
+
+
+def recomputed(
+    model: nn.Module, path: str, leaves: Sequence[str], seed: int
+) -> tuple[dict[str, Tensor], str]:
+    """Values of some buffers of the module at `path`, and "" or the reason why there are none.
+
+    The model is not changed: a copy without parameters is filled.
+    """
+    reasons = []
+    for name, fill in _ways(model, path):
+        try:
+            first, second = (
+                _filled(model.get_submodule(path), leaves, fill, k, seed_of(seed, 0, 0, path, 0))
+                for k in (0, 1)
+            )
+        except Exception as error:  # of any class: it is the model's code
+            reasons.append(f"{name} raised {type(error).__name__}: {error}")
+            continue
+        short = [leaf for leaf in leaves if not _same(first[leaf], second[leaf])]
+        if not short:
+            return first, ""
+        reasons.append(f"{name} does not fill {', '.join(short)}")
+    return {}, "; ".join(reasons) or "its module has no method that computes it"
+
+
+def _ways(model: nn.Module, path: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """The methods of libraries that may fill the buffers, each as a function of the module."""
+    module = model.get_submodule(path)
+    for name in ("init_non_persistent_buffers", "reset_parameters"):
+        if callable(getattr(module, name, None)):
+            yield f"{type(module).__name__}.{name}", methodcaller(name)
+    parts = path.split(".") if path else []
+    for count in range(len(parts), -1, -1):  # the innermost model around it
+        owner: Any = model.get_submodule(".".join(parts[:count]))
+        if callable(getattr(owner, "_init_weights", None)):
+            yield f"{type(owner).__name__}._init_weights", owner._init_weights
+            return
+
+
+def _filled(
+    module: nn.Module, leaves: Sequence[str], fill: Callable[[Any], Any], before: int, seed: int
+) -> dict[str, Tensor]:
+    """The buffers after `fill` ran on a copy of the module whose buffers held `before`."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in module.parameters()
+    }
+    twin = copy.deepcopy(module, memo)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+            twin._buffers[name] = torch.full_like(buffer, before, device="cpu")
+    with preserved_rng(), torch.no_grad(), torch.device("cpu"):
+        reseed(seed)
+        fill(twin)
+    found = {}
+    for leaf in leaves:
+        buffer, wanted = twin._buffers[leaf], module._buffers[leaf]
+        assert wanted is not None
+        if buffer is None or buffer.shape != wanted.shape or buffer.dtype != wanted.dtype:
+            raise TypeError(f"{leaf} became another tensor")
+        found[leaf] = buffer.detach()
+    return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are equal to the last bit; False on the meta device."""
+    if one.is_meta or other.is_meta:
+        return False
+    return torch.equal(flat_bytes(one), flat_bytes(other))
+
 
 Fill: TypeAlias = Callable[[str, Tensor], Any]
 

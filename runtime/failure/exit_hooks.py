@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from pdcompile.runtime.failure.first_cause import describe
+from pdcompile.runtime.failure.host_peers import identity
 from pdcompile.runtime.failure.instruction_log import number_in_words
-from pdcompile.runtime.failure.peer_exit_status import identity
 from pdcompile.runtime.failure.watchdog import Watchdog
 
 _open: list[PipelineExit] = []

@@ -2,12 +2,19 @@
 
 `StageRun` runs the stage.  Here are the minibatches that it runs for (`Feed`), what waits between
 forward and backward, and what a stage that recomputes keeps instead (`SecondRun`).
+
+The first run of a stage that recomputes is that of one which keeps its activations, with autograd
+on, because kernels are chosen by it and would round otherwise without; then its graph is dropped.
+Kept are the inputs as they came (what a stage writes in place it clones), and every buffer that
+forward writes as it was before.  The second run works on these copies, which are forgotten after
+it, so that the model's own buffers are written once.  Forward hooks of opaque modules run in the
+first run alone: those that do more than look were refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,18 +22,90 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
+from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
+from pdcompile.eager.module_hooks import HOOK_TABLES
 from pdcompile.ir.graph import size_at
-from pdcompile.ir.stage_interface import Port
+from pdcompile.ir.stage_interface import Port, submodule_of
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
-from pdcompile.runtime.device.rank_device import RankDevice
-from pdcompile.runtime.stage.absent import absent, is_absent
-from pdcompile.runtime.stage.second_run import Kept, SecondRun
+from pdcompile.runtime.device import RankDevice
+from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_tensor
+
+Place = tuple[str, str]  # path of a module in the stage, name of one of its buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One microbatch of a recomputing stage between its forward and its backward.
+
+    `given` are the stage's inputs in order, `leaves` what its loss reads of the caller's.
+    """
+
+    given: list[Any]
+    leaves: dict[str, Any]
+    buffers: dict[Place, Tensor]
+
+
+class SecondRun:
+    """Of one stage: which of its tensors forward writes, and which of its hooks run once."""
+
+    def __init__(self, module: nn.Module, compiled: Compiled, stage: int) -> None:
+        """`module`: one instance of the stage."""
+        interface, graph = compiled.interfaces[stage], compiled.capture.train
+        written = compiled.written_buffers(stage)
+        self._buffers: list[Place] = [
+            (path, leaf)
+            for name, _ in module.named_buffers(remove_duplicate=False)
+            for path, _, leaf in [name.rpartition(".")]
+            if interface.aliases.get(name, name) in written
+        ]
+        self._leaves = frozenset(graph.written_inputs())
+        self._hooked = [
+            (f"{path}.{below}" if below else path, table)
+            for path in interface.opaque
+            for below, one in submodule_of(module, path).named_modules()
+            for table in HOOK_TABLES
+            if getattr(one, table)
+        ]
+
+    def before(self, module: nn.Module, given: list[Any], leaves: dict[str, Any]) -> Kept:
+        """What is to be kept of the forward to come."""
+        copies: dict[int, Tensor] = {}  # of a buffer with several names there is one
+        buffers = {}
+        for path, leaf in self._buffers:
+            buffer = submodule_of(module, path)._buffers[leaf]
+            assert buffer is not None
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            buffers[path, leaf] = copies[id(buffer)]
+        # `given` is cloned where forward writes it; what the loss reads is not.
+        leaves = {p: x.clone() if p in self._leaves else x for p, x in leaves.items()}
+        return Kept(given, leaves, buffers)
+
+    @contextmanager
+    def around(self, module: nn.Module, buffers: dict[Place, Tensor]) -> Iterator[None]:
+        """While the module runs again: on these buffers, and without the hooks that ran."""
+        tables = [(submodule_of(module, path).__dict__, name) for path, name in self._hooked]
+        homes = [(submodule_of(module, path)._buffers, leaf) for path, leaf in buffers]
+        hooks = [table[name] for table, name in tables]
+        present = [home[leaf] for home, leaf in homes]
+        try:
+            for (home, leaf), copy in zip(homes, buffers.values(), strict=True):
+                home[leaf] = copy
+            for (table, name), every in zip(tables, hooks, strict=True):
+                table[name] = type(every)()
+            yield
+        finally:
+            for (home, leaf), buffer in zip(homes, present, strict=True):
+                home[leaf] = buffer
+            for (table, name), every in zip(tables, hooks, strict=True):
+                table[name] = every
+
 
 Leaves = dict[str, Any]  # of the caller's, by path
 

@@ -1,20 +1,83 @@
-"""The gradients of one stage, from accumulation to the update that takes them.
+"""Gradients of one stage, from accumulation to the update that takes them.
 
 Gradients of tied parameters, which other stages hold too, are accumulated by each of these on
 Parameters of their own.  Once an update, from the last stage to the owner, each adds its own to
 the sum of later ones.
+
+A stage sends a gradient for every value that it got, of a shape that is known before.  Where the
+backward of an autograd.Function returned None there is none, and zeros in its place would be
+another training: optimizers decay and move a parameter whose gradient is zero, and leave one alone
+that has no gradient.  What is sent then (`absent`) begins with a NaN that no arithmetic makes: of
+those that processors make the lower bits are 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.gradients import added, gradient_hooks, memory_of
 from pdcompile.hardware import devices
-from pdcompile.runtime.stage.absent import absent, is_absent
-from pdcompile.runtime.stage.numbering import Numbering
+
+_LOWEST, _MIDDLE, _HIGHEST = 0xD3, 0xFF, 0x7F  # bytes of a NaN in every dtype, little-endian
+
+
+def absent(like: Tensor) -> Tensor:
+    """What is sent in place of a gradient of this tensor: from host memory, where whoever gets it
+    within this process sees at once that it is none."""
+    found = torch.zeros_like(like, memory_format=torch.contiguous_format, device=devices.HOST)
+    memory = found.untyped_storage()
+    for n, byte in enumerate(_bytes(found) if found.numel() else ()):
+        memory[n] = byte
+    return found
+
+
+def is_absent(gradient: Tensor) -> bool:
+    """Whether a gradient that came in says that there was none."""
+    if gradient.layout != torch.strided or not gradient.numel():
+        return False
+    start, memory = gradient.storage_offset() * gradient.itemsize, gradient.untyped_storage()
+    if memory[start] != _LOWEST:
+        return False
+    return all(memory[start + n] == byte for n, byte in enumerate(_bytes(gradient)))
+
+
+def _bytes(tensor: Tensor) -> list[int]:
+    """Of the first number, of a complex one its real part."""
+    size = tensor.itemsize // (2 if tensor.is_complex() else 1)
+    return [_LOWEST, *[_MIDDLE] * (size - 2), _HIGHEST]
+
+
+class Numbering:
+    """Updates and versions of a stage by number, where one update takes `group` minibatches.
+
+    `begun`: the first minibatch whose gradients are known.
+    """
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self.begun = 0
+
+    def update(self, minibatch: int) -> int:
+        """The update that takes a minibatch: it replaces the version of this number."""
+        return minibatch // self.group
+
+    def version(self, minibatch: int, lag: int) -> int:
+        """The version that a minibatch runs on, where it is so many updates old."""
+        return max(minibatch // self.group - lag, 0)
+
+    def taken(self, minibatch: int) -> int:
+        """Of how many minibatches the update is that takes this one: less than the group where
+        the history began within it."""
+        end = (minibatch // self.group + 1) * self.group
+        return min(self.group, end - self.begun)
+
+    def waiting(self, minibatches: int) -> int:
+        """Of how many minibatches gradients then wait for the others of their group."""
+        return min(minibatches % self.group, minibatches - self.begun)
+
 
 Gradients = dict[str, Tensor]
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.runtime.stage.gradients import StageGradients
-from pdcompile.runtime.stage.numbering import Numbering
+from pdcompile.runtime.stage.gradients import Numbering, StageGradients
 from pdcompile.weights import set_tensor
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.checkpoint.tensor_file import dtype_name
 from pdcompile.errors import CheckpointError, PdcompileError
+from pdcompile.ir.targets import dtype_name
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.model_state import dtype_of
@@ -150,7 +150,7 @@ class Exchange:
         session = self._session
         if session.world is None:
             return [(json.loads(json.dumps(value)), tensors)]
-        listed = [(name, dtype_name(one), one.shape) for name, one in tensors.items()]
+        listed = [(name, dtype_name(one.dtype), one.shape) for name, one in tensors.items()]
         parts = self.everywhere([value, listed])
         box, broadcasts = Box({}, {}), []
         places: list[dict[str, tuple[int, int]]] = []

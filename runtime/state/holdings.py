@@ -8,8 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.checkpoint.manifest import StageState, StoredGroup, StoredScheduler
+from pdcompile.checkpoint.manifest import (
+    Holding,
+    HoldingKind,
+    StageState,
+    StoredGroup,
+    StoredScheduler,
+)
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
     named_groups,

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint, scheduler_parts
-from pdcompile.checkpoint.extra_states import set_extra_states
-from pdcompile.checkpoint.generators import restore, states_of
-from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.checkpoint.into_eager import optimizer_parts
+from pdcompile.checkpoint.conversion import optimizer_parts
+from pdcompile.checkpoint.extra_states import restore, set_extra_states, states_of
+from pdcompile.checkpoint.manifest import Holding, HoldingKind
 from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.checkpoint.scheduler_states import merged_state, scheduler_groups

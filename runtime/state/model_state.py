@@ -1,23 +1,107 @@
-"""State: the model's tensors by name, and the ranks that hold each."""
+"""Tensors of the model by name: their first values, and the ranks that hold each.
+
+First values are the model's, or, without values there, a source's.  All ranks start from the
+weights of rank 0, as after one process had built the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.checkpoint.extra_states import extra_states, set_extra_states, tensor_keys
 from pdcompile.compiled import Compiled
-from pdcompile.eager.digest import digest
+from pdcompile.eager.digest import digest, flat_bytes
 from pdcompile.eager.module_copies import copy_of
+from pdcompile.errors import ConfigError, ContractError, InputError, some
+from pdcompile.hardware import devices
 from pdcompile.ir.records import TensorInfo
 from pdcompile.ir.stage_interface import holding_stages
-from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.options import Options
+from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.state.given_state import check_state
+from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.watch.same_model import allow_forward
-from pdcompile.weights import set_tensor
+from pdcompile.warn import warn
+from pdcompile.weights import materialise, open_source, set_tensor, slots
+
+
+def check_state(
+    state: Any, shapes: Mapping[str, tuple[int, ...]], extra: Collection[str] = ()
+) -> None:
+    """Raise InputError unless it holds tensors under names and in shapes of the model.
+
+    Args:
+        shapes: of all that can be loaded, by name; a state may hold a part of it.
+        extra: names of what modules keep beside tensors.
+    """
+    if not isinstance(state, Mapping):
+        raise InputError(
+            f"a state is a dict from names to tensors, and this is of type {type(state).__name__}",
+            where="load_state_dict",
+            remedy=_instead(state),
+        )
+    unknown = [name for name in state if name not in shapes and name not in extra]
+    if unknown:
+        shown = ", ".join(map(str, unknown[:3])) + (", …" if len(unknown) > 3 else "")
+        raise InputError(
+            f"the model has nothing called {shown} ({len(unknown)} of {len(state)} names)",
+            where="load_state_dict",
+            remedy=_renamed(state, unknown, shapes),
+        )
+    for name, value in state.items():
+        if name in extra:
+            continue
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{name} is of type {type(value).__name__}, not a tensor",
+                where="load_state_dict",
+                remedy="give what state_dict() returns",
+            )
+        if tuple(value.shape) != shapes[name]:
+            raise InputError(
+                f"{name} is {tuple(value.shape)}, in the model it is {shapes[name]}",
+                where="load_state_dict",
+                remedy="load a state of a model with the same sizes, or leave this name out: "
+                "what is left out keeps its value",
+            )
+
+
+def _instead(state: Any) -> str:
+    if isinstance(state, str | PathLike):
+        return f"read the file: load_state_dict(torch.load({str(state)!r}))"
+    if isinstance(state, nn.Module):
+        return "load_state_dict(model.state_dict())"
+    return "give what state_dict() or full_state_dict() returned"
+
+
+def _renamed(
+    state: Mapping[Any, Any], unknown: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    for name in unknown:
+        if isinstance(state[name], Mapping) and set(state[name]) & set(shapes):
+            return f"that is a whole checkpoint: give the part of the model, [{name!r}]"
+    first = str(unknown[0])
+    for known in shapes:
+        if first.endswith(f".{known}"):
+            prefix = first.removesuffix(known)
+            return (
+                f"take off {prefix!r}: {{name.removeprefix({prefix!r}): value for name, value in "
+                "state.items()}"
+            )
+        if known.endswith(f".{first}"):
+            prefix = known.removesuffix(first)
+            return f"put {prefix!r} before the names: the model holds {known}"
+    near = get_close_matches(first, list(shapes), n=1)
+    example = near[0] if near else next(iter(shapes), "")
+    hint = f"the nearest name is {example}" if near else f"its names are such as {example}"
+    return f"load a state of this model; {hint}"
 
 
 class State:
@@ -214,3 +298,118 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
     return value
+
+
+def initial_state(
+    model: nn.Module,
+    options: Options,
+    compiled: Compiled,
+    ranks: list[int],
+    world: World | None,
+) -> State:
+    """The tensors that this process's `ranks` hold, with values that are equal on every rank.
+
+    With ``weights=`` a process reads the tensors of its own stages and no others.
+
+    Raises:
+        ConfigError: tensors have no values and none are to be had.
+        ContractError: ranks that hold one tensor got different values for it.
+    """
+    if options.weights is None:
+        state = State(model, compiled, ranks)
+        here = {f: t for f, t in state.tensors.items() if f not in options.held}
+        refuse_meta(here)
+        if world is not None:
+            same_start(world, here)
+        return state
+    source = open_source(options.weights, seed=options.seed)
+    built = [s.fqn for s in slots(model).values() if not (s.tensor.is_meta or source.stored(s))]
+    names = None
+    if world is not None:
+        held = compiled.stages_of_rank
+        mine = [compiled.interfaces[stage] for rank in ranks for stage in held[rank]]
+        names = {name for one in mine for name in (*one.parameters, *one.buffers)}
+    materialise(model, source, names)
+    state = State(model, compiled, ranks)
+    refuse_meta({fqn: t for fqn, t in state.tensors.items() if names is None or fqn in names})
+    refuse_meta(compiled.capture.train.tensor_values)
+    if world is not None:
+        same_start(world, {fqn: state.tensors[fqn] for fqn in built})
+        same_values(world, state.tensors, state.shared())
+    return state
+
+
+def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for a model without weights: it can be planned, but not run."""
+    empty = [fqn for fqn, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        raise ConfigError(
+            f"{len(empty)} tensors of the model have no values, they are on the meta device: "
+            f"{some(empty)}",
+            remedy="say where their values are: weights= a .safetensors file or a function (name, "
+            "tensor); or give them values before compile: model.to_empty(device='cpu') and load a "
+            "state_dict; `pdcompile plan` plans without",
+        )
+
+
+def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
+    """Compare checksums of all tensors; where ranks differ, everyone takes rank 0's values.
+
+    A program that does not seed its initialisation builds another model on every rank: stages would
+    be parts of models that never existed together, and tied copies would disagree.  Every rank of
+    the pipeline calls this with the same names in the same order.
+    """
+    world.store.set(f"weights/{world.rank}", str(_checksum(tensors)))
+    with world.peers.log.meeting():
+        sums = {bytes(world.store.get(f"weights/{rank}")) for rank in range(world.size)}
+    if len(sums) == 1:
+        return
+    for tensor in tensors.values():
+        flat = _bytes(tensor)
+        if flat.numel() == 0:
+            continue
+        with world.peers.log.meeting():
+            world.group.broadcast(flat, 0).wait()
+        if world.rank != 0:
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+    if world.rank == 0:
+        warn(
+            "the ranks built different weights: all continue with those of rank 0; call "
+            "torch.manual_seed before building the model",
+            RuntimeWarning,
+        )
+
+
+def same_values(
+    world: World, tensors: Mapping[str, Tensor], shared: Mapping[str, list[int]]
+) -> None:
+    """Raise ContractError where ranks that hold one tensor gave it different values.
+
+    `shared`: the ranks that hold each tensor that this rank and others hold.
+    """
+    for fqn in shared:
+        world.store.set(f"values/{fqn}/{world.rank}", str(_checksum({fqn: tensors[fqn]})))
+    for fqn, ranks in shared.items():
+        keys = [f"values/{fqn}/{rank}" for rank in ranks]
+        with world.peers.log.meeting():
+            world.store.wait(keys, WAIT)  # a large stage takes its time to read
+        if len({bytes(world.store.get(key)) for key in keys}) > 1:
+            raise ContractError(
+                f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
+                where=fqn,
+                remedy="give every rank the same files; a function given as weights= draws from "
+                "torch's default generator, which is seeded for each name, and from no other",
+            )
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    total = 0
+    for tensor in tensors.values():
+        total = zlib.crc32(_bytes(tensor).numpy().data, total)
+    return total
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The values as a flat run of bytes on the CPU (a copy unless they already are one)."""
+    return flat_bytes(devices.to_host(tensor.detach()))

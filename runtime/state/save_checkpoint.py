@@ -13,10 +13,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pdcompile.checkpoint import folder as checkpoints
-from pdcompile.checkpoint.extra_states import encoded_extra_states
-from pdcompile.checkpoint.generators import generator_states
-from pdcompile.checkpoint.holding import HoldingKind
-from pdcompile.checkpoint.manifest import VERSION, Manifest, StageState, StoredFile, StoredStage
+from pdcompile.checkpoint.extra_states import encoded_extra_states, generator_states
+from pdcompile.checkpoint.manifest import (
+    VERSION,
+    HoldingKind,
+    Manifest,
+    StageState,
+    StoredFile,
+    StoredStage,
+)
 from pdcompile.checkpoint.tensor_file import TensorFile, unwritten, write_tensors
 from pdcompile.errors import CheckpointError
 from pdcompile.jsonio import decode, dumps, encode

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from pdcompile.checkpoint.contents import OptimizerStates
 from pdcompile.checkpoint.extra_states import extra_states
-from pdcompile.checkpoint.holding import HoldingKind
-from pdcompile.checkpoint.manifest import StageState
+from pdcompile.checkpoint.manifest import HoldingKind, StageState
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
     load_named,

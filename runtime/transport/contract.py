@@ -19,6 +19,7 @@ from torch import Tensor
 from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import ContractError
 from pdcompile.ir.graph import DTYPE_BYTES
+from pdcompile.ir.targets import dtype_name
 from pdcompile.schedule import Kind
 
 MAX_DIMS = 12
@@ -168,18 +169,14 @@ def check_tensor(tensor: object, expected: Expected, what: str) -> None:
         raise ContractError(f"{what} is a {type(tensor).__name__}, not a tensor")
     if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
         raise ContractError(
-            f"{what} is {_text(tensor.dtype)} {tuple(tensor.shape)}, planned was "
-            f"{_text(expected.dtype)} {expected.shape}",
+            f"{what} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, planned was "
+            f"{dtype_name(expected.dtype)} {expected.shape}",
             remedy="if the stage's source was edited, keep the shapes and dtypes of its results",
         )
 
 
 def _code(dtype: torch.dtype) -> int:
-    return _DTYPES.index(_text(dtype))
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return _DTYPES.index(dtype_name(dtype))
 
 
 def _shown(name: str, value: int) -> str:

@@ -29,17 +29,13 @@ from pdcompile.hardware import devices
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import default_store, gloo_options
-from pdcompile.runtime.device.rank_device import RankDevice
+from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.failure.exit_hooks import PipelineExit
-from pdcompile.runtime.failure.first_cause import Failures, describe
-from pdcompile.runtime.failure.host_peers import HostPeers
-from pdcompile.runtime.failure.peer_exit_status import network
-from pdcompile.runtime.failure.termination import end_with_launcher
-from pdcompile.runtime.failure.verdict import verdict_of
-from pdcompile.runtime.failure.watchdog import Watchdog
+from pdcompile.runtime.failure.first_cause import Failures, describe, verdict_of
+from pdcompile.runtime.failure.host_peers import HostPeers, network
+from pdcompile.runtime.failure.watchdog import Watchdog, end_with_launcher
 from pdcompile.runtime.transport import device_groups
-from pdcompile.runtime.transport.seal import Seal
-from pdcompile.runtime.transport.start_up import StartUp
+from pdcompile.runtime.transport.start_up import Seal, StartUp
 
 Made = TypeVar("Made")
 _TRANSPORT = "PDCOMPILE_TRANSPORT"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pdcompile.releases.torch_internals import profiler_records, record_functions
-from pdcompile.runtime.device.fetched import DeviceFailed, Fetched, device_failed
+from pdcompile.runtime.device import DeviceFailed, Fetched, device_failed
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS

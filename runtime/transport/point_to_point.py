@@ -1,4 +1,4 @@
-"""Point-to-point messages over torch.distributed: isend and irecv, nothing else.
+"""Point-to-point messages: isend and irecv of torch.distributed, nothing else; or in one process.
 
 Why not send and recv: a gloo send returns only when the peer has posted its receive, so blocking
 sends deadlock under most schedules.  Channels are first-in-first-out and apart (see `links`).
@@ -7,26 +7,31 @@ Every Work is kept and waited for, and the memory of a message belongs to it unt
 The header of a channel's first message (see `contract`) makes the receiver post its first
 payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
 sender may wait for its sends as usual.  The header itself is awaited some calls later (`settle`).
+
+Inside one process (`LocalTransport`) messages lie in queues, and nothing is copied: the same
+instruction lists run over it, so that a debugger sees all stages.  A receive is ready when the
+sender has sent; a send is complete at once, because the tensor itself is handed over.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pdcompile.batch import memory_order
-from pdcompile.runtime.device.fetched import Fetched
-from pdcompile.runtime.device.rank_device import Landing, RankDevice
-from pdcompile.runtime.stage.absent import absent, is_absent
+from pdcompile.runtime.device import Fetched, Landing, RankDevice
+from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     SEAL_BYTES,
     Channel,
     Expected,
     check_seal,
+    check_tensor,
     from_bytes,
     header_of,
     read_header,
@@ -350,3 +355,62 @@ class _Received(Handle):
         if self._pooled and self._flat is not None:
             self._source.slots.append(self._flat)
             self._flat = None
+
+
+@dataclass(slots=True)
+class Wire:
+    """Messages on one channel: the k-th receive gets the k-th send, whenever it is waited for."""
+
+    messages: dict[int, Tensor] = field(default_factory=dict)  # sent and not yet waited for
+    num_sent: int = 0
+    num_posted: int = 0
+
+
+#: of all ranks of one process, by sender, receiver and channel
+Wires = defaultdict[tuple[int, ...], Wire]
+
+
+class LocalTransport:
+    """One rank's end of the wires."""
+
+    blocking = False
+
+    def __init__(self, rank: int, wires: Wires) -> None:
+        self.rank = rank
+        self._wires = wires
+
+    def send(
+        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
+    ) -> Handle:
+        key = (self.rank, channel.peer, channel.kind, channel.edge, channel.target)
+        wire = self._wires[key]
+        wire.messages[wire.num_sent] = tensor.detach()
+        wire.num_sent += 1
+        return Done()
+
+    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
+        key = (channel.peer, self.rank, channel.kind, channel.edge, channel.target)
+        return _Queued(channel, expected, self._wires[key])
+
+    def settle(self, call: int | None = None) -> None:
+        """No-op: no message is ever outstanding."""
+
+    def abandon(self) -> None:
+        self._wires.clear()
+
+
+class _Queued(Handle):
+    def __init__(self, channel: Channel, expected: Expected, wire: Wire) -> None:
+        self._channel = channel
+        self._expected = expected
+        self._wire = wire
+        self._number = wire.num_posted
+        wire.num_posted += 1
+
+    def ready(self) -> bool:
+        return self._number in self._wire.messages
+
+    def wait(self) -> Tensor:
+        tensor = self._wire.messages.pop(self._number)
+        check_tensor(tensor, self._expected, f"what came on {self._channel}")
+        return tensor

@@ -37,7 +37,7 @@ from pdcompile.options.table import ROWS
 from pdcompile.runtime.transport.launch import from_rank0
 from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
 from pdcompile.runtime.watch.attribute_watch import owners
-from pdcompile.runtime.watch.coupling import small_copy
+from pdcompile.runtime.watch.optimizer_watch import small_copy
 from pdcompile.runtime.watch.same_model import check_alike, planned_beside
 from pdcompile.weights import slots
 

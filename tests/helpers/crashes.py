@@ -18,7 +18,7 @@ import torch
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.folder import LATEST, newest
-from pdcompile.checkpoint.holding import Holding, HoldingKind
+from pdcompile.checkpoint.manifest import Holding, HoldingKind
 from pdcompile.errors import CheckpointError, PdcompileError
 from tests.helpers.launch import processes, torchrun
 from tests.helpers.pipelines import states_equal

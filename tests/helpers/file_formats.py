@@ -18,10 +18,16 @@ from safetensors.torch import save_file
 
 from pdcompile import jsonio
 from pdcompile.checkpoint.contents import open_checkpoint, scheduler_parts
+from pdcompile.checkpoint.extra_states import states_of
 from pdcompile.checkpoint.folder import LATEST
-from pdcompile.checkpoint.generators import states_of
-from pdcompile.checkpoint.holding import Holding, HoldingKind
-from pdcompile.checkpoint.manifest import MANIFEST, PLAN, Manifest, read_manifest
+from pdcompile.checkpoint.manifest import (
+    MANIFEST,
+    PLAN,
+    Holding,
+    HoldingKind,
+    Manifest,
+    read_manifest,
+)
 from pdcompile.checkpoint.plain_values import Encoder
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled

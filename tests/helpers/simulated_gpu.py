@@ -32,9 +32,7 @@ from torch.utils._pytree import tree_leaves
 from pdcompile.cluster import Device
 from pdcompile.hardware import devices
 from pdcompile.releases.torch_internals import gloo_options
-from pdcompile.runtime.device import of_rank
-from pdcompile.runtime.device.fetched import Deferred
-from pdcompile.runtime.device.queued_device import QueuedDevice
+from pdcompile.runtime.device import Deferred, QueuedDevice, of_rank
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.launch import World
 

@@ -1,0 +1,369 @@
+"""Device of a process: where its tensors live, and in what order work on them is done.
+
+On the CPU work is done when a call returns.  On a GPU it is queued, and a rank's program is the
+order of one stream, on which all of its stages compute.  What goes on beside that (copies between
+the memory of device and host) begins after what the stream had queued when its instruction came,
+and ends before what is queued after the instruction that waits for it.  So what a program is
+proved to do in its order is done in that order on the device, and nothing but copies has to say
+for what it waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from queue import SimpleQueue
+from threading import Event as Flag
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import LaunchError, PdcompileError
+from pdcompile.hardware import devices
+from pdcompile.plan import Plan
+
+
+class DeviceFailed(PdcompileError):
+    """Error with which something queued on the device ended."""
+
+
+def device_failed(text: str) -> DeviceFailed:
+    """The error for what torch said."""
+    said = text.partition("\n")[0]
+    return DeviceFailed(
+        f"what was queued on the device failed: {said}",
+        remedy="CUDA_LAUNCH_BLOCKING=1 names the op that did",
+    )
+
+
+class Event(Protocol):
+    """A place in what a device has queued."""
+
+    def query(self) -> bool:
+        """True once the device is past it."""
+
+    def synchronize(self) -> None:
+        """Wait for that."""
+
+
+class Fetched:
+    """A tensor in host memory that may be on its way there; `source` is kept until it has come."""
+
+    def __init__(
+        self, tensor: Tensor, done: Event | None = None, source: Tensor | None = None,
+        starter: Starter | None = None,
+    ) -> None:  # fmt: skip
+        self.tensor = tensor
+        self._done, self._source, self._starter = done, source, starter
+
+    def ready(self) -> bool:
+        """True once `wait` returns at once."""
+        return self._done is None or self._done.query()
+
+    def wait(self) -> Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+            self._done = self._source = None
+        return self.tensor
+
+    def then(self, start: Callable[[], Any]) -> Any:
+        """Begin what reads the tensor when it has come, and go on; returns the Work of that.
+
+        With a starter it begins after all that the starter was given before: what a peer gets comes
+        in the order of the program, whether it was on the device or not.
+        """
+        return start() if self._starter is None else self._starter.begin(self._done, start)
+
+
+class Deferred:
+    """The Work of something that begins when a device is past an event."""
+
+    def __init__(self, done: Event | None, start: Callable[[], Any]) -> None:
+        self._done = done
+        self._start: Callable[[], Any] | None = start
+        self._over = Flag()
+        self._work: Any = None
+        self._failed: Exception | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._over.is_set()
+
+    def run(self) -> None:
+        """Wait for the event, and begin."""
+        done = self._done
+        try:
+            if done is not None:
+                done.synchronize()
+        except Exception as error:
+            self._failed = device_failed(str(error))
+        else:
+            self._begin()
+        self.drop()
+
+    def _begin(self) -> None:
+        start = self._start
+        try:
+            self._work = None if start is None else start()
+        except RuntimeError as error:  # its frames hold the Work: keep the text alone
+            self._failed = RuntimeError(str(error))
+
+    def drop(self) -> None:
+        """Let go of everything; who waits goes on."""
+        self._done = self._start = None
+        self._over.set()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._failed is not None:
+            raise self._failed
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+class Starter:
+    """Begins things on a thread of its own, in order, so that no program waits for its device."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Deferred] = SimpleQueue()
+        self._waiting: list[Deferred] = []
+        self._thread: Thread | None = None
+
+    def begin(self, done: Event | None, start: Callable[[], Any]) -> Any:
+        """Begin when the device is past `done`, or at once if nothing before waits; returns the
+        Work of that."""
+        self._waiting = [one for one in self._waiting if not one.begun]
+        if done is None and not self._waiting:
+            return start()
+        found = Deferred(done, start)
+        self._waiting.append(found)
+        if self._thread is None:
+            self._thread = Thread(
+                target=_run_all, args=(self._queue,), name="pdcompile fetches", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(found)
+        return found
+
+    def abandon(self) -> None:
+        """Begin nothing more, so that connections can close."""
+        for one in self._waiting:
+            one.drop()
+        self._waiting.clear()
+
+
+def _run_all(queue: SimpleQueue[Deferred]) -> None:
+    while True:
+        one = queue.get()
+        if not one.begun:
+            one.run()
+        del one  # while nothing comes
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes: the most that tensors had, the most that torch has reserved for them, what any
+    process could still have, and all there is.
+
+    What is neither free nor reserved is context, libraries, communicators and other processes.
+    """
+
+    peak: int
+    reserved: int
+    free: int
+    total: int
+
+
+class Landing:
+    """Memory in which a message arrives; `beside`: the host's, on its way to the device."""
+
+    beside = False
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    def arrived(self) -> None:
+        """The message is there: what is computed from now on finds it on the device."""
+
+
+class RankDevice:
+    """The device of a process: the CPU, where what is computed is there when a call returns."""
+
+    device = devices.HOST
+    queued = False  # work is queued, and is not done when a call returns
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context of a program: runs it between what the user has queued and will queue."""
+        return nullcontext()
+
+    def making(self) -> AbstractContextManager[object]:
+        """Context of a forward: tensors that it makes of nothing are on the device."""
+        return nullcontext()
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """True if the host may read the tensor now."""
+        return True
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Memory on the device."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device; what is computed from now on finds it there."""
+        return tensor
+
+    def fetch(self, tensor: Tensor) -> Fetched:
+        """The tensor in host memory, as soon as it has been computed."""
+        return Fetched(tensor)
+
+    def landing(self, target: Tensor) -> Landing:
+        """Landing for a message into memory, of device or host, that is free from now on."""
+        return Landing(target)
+
+    def memory(self) -> DeviceMemory | None:
+        """Use of the device's memory; None on the CPU."""
+        return None
+
+    def drain(self) -> None:
+        """Wait for what is queued."""
+
+    def abandon(self) -> None:
+        """Begin nothing that still waits for the device."""
+
+
+class QueuedDevice(RankDevice):
+    """One GPU of a process.
+
+    All memory is from the allocator of the present stream, that of computing while a program runs:
+    what is freed there is used again by what is queued there later.  Copies beside it touch memory
+    only between a `fork` of that stream and an event that it waits for, or, outwards, as long as
+    somebody keeps the source.  Memory of the host is torch's own pool of pinned memory, which uses
+    none again before the copies that were begun with it are over.
+    """
+
+    queued = True
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """`cuda`: has the streams and events."""
+        self.device = device
+        self._cuda = cuda
+        self._compute, self._outward, self._inward = (cuda.Stream(device=device) for _ in range(3))
+        self._starter = Starter()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        users = self._cuda.current_stream(self.device)
+        self._compute.wait_stream(users)
+        try:
+            with self._cuda.stream(self._compute):
+                yield
+        finally:
+            users.wait_stream(self._compute)
+
+    def making(self) -> AbstractContextManager[object]:
+        return self.device
+
+    def on_host(self, tensor: Tensor) -> bool:
+        return devices.on_host(tensor)
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    @torch.no_grad()
+    def place(self, tensor: Tensor) -> Tensor:
+        if not self.on_host(tensor):
+            return tensor
+        target = torch.empty_like(tensor, device=self.device, requires_grad=False)
+        source = self.pinned_like(tensor).copy_(tensor)
+        self.fill(target, source, self.fork())
+        return target
+
+    @torch.no_grad()
+    def fetch(self, tensor: Tensor) -> Fetched:
+        if self.on_host(tensor):
+            return Fetched(tensor, starter=self._starter)
+        copy = self.pinned_like(tensor)
+        self._outward.wait_event(self.fork())
+        with self._cuda.stream(self._outward):
+            copy.copy_(tensor, non_blocking=True)
+        return Fetched(copy, self._past(self._outward), tensor, self._starter)
+
+    def landing(self, target: Tensor) -> Landing:
+        return Landing(target) if self.on_host(target) else _Beside(self, target)
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        """Memory of the host for a copy that goes on while the host does."""
+        return torch.empty_like(
+            tensor, device=devices.HOST, pin_memory=True, requires_grad=False
+        )  # fmt: skip
+
+    def fork(self) -> Event:
+        """Event behind all that has been queued so far."""
+        return self._past(self._cuda.current_stream(self.device))
+
+    def fill(self, target: Tensor, source: Tensor, free: Event) -> None:
+        """Copy from pinned memory when the device is past `free`; what is queued from now on finds
+        it there."""
+        self._inward.wait_event(free)
+        with self._cuda.stream(self._inward):
+            target.copy_(source, non_blocking=True)
+        self._cuda.current_stream(self.device).wait_event(self._past(self._inward))
+
+    def _past(self, stream: Any) -> Event:
+        found: Event = self._cuda.Event(blocking=True)  # who waits for it sleeps
+        found.record(stream)  # type: ignore[attr-defined]
+        return found
+
+    def memory(self) -> DeviceMemory:
+        free, total = self._cuda.mem_get_info(self.device)
+        reserved = self._cuda.max_memory_reserved(self.device)
+        return DeviceMemory(self._cuda.max_memory_allocated(self.device), reserved, free, total)
+
+    def drain(self) -> None:
+        self._past(self._compute).synchronize()
+
+    def abandon(self) -> None:
+        for copies in (self._outward, self._inward):
+            self._compute.wait_stream(copies)  # what they work on is about to be freed
+        self._starter.abandon()
+
+
+class _Beside(Landing):
+    """A message arrives in pinned memory, and goes on to the device."""
+
+    beside = True
+
+    def __init__(self, device: QueuedDevice, target: Tensor) -> None:
+        super().__init__(device.pinned_like(target))
+        self._device, self._target, self._free = device, target, device.fork()
+
+    def arrived(self) -> None:
+        self._device.fill(self._target, self.memory, self._free)
+
+
+def device_of(plan: Plan, ranks: Collection[int], *, alone: bool) -> RankDevice:
+    """The device of a process that has these ranks.
+
+    The processes of a host have GPUs by their numbers (LOCAL_RANK), in turn where there are fewer;
+    a process that is `alone` has all stages on the first one that torch sees.
+
+    Raises:
+        LaunchError: torch finds no GPU.
+    """
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    others = {cluster.devices[rank].kind for rank in ranks if not cluster.devices[rank].on_host}
+    if not others:
+        return RankDevice()
+    count = devices.gpus()
+    if not count:
+        raise LaunchError(
+            f"the plan has this process on {', '.join(sorted(others))}, and torch finds no GPU",
+            where="plan: cluster",
+            remedy="run it on such machines, or plan again for what is here: --cluster auto",
+        )
+    number = 0 if alone else int(os.environ.get("LOCAL_RANK", "0"))
+    return QueuedDevice(devices.gpu(number % count))
