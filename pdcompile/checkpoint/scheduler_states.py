@@ -27,7 +27,6 @@ _BY_GROUP = frozenset(
 )
 _WHOLE = "_milestones"
 _CONTAINERS = (list, tuple, dict)
-_NONE = object()
 
 
 class SchedulerPart(NamedTuple):
@@ -119,48 +118,46 @@ class _Merge:
                 k: self.value([v[k] for v in values], there.get(k), f"{where}.{k}") for k in first
             }
         if kinds not in ({list}, {tuple}):
-            return first if _all_same(values) else self._refuse(where, values)
+            return self._same_in_all(values, where)
         lengths = [len(value) for value in values]
-        if key in _BY_GROUP and lengths == self._counts:
-            return self._by_group(values, here, where)
-        if len({*lengths}) == 1 and any(isinstance(one, _CONTAINERS) for one in first):
+        known = key in _BY_GROUP and lengths == self._counts
+        if not known and len({*lengths}) == 1 and any(isinstance(v, _CONTAINERS) for v in first):
             now = [*(here if isinstance(here, type(first)) else ()), *[None] * len(first)]
             return type(first)(
                 self.value([v[n] for v in values], now[n], f"{where}.{n}")
                 for n in range(len(first))
             )
-        whole = first if _all_same(values) else _NONE
         fits = isinstance(here, type(first)) and len(here) == len(self._own)
-        if lengths != self._counts or not fits or key == _WHOLE:
-            return first if whole is not _NONE else self._refuse(where, values)
-        if whole is not _NONE and len(here) == len(first):  # is there one for each group, or not?
-            found = self._by_group(values, here, where)
-            if not _same(found, first):
-                raise self._error(
-                    where,
-                    f"{str(first)[:60]}: whether it goes by groups, whose order is another now, "
-                    "cannot be told",
-                )
-            return first
-        return self._by_group(values, here, where)
+        if not known and (lengths != self._counts or not fits or key == _WHOLE):
+            return self._same_in_all(values, where)
+        found = self._by_group(values, here, where)
+        if not known and _all_same(values) and len(here) == len(first) and not _same(found, first):
+            raise self._error(
+                where,
+                f"{str(first)[:60]}: whether it goes by groups, whose order is another now, cannot "
+                "be told",
+            )
+        return found
 
     def _by_group(self, values: Sequence[Any], here: Any, where: str) -> Any:
         found = []
         for n, sources in enumerate(self._sources):
             given = [values[part][group] for part, group in sources]
-            empty = not self._own[n]
-            if n in self._kept or not given or (empty and not _all_same(given)):
+            if n in self._kept or not given or (not self._own[n] and not _all_same(given)):
                 if not isinstance(here, list | tuple) or len(here) != len(self._own):
-                    self._refuse(where, given or values)
+                    raise self._unlike(where, given or values)
                 given = [here[n]]
-            elif not _all_same(given):
-                self._refuse(where, given)
-            found.append(given[0])
+            found.append(self._same_in_all(given, where))
         return type(values[0])(found)
 
-    def _refuse(self, where: str, values: Sequence[Any]) -> Any:
+    def _same_in_all(self, values: Sequence[Any], where: str) -> Any:
+        if not _all_same(values):
+            raise self._unlike(where, values)
+        return values[0]
+
+    def _unlike(self, where: str, values: Sequence[Any]) -> CheckpointError:
         other = next((one for one in values[1:] if not _same(one, values[0])), values[-1])
-        raise self._error(
+        return self._error(
             where,
             f"{str(values[0])[:60]} on one rank of those that saved it, and {str(other)[:60]} on "
             "another, and the stages or groups of this rank are of both",
