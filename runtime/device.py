@@ -50,7 +50,30 @@ class Event(Protocol):
         """Wait for that."""
 
 
-class Fetched:
+class Handle:
+    """A message in flight. `wait` returns the tensor of a receive.
+
+    `memory` is the address of the slot that a pooled receive is in.
+    """
+
+    memory = -1
+
+    def ready(self) -> bool:
+        """True if wait may be called now: on a blocking transport always."""
+        return True
+
+    def known(self) -> bool:
+        """True if wait returns at once."""
+        return False
+
+    def wait(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Give a pooled slot back: nobody reads the tensor any more."""
+
+
+class Fetched(Handle):
     """A tensor in host memory that may be on its way there; `source` is kept until it has come."""
 
     def __init__(
@@ -60,8 +83,7 @@ class Fetched:
         self.tensor = tensor
         self._done, self._source, self._starter = done, source, starter
 
-    def ready(self) -> bool:
-        """True once `wait` returns at once."""
+    def known(self) -> bool:
         return self._done is None or self._done.query()
 
     def wait(self) -> Tensor:

@@ -18,7 +18,7 @@ from pdcompile.batch.step_result import total_loss
 from pdcompile.eager.gradients import clip, memory_of
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
-from pdcompile.runtime.device import RankDevice
+from pdcompile.runtime.device import Handle, RankDevice
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.recording import Recording
@@ -26,7 +26,7 @@ from pdcompile.runtime.stage.compute import Compute, Feed, expected
 from pdcompile.runtime.stage.replicas import OF_REPLICAS, Replicas
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Channel, Expected
-from pdcompile.runtime.transport.point_to_point import Done, Handle, OnItsWay, Transport
+from pdcompile.runtime.transport.point_to_point import Done, Transport
 from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 from pdcompile.schedule.instruction import TO_WEIGHTS
@@ -99,7 +99,7 @@ class Losses(dict[int, Loss]):
         """This rank's part, of its microbatches' losses."""
         loss = self.of(minibatch)
         loss.own = total_loss(losses)
-        loss.add(self._transport.rank, OnItsWay(self._device.fetch(loss.own)))
+        loss.add(self._transport.rank, self._device.fetch(loss.own))
 
     def tell(self, minibatch: int, peer: int) -> None:
         own = self.of(minibatch).own

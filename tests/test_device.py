@@ -24,7 +24,7 @@ from tests.helpers.simulated_gpu import GPU, Event, SimulatedGpu, Stream
 from tests.test_device_order import LOCAL, SINGLE, trained
 from tests.test_runtime_distributed import BITWISE, FAILURES, OWN_LOOP
 
-ONE_OF_TWO_CALLS_AGO = "OnItsWay.wait"
+ONE_OF_TWO_CALLS_AGO = "Loss.wait"
 
 SIMULATED = """
 import os

@@ -23,9 +23,9 @@ from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.position import Accumulated
+from pdcompile.runtime.device import Handle
 from pdcompile.runtime.stage.gradients import Gradients
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
 from pdcompile.schedule import Action, Instruction
 from pdcompile.schedule.program import ending_in_sums

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch import memory_order
-from pdcompile.runtime.device import Fetched, Landing, RankDevice
+from pdcompile.runtime.device import Fetched, Handle, Landing, RankDevice
 from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
@@ -47,29 +47,6 @@ ON_HOST = frozenset((Kind.CALL, Kind.LOSS, Kind.STATE))
 MAY_LACK = frozenset((Kind.GRADIENT, Kind.TIED))  # may be absent (see `absent`)
 
 
-class Handle:
-    """A message in flight. `wait` returns the tensor of a receive.
-
-    `memory` is the address of the slot that a pooled receive is in.
-    """
-
-    memory = -1
-
-    def ready(self) -> bool:
-        """True if wait may be called now: on a blocking transport always."""
-        return True
-
-    def known(self) -> bool:
-        """True if wait returns at once."""
-        return False
-
-    def wait(self) -> Tensor | None:
-        raise NotImplementedError
-
-    def free(self) -> None:
-        """Give a pooled slot back: nobody reads the tensor any more."""
-
-
 class Done(Handle):
     """A message that needs no waiting for, such as from another stage of the same rank."""
 
@@ -81,19 +58,6 @@ class Done(Handle):
 
     def wait(self) -> Tensor | None:
         return self._tensor
-
-
-class OnItsWay(Handle):
-    """A tensor of this rank, on its way to host memory."""
-
-    def __init__(self, fetched: Fetched) -> None:
-        self._fetched = fetched
-
-    def known(self) -> bool:
-        return self._fetched.ready()
-
-    def wait(self) -> Tensor:
-        return self._fetched.wait()
 
 
 class Transport(Protocol):

@@ -24,10 +24,9 @@ from torch import Tensor
 from pdcompile.eager.gradients import norm_of
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.errors import ConfigError, ContractError, PdcompileError
-from pdcompile.runtime.device import Fetched, RankDevice
+from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.links import PeerLost, lost, unrecorded
-from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.schedule.spec import BUCKET_BYTES
 
 #: what ranks in one process have given: by sum, by place among them

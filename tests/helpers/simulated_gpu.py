@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 from pdcompile.cluster import Device
 from pdcompile.hardware import devices
 from pdcompile.releases.torch_internals import gloo_options
-from pdcompile.runtime.device import Deferred, QueuedDevice, of_rank
+from pdcompile.runtime import device as runtime_device
+from pdcompile.runtime.device import Deferred, QueuedDevice
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.launch import World
 
@@ -279,7 +280,7 @@ class SimulatedGpu(TorchDispatchMode):
         enter(patch(devices, "gpu", lambda _: GPU))
         enter(patch(devices, "on_host", lambda tensor: self.memory(tensor).kind != "device"))
         enter(patch(devices, "to_host", self.to_host))
-        enter(patch(of_rank, "QueuedDevice", lambda device: QueuedDevice(device, self)))
+        enter(patch(runtime_device, "QueuedDevice", lambda device: QueuedDevice(device, self)))
         enter(patch(QueuedDevice, "pinned_like", lambda _, tensor: self.pinned_like(tensor)))
         connected = World._connected
         enter(patch(World, "_connected", lambda *given: Gloo(self, connected(*given))))
