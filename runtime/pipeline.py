@@ -31,10 +31,9 @@ from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.evaluations import Evaluations, Form, Recompile
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
-from pdcompile.runtime.saving import Saving
+from pdcompile.runtime.saving import Saving, flush_before_state
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard
-from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.transport import launch
 from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.runtime.watch import same_model

@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "runtime": (("runtime",), 9_365),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        4_240,
+        4_170,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_070),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),

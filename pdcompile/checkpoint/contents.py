@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pdcompile.checkpoint.folder import newest
+from pdcompile.checkpoint.folder import TensorFile, newest
 from pdcompile.checkpoint.manifest import (
     ANOTHER,
     PLAN,
@@ -25,7 +25,6 @@ from pdcompile.checkpoint.manifest import (
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
 from pdcompile.checkpoint.scheduler_states import SchedulerPart
-from pdcompile.checkpoint.tensor_file import TensorFile
 from pdcompile.errors import CheckpointError, os_errors_as, some
 from pdcompile.files import read_limited
 from pdcompile.ir.targets import dtype_name

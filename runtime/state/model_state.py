@@ -197,11 +197,7 @@ class State:
             for fqn, tensor in self.tensors.items()
             if mine.isdisjoint(self._holders.get(fqn, mine)) and fqn not in keep
         }
-        for name in _names(self._model):
-            fqn = self._canonical.get(name, name)
-            if fqn in gone:
-                set_tensor(self._model, name, gone[fqn])
-        self.tensors.update(gone)
+        self._replace(gone)
 
     def place(self, device: RankDevice) -> None:
         """The tensors that this process holds go to its device: parameters stay the same objects,
@@ -217,10 +213,14 @@ class State:
                 tensor.grad = None if gradient is None else device.place(gradient)
             else:
                 moved[fqn] = device.place(tensor)
+        self._replace(moved)
+
+    def _replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Others take the place of some tensors, under all of their names."""
         for name in _names(self._model):
-            if (fqn := self._canonical.get(name, name)) in moved:
-                set_tensor(self._model, name, moved[fqn])
-        self.tensors.update(moved)
+            if (fqn := self._canonical.get(name, name)) in tensors:
+                set_tensor(self._model, name, tensors[fqn])
+        self.tensors.update(tensors)
 
     def part(self) -> dict[str, Tensor]:
         """Tensors that this process holds, live and detached, under the model's names."""

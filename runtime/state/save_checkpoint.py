@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdcompile.checkpoint import folder as checkpoints
 from pdcompile.checkpoint.extra_states import encoded_extra_states, generator_states
+from pdcompile.checkpoint.folder import TensorFile, unwritten, write_tensors
 from pdcompile.checkpoint.manifest import (
     VERSION,
     HoldingKind,
@@ -22,7 +23,6 @@ from pdcompile.checkpoint.manifest import (
     StoredFile,
     StoredStage,
 )
-from pdcompile.checkpoint.tensor_file import TensorFile, unwritten, write_tensors
 from pdcompile.errors import CheckpointError
 from pdcompile.jsonio import decode, dumps, encode
 from pdcompile.position import Position
