@@ -189,8 +189,7 @@ RANK_COLUMNS = (
 FORMS_HEADER = """## Closed forms
 
 b is the microbatch size, s the sequence length; of what has no closed form the number of the
-example is in the sums.  oneDNN rounds the workspace of an LSTM up to pages, part by part: those
-are the ceilings."""
+example is in the sums, as is what oneDNN keeps of an LSTM: whole pages."""
 FORMS = ("model", "symbols", "bytes in closed form", "FLOPs of the forward", "saved bytes", "no s")
 
 

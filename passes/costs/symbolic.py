@@ -31,7 +31,6 @@ from pdcompile.passes.costs.closed_forms import (
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
-from pdcompile.passes.costs.workspaces import Workspace, workspace
 from pdcompile.units import format_bytes, format_flops
 
 
@@ -232,7 +231,7 @@ def symbolic(
     if not layout.splits or len(sizes) < 3:
         reason = without or "it is captured for one microbatch size only"
         return _concrete(own, reason if layout.splits else "nothing of the call is split")
-    samples: dict[Point, list[_Sized]] = {
+    samples: dict[Point, list[SymbolicOp]] = {
         (b, s): _numbers(graph, b) for (s, graph), b in product(graphs.items(), sizes)
     } or {(b,): _numbers(own, b) for b in sizes}
     example = (own.batch_size, next(iter(graphs))) if graphs else (own.batch_size,)
@@ -296,10 +295,7 @@ def _batch_sizes(own: OpGraph, others: Sequence[OpGraph]) -> list[int]:
     return sorted({own.batch_size, *fitting[:3]})[:4]
 
 
-_Sized = tuple[SymbolicOp, Workspace | None]  # numbers, and which of the saved bytes come in pages
-
-
-def _numbers(graph: OpGraph, b: int) -> list[_Sized]:
+def _numbers(graph: OpGraph, b: int) -> list[SymbolicOp]:
     """Costs of each op at one size; an opaque module has no closed form."""
     kept = kept_storages(graph, b).new()
 
@@ -311,17 +307,16 @@ def _numbers(graph: OpGraph, b: int) -> list[_Sized]:
             kept[op.name], not op.opaque,
         )  # fmt: skip
 
-    return [(numbers(call), workspace(call)) for call in costed_ops(graph, b)]
+    return [numbers(call) for call in costed_ops(graph, b)]
 
 
-def _op(samples: Mapping[Point, _Sized], example: Point) -> SymbolicOp:
-    own, pages = samples[example]
+def _op(samples: Mapping[Point, SymbolicOp], example: Point) -> SymbolicOp:
+    own = samples[example]
     known = own.symbolic
 
-    def form(number: Callable[[SymbolicOp, Workspace], int]) -> Any:
+    def form(number: Callable[[SymbolicOp], int]) -> Any:
         nonlocal known
-        none = Workspace((), 0, 0)
-        values = {point: number(op, paged or none) for point, (op, paged) in samples.items()}
+        values = {point: number(op) for point, op in samples.items()}
         if len(set(values.values())) == 1:
             return values[example]
         found = polynomial_through(values)
@@ -329,15 +324,12 @@ def _op(samples: Mapping[Point, _Sized], example: Point) -> SymbolicOp:
         return values[example] if found is None else found
 
     shape = own.shape
-    if len({len(op.shape) for op, _ in samples.values()}) > 1:
+    if len({len(op.shape) for op in samples.values()}) > 1:
         known = False
     else:
-        shape = tuple(form(lambda op, _, i=i: op.shape[i]) for i in range(len(shape)))  # type: ignore[misc]
-    flops, written = form(lambda op, _: op.flops), form(lambda op, _: op.output_bytes)
-    saved = form(lambda op, paged: op.saved_bytes - paged.bytes)
-    if pages is not None:
-        steps, rows = form(lambda _, paged: paged.steps), form(lambda _, paged: paged.rows)
-        saved = saved + Workspace(pages.kernels, steps, rows).bytes if known else own.saved_bytes
+        shape = tuple(form(lambda op, i=i: op.shape[i]) for i in range(len(shape)))  # type: ignore[misc]
+    flops, written = form(lambda op: op.flops), form(lambda op: op.output_bytes)
+    saved = form(lambda op: op.saved_bytes)
     return replace(
         own, shape=shape, flops=flops, output_bytes=written, saved_bytes=saved, symbolic=known
     )
@@ -345,7 +337,7 @@ def _op(samples: Mapping[Point, _Sized], example: Point) -> SymbolicOp:
 
 def _concrete(graph: OpGraph, reason: str) -> SymbolicCosts:
     point = (graph.batch_size,)
-    ops = tuple(replace(op, symbolic=False) for op, _ in _numbers(graph, graph.batch_size))
+    ops = tuple(replace(op, symbolic=False) for op in _numbers(graph, graph.batch_size))
     return SymbolicCosts(ops, (), (), reason, point, (point,))
 
 

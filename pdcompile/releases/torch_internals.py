@@ -81,7 +81,6 @@ class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
 NoTorchFunction: Any = torch._C.DisableTorchFunction  # and no function mode
 NoTorchDispatch: Any = torch._C._DisableTorchDispatch
 function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
-function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 without_function_mode: Callable[[], Any] = torch.overrides._pop_mode_temporarily
 dispatch_keys: Callable[[Tensor], Any] = torch._C._dispatch_keys
 

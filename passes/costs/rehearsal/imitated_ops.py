@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, saved_storages, tensors_in
-from pdcompile.passes.costs.workspaces import FLOAT, workspace
 
 RECURRENT = frozenset(("lstm", "gru", "rnn"))
 ATTENTION = "scaleddotproductattention"
+FLOAT = 4  # bytes
 ROWS = 32  # to multiples of which their number is rounded up
 REAL_BYTES = 1 << 28  # of one run on real tensors; larger ones are extrapolated from one sample
 
@@ -74,7 +74,8 @@ def fused_attention(call: CostedOp) -> Footprint | None:
 def by_running(
     call: CostedOp, build: Callable[[], nn.Module], at: Callable[[int], CostedOp]
 ) -> Footprint:
-    """The footprint of a recurrent layer, from real runs on zeros; bytes are affine in the batch.
+    """The footprint of a recurrent layer, from real runs on zeros; bytes are affine in the batch,
+    but for what oneDNN rounds up to pages.
 
     Args:
         build: makes the module on real tensors.
@@ -86,7 +87,6 @@ def by_running(
         return _run(call, build())
     # Kernels of a single sample may be others.
     low, high = _run(at(2), build()), _run(at(3), build())
-    in_pages = [_paged(one) for one in (at(2), at(3), call)]
 
     def line(first: int, second: int) -> int:
         return max(0, first + (second - first) * (b - 2))
@@ -94,14 +94,9 @@ def by_running(
     return Footprint(
         high.kept_inputs,
         high.kept_outputs,
-        line(low.extra_bytes - in_pages[0], high.extra_bytes - in_pages[1]) + in_pages[2],
+        line(low.extra_bytes, high.extra_bytes),
         line(low.workspace_bytes, high.workspace_bytes),
     )
-
-
-def _paged(call: CostedOp) -> int:
-    found = workspace(call)
-    return int(found.bytes) if found else 0
 
 
 def _run(call: CostedOp, module: nn.Module) -> Footprint:

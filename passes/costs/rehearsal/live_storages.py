@@ -85,14 +85,17 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collects the storages, by address, that autograd keeps of what runs inside."""
+def saved_storages(*, again: bool = True) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Collects the storages, by address, that autograd keeps of what runs inside.
+
+    `again`: backward follows; without it nothing else is kept.
+    """
     found: dict[int, torch.UntypedStorage] = {}  # held, or an address might come again
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor | None:
         storage = tensor.untyped_storage()
         found[storage._cdata] = storage
-        return tensor.detach()  # a result that its own node keeps would never die
+        return tensor.detach() if again else None  # a result its own node keeps would never die
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found

@@ -69,8 +69,6 @@ class Fakes:
             made = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
             if info.kind == "parameter":
                 made = nn.Parameter(made, requires_grad=info.requires_grad)
-                if info.requires_grad:
-                    made.grad = torch.empty_like(made)
             self.tensors[info.fqn] = made
         return self.tensors[info.fqn]
 
@@ -145,9 +143,8 @@ def staged(
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
         fakes.fill()
-        given = list(fakes.tensors.values())
-        given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        yield Stage(index, steps, ports, fakes, _Meter(given, inside_of(kernels)), footprints)
+        meter = _Meter([*fakes.tensors.values()], inside_of(kernels))
+        yield Stage(index, steps, ports, fakes, meter, footprints)
 
 
 def cast_as_recorded(ops: Iterable[Op]) -> AbstractContextManager[None]:
@@ -236,6 +233,10 @@ class Stage:
     def run(self, *, splits: bool = False) -> Resident:
         names = (*outside([step.op for step in self.steps]), *self.ports.received)
         arguments = {n: from_outside(self.index, n) for n in names}
+        for tensor in self.fakes.tensors.values():
+            if tensor.requires_grad:
+                tensor.grad = torch.empty_like(tensor)
+                self.meter.give([tensor.grad])
         self.meter.give(arguments.values())
         with self.meter:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
@@ -297,10 +298,8 @@ class Stage:
     def _forward(
         self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
     ) -> dict[str, Any]:
-        env: dict[str, Any] = dict(arguments)
-        env.update({name: entrance.value for name, entrance in entered.items()})
-        for name in self._written(tuple(arguments)):
-            env[name] = env[name].clone()
+        entrances = {name: entrance.value for name, entrance in entered.items()}
+        env = self.with_own_written({**arguments, **entrances})
         for step in self.steps:
             env[step.op.name] = self.checked(step.op, self.result(step.op, env))
             for name in step.ends:
@@ -338,11 +337,14 @@ class Stage:
         known = env.get(one.name)
         return from_outside(self.index, one.name) if known is None else known
 
-    def _written(self, arguments: Sequence[str]) -> list[str]:
-        """Arguments that ops of the stage write into: it works on copies of them."""
+    def with_own_written(self, arguments: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The arguments, with copies of those that ops of the stage write into."""
         values = self.index.graph.values
         written = {values[name].storage for step in self.steps for name in step.op.mutates}
-        return [name for name in arguments if values[name].storage in written]
+        return {
+            name: one.clone() if values[name].storage in written else one
+            for name, one in arguments.items()
+        }
 
     def _roots(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> list[Root]:
         roots: list[Root] = []
