@@ -1,20 +1,18 @@
-"""Costs at any microbatch size from measurements at two or three: seconds = α + β·work.
+"""Costs at any microbatch size from measurements at two or three.
 
 Work is what the roofline says of the op at that size, so that a product of matrices, a copy and
-an op that does not depend on the microbatch each follow a straight line.  One line is fitted for
-each kind of op (equal structural keys at every measured size), forward and backward apart.
+an op that does not depend on the microbatch each follow a straight line between measured sizes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.cluster import HOST_KIND
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import CostedOp, Machine, costed_ops, seconds, structural_key
+from pdcompile.passes.costs import CostedOp, costed_ops, seconds, structural_key
 from pdcompile.passes.profile import (
     Progress,
     Say,
@@ -31,45 +29,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LEAST_SECONDS = 1e-9  # shorter times count as this, so that errors can be relative
-
-
-@dataclass(frozen=True, slots=True)
-class FittedLine:
-    """``alpha_seconds + beta * work``, neither below 0; work in seconds of the roofline."""
-
-    alpha_seconds: float
-    beta: float
-
-    def at(self, work: float) -> float:
-        """Seconds for that much work."""
-        return self.alpha_seconds + self.beta * work
-
-
-def fit_line(points: Sequence[tuple[float, float]]) -> FittedLine:
-    """The line of the least relative errors through (work, seconds), at least one of them.
-
-    The slope is unknown for one point (then seconds are proportional to the work) and for points
-    of equal work (then seconds are constant).
-    """
-    rows = [(work, max(took, LEAST_SECONDS)) for work, took in points]
-    x, y = [1 / t for _, t in rows], [w / t for w, t in rows]  # of alpha and beta, to sum up to 1
-    xx, yy = math.fsum(a * a for a in x), math.fsum(b * b for b in y)
-    xy = math.fsum(a * b for a, b in zip(x, y, strict=True))
-    constant = FittedLine(math.fsum(x) / xx, 0.0)
-    if not yy:
-        return constant
-    proportional = FittedLine(0.0, math.fsum(y) / yy)
-    if len(rows) == 1:
-        return proportional
-    determinant = xx * yy - xy * xy
-    if determinant <= 1e-9 * xx * yy:
-        return constant
-    alpha = (math.fsum(x) * yy - math.fsum(y) * xy) / determinant
-    beta = (math.fsum(y) * xx - math.fsum(x) * xy) / determinant
-    if alpha < 0:
-        return proportional
-    return constant if beta < 0 else FittedLine(alpha, beta)
+def seconds_at(work: float, points: Sequence[tuple[float, float]]) -> float:
+    """Seconds for that much work from measured (work, seconds), at least one: on the line between
+    neighbours, and beyond them in proportion to the nearest."""
+    ordered = sorted(points)
+    for (low, short), (high, long) in pairwise(ordered):
+        if low <= work <= high and low < high:
+            return short + (long - short) * (work - low) / (high - low)
+    nearest, took = min(ordered, key=lambda point: abs(point[0] - work))
+    return took * work / nearest if nearest else took
 
 
 def interpolated(
@@ -83,37 +51,28 @@ def interpolated(
     Ops that no profile lists are left out, as in a measured one.
     """
     machine = machine_here(device_kind)
-    sizes = [profile.microbatch_size for profile in profiles]
-    known = [{entry.key: entry for entry in profile.entries} for profile in profiles]
-    measured = list(zip(*(costed_ops(graph, size) for size in sizes), strict=True))
-    lines: dict[tuple[str, ...], tuple[FittedLine, ...]] = {}
+    measured: dict[str, list[tuple[CostedOp, Entry]]] = {}  # of each op, at several sizes
+    for known in profiles:
+        entries = {entry.key: entry for entry in known.entries}
+        for call in costed_ops(graph, known.microbatch_size):
+            if entry := entries.get(structural_key(call)):
+                measured.setdefault(call.op.name, []).append((call, entry))
     found: dict[str, Entry] = {}
-    for call, calls in zip(costed_ops(graph, microbatch_size), measured, strict=True):
-        key = structural_key(call)
-        if key in found:
+    for call in costed_ops(graph, microbatch_size):
+        key, points = structural_key(call), measured.get(call.op.name)
+        if key in found or not points:
             continue
-        keys = tuple(map(structural_key, calls))
-        entries = {i: known[i][k] for i, k in enumerate(keys) if k in known[i]}
-        if not entries:
-            continue
-        if keys not in lines:
-            lines[keys] = _lines(calls, entries, machine)
-        work = 2 * seconds(call, machine)  # of forward and backward, and again to queue them
-        at = [line.at(own) for line, own in zip(lines[keys], work, strict=True)]
+        work = [2 * seconds(one, machine) for one, _ in points]
+        at = [
+            seconds_at(
+                own,
+                [(w[n], getattr(entry, name)) for w, (_, entry) in zip(work, points, strict=True)],
+            )
+            for n, (name, own) in enumerate(zip(SECONDS, 2 * seconds(call, machine), strict=True))
+        ]  # of forward and backward, and again to queue them
         found[key] = Entry(key, call.op.target, *at)
     first = profiles[0]
     return Profile(first.torch_version, first.device, microbatch_size, tuple(found.values()))
-
-
-def _lines(
-    calls: Sequence[CostedOp], entries: Mapping[int, Entry], machine: Machine
-) -> tuple[FittedLine, ...]:
-    """One for each of `SECONDS`."""
-    work = {i: 2 * seconds(calls[i], machine) for i in entries}
-    return tuple(
-        fit_line([(work[i][n], getattr(entry, name)) for i, entry in entries.items()])
-        for n, name in enumerate(SECONDS)
-    )
 
 
 MIDDLE_FROM = 8  # times the smallest size: the largest one from which a third is measured
@@ -136,8 +95,8 @@ class Sizes:
     """The graph with costs of one microbatch, at every size of a search.
 
     Args:
-        costs, device_kind: as for `profile`; only measured ones are fitted.
-        sizes: microbatch sizes that will be asked for; others are fitted as well.
+        costs, device_kind: as for `profile`; only measured ones are interpolated.
+        sizes: microbatch sizes that will be asked for; others are interpolated.
     """
 
     def __init__(
@@ -164,8 +123,7 @@ class Sizes:
             self._say(
                 f"costs at microbatch size{'s' if len(others) > 1 else ''} "
                 f"{', '.join(map(str, others))} follow from those measured at "
-                f"{', '.join(map(str, self._wanted))}: alpha + beta x work for each "
-                "kind of op"
+                f"{', '.join(map(str, self._wanted))}: on a line by the work of each op"
             )
 
     def at(self, size: int) -> OpGraph:
