@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_646),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_589),
-    "runtime": (("runtime",), 9_365),
+    "runtime": (("runtime",), 9_390),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         4_170,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +26,6 @@ from pdcompile.report.labels import Terminal
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
-_CONNECT_SECONDS = 2.0  # to torchrun's store
 
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
@@ -151,24 +147,11 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     for label, line in error.details():
         text.append(f"\n  {label}: ", style="bold")
         text.append(line)
-    if not under_torchrun() or _is_first_with(str(error)):
-        # soft_wrap: a path or a command that can be pasted is never broken.
-        stderr().print(text, soft_wrap=True)
+    if under_torchrun():
+        from pdcompile.runtime.failure.first_cause import is_first_with
+
+        if not is_first_with(str(error)):
+            return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
+    # soft_wrap: a path or a command that can be pasted is never broken.
+    stderr().print(text, soft_wrap=True)
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
-
-
-def _is_first_with(text: str) -> bool:
-    """True in the first rank that ends with this error, as torchrun's own store counts them, which
-    outlives the ranks; where there is none, every rank is the first."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    key = "/".join(("pdcompile", *start, hashlib.sha256(text.encode()).hexdigest()))
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with suppress(OSError, RuntimeError), socket.create_connection(address, _CONNECT_SECONDS):
-        # Connected: torch would write pages of a store that is not there.
-        wait = timedelta(seconds=_CONNECT_SECONDS)
-        return bool(TCPStore(*address, is_master=False, timeout=wait).add(key, 1) == 1)
-    return True
