@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_658,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_646),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_604),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_589),
     "runtime": (("runtime",), 9_390),
     "checkpoints and state": (
@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         4_170,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_070),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_300),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_287),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_376),
     "export": (("passes/export", "pdcompile/export"), 1_575),
 }

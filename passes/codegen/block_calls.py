@@ -39,7 +39,7 @@ Item: TypeAlias = Op | BlockCall
 
 
 def below(path: str, ancestor: str) -> bool:
-    """Whether `path` is `ancestor` or lies in it ("" is the root)."""
+    """True if `path` is `ancestor` or lies in it ("" is the root)."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
@@ -176,7 +176,7 @@ def pair(train: BlockCall, evaluation: BlockCall) -> tuple[Pair, ...] | None:
 
 
 def same_arity(one: BlockCall, other: BlockCall) -> bool:
-    """Whether both take and return equally many values and tensors."""
+    """True if both take and return equally many values and tensors."""
     return (len(one.inputs), len(one.tensors), len(one.outputs)) == (
         len(other.inputs),
         len(other.tensors),

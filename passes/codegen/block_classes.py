@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(slots=True)
 class CodeLayout:
-    """How the code of a stage is divided: its root body and the classes that it uses."""
+    """Division of a stage's code: its root body and the classes that it uses."""
 
     train: BlockCall
     eval: BlockCall
@@ -318,7 +318,7 @@ def _facts(graph: OpGraph, name: str) -> Hashable:
 
 
 def _self_contained(call: BlockCall, graph: OpGraph) -> bool:
-    """Whether its own ops can learn batch size and device from its arguments, if they ask."""
+    """True if its own ops can learn batch size and device from its arguments, if they ask."""
     own = [item for item in call.items if isinstance(item, Op)]
     tells = any(
         isinstance(size, Affine)

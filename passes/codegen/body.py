@@ -360,7 +360,7 @@ def cloned_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
 
 
 def _is_written_later(op: Op, graph: OpGraph) -> bool:
-    """Whether something writes into the op's result or a view of it."""
+    """True if something writes into the op's result or a view of it."""
     written = {name for other in graph.ops for name in other.mutates}
     views = [op.name]
     for name in views:

@@ -83,13 +83,8 @@ class Constructors:
         made = [self._make(child) for child in node.children.values()]
         items = [expression for expression, _ in made]
         finished = all(done for _, done in made)
-        runs = _runs([int(name) for name in node.children], items)
-        few = 2 if len(runs) > 1 else 1  # equal modules in a row that are written out
-        if node.is_list:
-            parts = [_repeated(item, count, few) for item, _, count in runs]
-            return f"nn.ModuleList({_joined(parts, '[]', '*')})", finished
-        parts = [_numbered(*run, few) for run in runs]
-        return f"nn.ModuleDict({_joined(parts, '{}', '**')})", finished
+        elements = _elements([int(name) for name in node.children], items, in_list=node.is_list)
+        return f"nn.Module{'List' if node.is_list else 'Dict'}({elements})", finished
 
     def _leaf(self, node: Node) -> tuple[str, bool]:
         assert node.leaf is not None
@@ -164,30 +159,27 @@ def _runs(numbers: Sequence[int], items: Sequence[str]) -> list[tuple[str, int, 
     return found
 
 
-def _repeated(item: str, count: int, few: int) -> tuple[str, bool]:
-    """Items of a list, and whether they are a generator."""
-    if count > few:
-        return f"{item} for _ in range({count})", True
-    return ", ".join([item] * count), False
-
-
-def _numbered(item: str, start: int, count: int, few: int) -> tuple[str, bool]:
-    """Entries of a dict, and whether they are a comprehension."""
-    if count > few:
-        return f"{{str(i): {item} for i in range({start}, {start + count})}}", True
-    pairs = (f"{quote(str(i))}: {item}" for i in range(start, start + count))
-    return ", ".join(pairs), False
-
-
-def _joined(parts: Sequence[tuple[str, bool]], brackets: str, star: str) -> str:
-    """A list or dict of the parts, those that repeat unpacked; alone they need no brackets."""
-    if len(parts) == 1 and parts[0][1]:
-        return parts[0][0]
-    opening, closing = ("(", ")") if star == "*" else ("", "")
-    inner = ", ".join(
-        f"{star}{opening}{text}{closing}" if repeats else text for text, repeats in parts
-    )
-    return f"{brackets[0]}{inner}{brackets[1]}"
+def _elements(numbers: Sequence[int], items: Sequence[str], *, in_list: bool) -> str:
+    """A list or dict of numbered items, equal ones in a row as a comprehension, which stands
+    without brackets where it is all."""
+    runs = _runs(numbers, items)
+    few = 2 if len(runs) > 1 else 1  # equal items in a row that are written out
+    if len(runs) == 1 and len(items) > few and in_list:
+        return f"{items[0]} for _ in range({len(items)})"
+    parts = []
+    for item, start, count in runs:
+        if count > few and in_list:
+            parts.append(f"*({item} for _ in range({count}))")
+        elif count > few:
+            each = f"{{str(i): {item} for i in range({start}, {start + count})}}"
+            if len(runs) == 1:
+                return each
+            parts.append(f"**{each}")
+        elif in_list:
+            parts += [item] * count
+        else:
+            parts += [f"{quote(str(i))}: {item}" for i in range(start, start + count)]
+    return f"[{', '.join(parts)}]" if in_list else f"{{{', '.join(parts)}}}"
 
 
 def _arguments(cls: type[nn.Module], given: Mapping[str, Any]) -> list[str]:

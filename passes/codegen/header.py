@@ -68,7 +68,7 @@ def docstring(on_stages: Staged, interface: StageInterface, context: FileContext
 
 
 def _letters(block: Block) -> bool:
-    """Whether comments of the block have letters for sizes."""
+    """True if comments of the block have letters for sizes."""
     shapes = (shape for mode in block.shapes for shape in mode.values())
     return any(isinstance(size, str) for shape in shapes for size in shape)
 

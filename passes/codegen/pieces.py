@@ -249,7 +249,7 @@ class Variables:
         return name
 
     def free(self, name: str, rebind: bool, span: tuple[int, int]) -> bool:
-        """Whether no value that lives in this span has the name."""
+        """True if no value that lives in this span has the name."""
         if name in RESERVED or name in self.avoid:
             return False
         others = self.spans.get(name, [])

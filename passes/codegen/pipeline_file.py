@@ -179,7 +179,7 @@ def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
 
 
 def _has_opaque(interfaces: tuple[StageInterface, ...]) -> bool:
-    """Whether modules of the model are run as they are."""
+    """True if modules of the model are run as they are."""
     return any(one.train.opaque_calls or one.eval.opaque_calls for one in interfaces)
 
 

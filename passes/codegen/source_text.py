@@ -146,7 +146,7 @@ def _filled(parts: Iterable[str], indent: str) -> list[str]:
 
 
 def _assigned(code: str) -> int:
-    """Where the right-hand side of an assignment begins; 0 if it is none."""
+    """Position at which the right-hand side of an assignment begins; 0 if it is none."""
     for position, char, level in _with_levels(code):
         if char == "=" and not level and code[position - 1 : position + 2] == " = ":
             return position + 2

@@ -55,8 +55,8 @@ OPAQUE_SHORT = 'class OpaqueModule(nn.Module):\n    """See above."""\n'
 
 
 def layout_of(on_stages: Staged, k: int) -> tuple[CodeLayout, dict[str, str] | None]:
-    """How the code of stage k is divided into classes; and where evaluation returns more than
-    training, from the same body, the twins of its values (`wider_twins`)."""
+    """Divides the code of stage k into classes; also gives, where evaluation returns more than
+    training from the same body, the twins of its values (`wider_twins`)."""
     train, evaluation = on_stages.train, on_stages.eval
     interface = on_stages.interfaces[k]
     ops = tuple([*mode.ops(k), *mode.ops(k, "loss")] for mode in (train, evaluation))

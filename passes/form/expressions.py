@@ -48,7 +48,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How the parts that depend on the place in the source are written."""
+    """Writers of the parts that depend on the place in the source."""
 
     value: Callable[[str], str]  # the variable of a value
     tensor: Callable[[str], str]  # the expression of a tensor of the model
@@ -137,14 +137,6 @@ def dual(train: Any, evaluation: Any, scope: Scope) -> str:
         return "self.training"
     if (first, second) == ("False", "True"):
         return "not self.training"
-    if type(train) is type(evaluation) and isinstance(train, tuple | ListOf):
-        ours = train.items if isinstance(train, ListOf) else train
-        theirs = evaluation.items if isinstance(evaluation, ListOf) else evaluation
-        if len(ours) == len(theirs):
-            parts = [dual(a, b, scope) for a, b in zip(ours, theirs, strict=True)]
-            if isinstance(train, ListOf):
-                return f"[{', '.join(parts)}]"
-            return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
     return f"{first} if self.training else {second}"
 
 
@@ -158,7 +150,7 @@ def atom(text: str, *, dotted: bool = False) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _is_closed(text: str, dotted: bool) -> bool:
-    """Whether the expression is a call, subscript, attribute or literal, without an operator."""
+    """True if the expression is a call, subscript, attribute or literal, without an operator."""
     node = ast.parse(text, mode="eval").body
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str | bool | None) or not dotted
@@ -249,7 +241,7 @@ def rough(op: Op, twin: Op | None, scope: Scope) -> str:
 
 
 def is_default(op: Op, key: str, value: Any) -> bool:
-    """Whether ``key=value`` is what the function assumes without it."""
+    """True if ``key=value`` is what the function assumes without it."""
     if value is not None and type(value) not in (bool, int, float, str):
         return False
     default = _default(op.kind, op.target, key)

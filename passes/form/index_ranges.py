@@ -16,7 +16,7 @@ def upper_bound(graph: OpGraph, name: str) -> int:
 
 
 def index_range(graph: OpGraph, op: Op, value: str, b: int) -> int | None:
-    """How many rows or classes the op distinguishes, where it takes the value as an index."""
+    """Number of rows or classes that the op distinguishes, where it takes the value as an index."""
 
     def size(argument: object, dim: int) -> int | None:
         if isinstance(argument, Attr):

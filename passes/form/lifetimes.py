@@ -143,7 +143,7 @@ def _may_wait(op: Op) -> bool:
 
 
 def draws(op: Op) -> bool:
-    """Whether a function needs `draw` before it; leaf modules are seeded by the runtime's hooks.
+    """True if a function needs `draw` before it; leaf modules are seeded by the runtime's hooks.
 
     Attention counts as a draw in every model, but without dropout it never looks at the stream.
     """

@@ -157,7 +157,7 @@ def _dtype(leaf: Op, own: Mapping[str, TensorInfo]) -> str | None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``self.<name>`` is the child or tensor of that name, and nothing else."""
+    """True if ``self.<name>`` is the child or tensor of that name, and nothing else."""
     return (
         name.isascii()
         and name.isidentifier()

@@ -1,1 +1,1 @@
-"""From a cut to stages: the plan over ops, what crosses boundaries, arguments and names."""
+"""Stages of a cut: the plan over ops, what crosses boundaries, arguments and names."""

@@ -155,15 +155,15 @@ def _version(package: str) -> str:
 
 
 def _digest(held: Sequence[Rehearsal], stages: Sequence[StagePlan]) -> str:
-    """Of these bytes, and of all that decides them: only a plan of this model, torch and version,
-    whose bytes nobody has edited, has the same."""
+    """Digest of these bytes and of all that decides them: only a plan of this model, torch and
+    version, whose bytes nobody has edited, has the same."""
     parts = [*map(_version, ("pdcompile", "torch")), *(one.key for one in held)]
     parts += [str([getattr(stage, name) for name in _HELD]) for stage in stages]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
 def _notes_on_whole_backwards(ops: Sequence[Sequence[Op]]) -> Iterator[str]:
-    """Which stages run their backward in one part, though the schedule splits it."""
+    """Notes on stages that run their backward in one part, though the schedule splits it."""
     for stage, held in enumerate(ops):
         opaque = next((op for op in held if op.kind == "opaque"), None)
         if opaque is not None:
@@ -174,7 +174,7 @@ def _notes_on_whole_backwards(ops: Sequence[Sequence[Op]]) -> Iterator[str]:
 
 
 def notes_on_own_buffers(plan: Plan, graph: OpGraph) -> Iterator[str]:
-    """Which replicas train with buffers of their own: gradients, where they depend on these, are
+    """Notes on replicas that train with buffers of their own: gradients that depend on these are
     then not those of accumulation."""
     ops = {op.name: op for op in graph.ops}
     for stage in plan.stages:

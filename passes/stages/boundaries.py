@@ -346,7 +346,7 @@ def _check_order(producer: Op, consumer: Op, stage_of: Mapping[str, int]) -> Non
 def _gradient_returns(
     graph: OpGraph, value: Value, ops: Mapping[str, Op], stage_of: Mapping[str, int]
 ) -> bool:
-    """Whether the loss depends on the value through an op on another stage than its own."""
+    """True if the loss depends on the value through an op on another stage than its own."""
     if value.name == graph.loss:
         return True  # made on an earlier stage: backward starts from it on the last one
 

@@ -65,7 +65,7 @@ def stage_names(
     train_stage_of: Mapping[str, int],
     eval_stage_of: Mapping[str, int],
 ) -> tuple[dict[str, str], ...]:
-    """For each stage, every name under which it has a tensor, mapped to the canonical FQN.
+    """Every name under which each stage has a tensor, mapped to the canonical FQN.
 
     A name that lies in a leaf module (one that an op calls whole) exists where that leaf is.
     """
@@ -98,7 +98,7 @@ def stage_names(
 
 
 def _inside(name: str, modules: set[str]) -> bool:
-    """Whether a tensor's name lies in one of the modules."""
+    """True if a tensor's name lies in one of the modules."""
     parts = name.split(".")
     return any(".".join(parts[:n]) in modules for n in range(len(parts)))
 

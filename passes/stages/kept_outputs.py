@@ -106,7 +106,7 @@ def loss_only(graph: OpGraph) -> OpGraph:
 def given_by(
     training: Training, graph: OpGraph, stage_of: Mapping[str, int], num_stages: int
 ) -> OpGraph:
-    """What training steps run and return, of a `planned` graph whose ops are on stages.
+    """The part that training steps run and return of a `planned` graph whose ops are on stages.
 
     The last stage returns what it makes, and what the loss needs.  It runs ops that only outputs
     need (`aside`) where it has all that they read.
@@ -170,7 +170,7 @@ def note_on_left_out(
 def left_out_bytes(
     training: Training, graph: OpGraph, given: OpGraph, stage_of: Mapping[str, int], last: int
 ) -> int:
-    """What sending the outputs that are left out would add to a step.
+    """Bytes that sending the outputs that are left out would add to a step.
 
     Values that an op of the last stage reads reach it anyway.
     """

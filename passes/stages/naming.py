@@ -53,7 +53,7 @@ def scope_of(op: Op) -> str:
 
 
 def is_container(class_name: str) -> bool:
-    """Whether the class only holds modules, so that a forward of its own says nothing."""
+    """True if the class only holds modules, so that a forward of its own says nothing."""
     return class_name in (
         "torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict",
         "torch.nn.ParameterList", "torch.nn.ParameterDict",
@@ -61,7 +61,7 @@ def is_container(class_name: str) -> bool:
 
 
 def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
-    """For every value the name that a reader expects, and whether it may be used again.
+    """The name that a reader expects for every value, and whether it may be used again.
 
     The user's own variables come first and are rebound as in the model.  What the model returns
     under a key is called like the key.  What a module returns without naming it

@@ -162,7 +162,7 @@ def _port(mode: Mode, value: str, name: str, mutated: bool) -> Port:
 
 
 def _expectations(graph: OpGraph, ops: list[Op]) -> dict[str, tuple[OpaqueCall, ...]]:
-    """For each opaque module among `ops`, what its calls take and give, in order."""
+    """Tensors that the calls of each opaque module among `ops` take and give, in order."""
     found: dict[str, tuple[OpaqueCall, ...]] = {}
     for op in ops:
         if not op.opaque:

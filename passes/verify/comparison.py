@@ -132,7 +132,7 @@ class Comparison:
 
     @contextmanager
     def _around(self, graph: OpGraph) -> Iterator[None]:
-        """Around runs, which leave the model as it was."""
+        """Context of runs, which leave the model as it was."""
         with preserved_rng(self.device), preserved_state(self.model, graph.training):
             yield
 

@@ -292,7 +292,7 @@ class _Follower(TorchFunctionMode):
             kind, target = "module", qualified_name(type(module))
             if opaque:
                 kind, target = "opaque", self._op.target if self._op is not None else ""
-            return self._next(kind, target, args, kwargs, path, partial(plain_call, module))
+            return self._next(kind, target, args, kwargs, partial(plain_call, module), path)
 
         def check(condition: Any, message: str) -> Any:
             return self._next("function", CHECK, (condition, message), {}, free=lambda *_: None)
@@ -349,11 +349,11 @@ class _Follower(TorchFunctionMode):
         )
 
     def _next(
-        self, kind: str, target: str, args: Any, kwargs: Any, path: str = "",
-        free: Callable[..., Any] = lambda *_, **__: None,
+        self, kind: str, target: str, args: Any, kwargs: Any, free: Callable[..., Any],
+        path: str = "",
     ) -> Any:  # fmt: skip
         """The result of the next op, which this call has to be; else, where the stage goes on, that
-        of a later one of this kind, or of the call itself.
+        of a later one of this kind, or of the call itself, which `free` makes.
 
         Raises:
             _Unlike: it is not, and the stage does not go on.
@@ -446,7 +446,7 @@ class _Follower(TorchFunctionMode):
         return f"in the autocast region {now} instead of {op.autocast}"
 
     def _other_draw(self, op: Op) -> str:
-        """What is wrong with the stream of a random op, in words; "" where it is the op's."""
+        """The mistake in the stream of a random op, in words; "" where it is the op's."""
         announced, self._drawn = self._drawn, None if op.draw is not None else self._drawn
         if not draws(op) and (op.draw is None or announced is None):
             return ""
@@ -454,7 +454,7 @@ class _Follower(TorchFunctionMode):
         return "" if announced == own else f"on the random stream {announced} instead of {own}"
 
     def _result(self, name: str) -> Any:
-        """What stands for a value; a container holds its items."""
+        """Stand-in for a value; a container holds its items."""
         value = self._values[name]
         if value.is_tensor:
             shape = [size_at(size, self._b) for size in value.shape]
@@ -472,7 +472,7 @@ class _Follower(TorchFunctionMode):
 
 
 class _Items(tuple[Any, ...]):
-    """What an op returns that has several results; one without any is an object of its own too."""
+    """Results of an op that has several; one without any is an object of its own too."""
 
 
 AHEAD = 8  # ops among which an edited stage may come back to those of the graph

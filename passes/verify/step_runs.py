@@ -68,7 +68,7 @@ LARGE_FLOPS = 2e9  # of one forward: above, a second step takes too long
 
 
 def is_large(graph: OpGraph) -> bool:
-    """Whether one forward takes so long that compile compares one step only."""
+    """True if one forward takes so long that compile compares one step only."""
     costs = estimate(graph, microbatch_size=graph.batch_size)
     return sum(cost.flops for cost in costs) > LARGE_FLOPS
 

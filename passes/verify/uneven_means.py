@@ -26,7 +26,7 @@ def uneven_means(graph: OpGraph) -> Iterator[str]:
 
 
 def _choices(op: Op) -> Iterator[str]:
-    """What makes an op a mean over some of its targets."""
+    """Arguments that make an op a mean over some of its targets."""
     word, given = op.target.rpartition(".")[2], dict[str, Any](op.kwargs)
     if op.kind == "function" and word in _MEANS and given.get("reduction", "mean") == "mean":
         if given.get("ignore_index") is not None:

@@ -96,7 +96,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """What was found, in words."""
+        """The finding, in words."""
         if self.differences:
             return f"the stages differ from eager in {self.share}"
         if self.unverified:
@@ -106,7 +106,7 @@ class Verification:
 
     @property
     def place(self) -> str:
-        """Where it was compared, in words; "" where that goes without saying."""
+        """The place of the comparison, in words; "" where that goes without saying."""
         return f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
 
     @property

@@ -49,12 +49,6 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def turns_of(options: Options) -> tuple[int, ...]:
-    """Turn of each microbatch's backward; empty: right after its forward, in ascending order."""
-    kind = find(options.schedule)
-    return () if kind is None else kind.turns
-
-
 def check_options(options: Options) -> int:
     """Refuses options that the reference cannot use; returns the number of microbatches."""
     kind = find(options.schedule)  # where there is none, `weight_ages` refuses it

@@ -43,11 +43,12 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.plan import Plan
-from pdcompile.reference.checks import check_model, check_options, chosen_model, turns_of
+from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.tied_uses import TiedUses
 from pdcompile.reference.versions import Versions, learning_rates, weight_ages
+from pdcompile.schedule.registry import find
 
 
 class Reference(ReferenceState):
@@ -61,7 +62,8 @@ class Reference(ReferenceState):
         check_model(self._model)
         self._options = options
         self._num_microbatches = check_options(options)
-        self._turns = turns_of(options)
+        kind = find(options.schedule)  # where there is none, `weight_ages` refuses it
+        self._turns = () if kind is None else kind.turns  # of each microbatch's backward
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())

@@ -23,7 +23,7 @@ from pdcompile.passes.trace.subject import device_of
 
 
 def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
-    """Whether a graph and eager differ in a microbatch, in one of both modes, with equal random
+    """True if a graph and eager differ in a microbatch, in one of both modes, with equal random
     streams: in outputs, the loss, the gradient of a parameter or a buffer.
 
     Compared bit for bit, on a GPU up to the rounding of sums without a fixed order.  The model and
@@ -73,8 +73,8 @@ def _unlike(step: Step) -> _Unlike | None:
 
 
 def eager_values(step: Step) -> tuple[StepValues, ModelFails | None]:
-    """What the model leaves behind; where it fails under no_grad, what it does where autograd
-    records, as a graph and stages do of what forward differentiates, and that failure."""
+    """Values that the model leaves behind; where it fails under no_grad, that failure and those of
+    a run that autograd records, as a graph and stages record what forward differentiates."""
     try:
         return step.values(step.eager), None
     except ModelFails as failed:

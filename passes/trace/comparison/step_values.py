@@ -90,7 +90,7 @@ def distance(
 
 
 def _far(one: Tensor, other: Tensor, cast_to: torch.dtype | None) -> bool:
-    """Whether numbers that differ do so by more than rounding.
+    """True if numbers that differ do so by more than rounding.
 
     Those that are equal say nothing of what the others sum: masks are filled with 1e9 and more.
     """
@@ -104,5 +104,5 @@ def _far(one: Tensor, other: Tensor, cast_to: torch.dtype | None) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal to the last bit; NaN equals NaN."""
+    """True if two values are equal to the last bit; NaN equals NaN."""
     return distance(one, other) is None
