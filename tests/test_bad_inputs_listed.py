@@ -307,7 +307,7 @@ FILES: dict[str, Case] = {
         "COST",
         "negative",
         lambda g: prepared(
-            costs=g.file("c.json", json.dumps(SLOWER | {"schema": "pdcompile.profile/2"}))
+            costs=g.file("c.json", json.dumps(SLOWER | {"schema": "pdcompile.profile/3"}))
         ),
     ),
     "costs: of another torch": (

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_310),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_770),
     "trace": (("passes/trace",), 7_361),
-    "costs": (("passes/costs", "passes/profile"), 4_060),
+    "costs": (("passes/costs", "passes/profile"), 4_025),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         14_450,

@@ -164,7 +164,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 ENTRY = {"key": "k", "target": "torch.relu", "forward_seconds": 1.0}
 GOOD = {"torch_version": "2", "device": "cpu", "microbatch_size": 1, "entries": [ENTRY],
-        "schema": "pdcompile.profile/2"}  # fmt: skip
+        "schema": "pdcompile.profile/3"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

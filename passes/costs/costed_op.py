@@ -18,16 +18,14 @@ from pdcompile.ir.graph import (
     DTYPE_BYTES,
     Affine,
     Attr,
-    DictOf,
-    ListOf,
     Op,
     OpGraph,
     Ref,
     Size,
-    Slice,
     TensorInfo,
     TorchLiteral,
     Value,
+    rewritten,
 )
 
 if TYPE_CHECKING:
@@ -266,11 +264,19 @@ def structural_key(call: CostedOp) -> str:
         kind = "tensor" if index.graph.values[name].is_tensor else "container"
         return kind + "+".join(_operand(leaf) for leaf in index.leaves(name))
 
-    def tensor(fqn: str) -> str:
-        operand = index.attribute(fqn)
-        return _operand(operand) if operand is not None else fqn
+    def leaf(part: Any) -> Any:
+        match part:
+            case Ref(name):
+                return value(name)
+            case Attr(fqn):
+                operand = index.attribute(fqn)
+                return _operand(operand) if operand is not None else fqn
+            case Affine():
+                return part.at(index.b)
+            case TorchLiteral() | None | bool() | int() | float() | complex() | str():
+                return part
+        return type(part).__name__  # whose repr may be of the user
 
-    arguments = (op.args, op.kwargs, op.constructor)
     parts = [
         op.kind,
         op.target,
@@ -279,7 +285,7 @@ def structural_key(call: CostedOp) -> str:
         str(op.grad_enabled),
         str(op.autocast),
         str(call.requires_grad),
-        *(_described(part, index.b, value, tensor) for part in arguments),
+        repr(rewritten((op.args, op.kwargs, op.constructor), leaf)),
         _held(op, index),
         ",".join(_operand(output) for output in call.outputs),
     ]
@@ -295,40 +301,6 @@ def _held(op: Op, index: GraphIndex) -> str:
 def _operand(operand: Operand) -> str:
     layout = f"~{operand.stride_order}" if operand.stride_order else ""
     return f"{operand.dtype}{operand.shape}{'g' if operand.requires_grad else ''}{layout}"
-
-
-def _described(
-    argument: Any, b: int, value: Callable[[str], str], tensor: Callable[[str], str]
-) -> str:
-    """An op's argument at microbatch size b as text, for keys: equal where the op does the same.
-
-    Only the kinds of arguments that a graph may hold are written out, never a repr of theirs.
-    `value` and `tensor` describe the values and the model's tensors in it, by name.
-    """
-
-    def text(part: Any) -> str:
-        match part:
-            case Ref(name):
-                return value(name)
-            case Attr(fqn):
-                return tensor(fqn)
-            case Affine():
-                return str(part.at(b))
-            case TorchLiteral(kind, literal):
-                return f"{kind}:{literal}"
-            case ListOf(items):
-                return f"[{','.join(map(text, items))}]"
-            case DictOf(items):
-                return f"{{{text(items)}}}"
-            case Slice(start, stop, step):
-                return ":".join(map(text, (start, stop, step)))
-            case tuple():
-                return f"({','.join(map(text, part))})"
-            case None | bool() | int() | float() | complex() | str():
-                return repr(part)
-        return type(part).__name__
-
-    return text(argument)
 
 
 def laid_out(

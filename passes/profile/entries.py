@@ -13,7 +13,7 @@ from pdcompile import jsonio
 from pdcompile.errors import CostError, os_errors_as
 from pdcompile.files import read_limited, write_whole
 
-SCHEMA = "pdcompile.profile/2"
+SCHEMA = "pdcompile.profile/3"
 # Of an entry.
 SECONDS = ("forward_seconds", "backward_seconds", "forward_dispatch_seconds",
            "backward_dispatch_seconds")  # fmt: skip
