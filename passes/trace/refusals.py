@@ -140,7 +140,9 @@ BY_VALUE: Refusal = (
 )
 TRANSFORM: Refusal = (
     "forward uses a torch.func transform (vmap, grad, jvp) around {}",
-    "write the batched computation out" + APART,
+    "write the batched computation out, or move these lines into a submodule that returns tensors, "
+    "which is then opaque (a BlockMask is none: call create_block_mask in the module that calls "
+    "flex_attention, or use create_mask with F.scaled_dot_product_attention)",
 )
 FLEX_KERNEL: Refusal = (
     "forward calls {}, whose kernel is no operator",
