@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -27,14 +27,13 @@ os.environ["PDCOMPILE_KEY"] = "the key of all ranks that tests start"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Several workers share the cores: threads that wait for each other would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Else every process that tests start, workers among them, would compile all of torch anew.
+# Else every process that tests start, workers among them, would compile anew what it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    bytecode = Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(bytecode))
+    sys.dont_write_bytecode = False
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-FEW_EXAMPLES = 15
+FEW_EXAMPLES = 8
 _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what it was given
 
 

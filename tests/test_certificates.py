@@ -100,6 +100,7 @@ def holds(plan: Plan, number: int) -> None:
     assert math.isclose(found, plan.certificate.objective_seconds, rel_tol=2e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_what_the_planner_makes_is_accepted(number: int) -> None:
     graph, cluster, _, _ = SETTINGS[number]
@@ -195,6 +196,7 @@ def swapped(number: int, first: int, second: int) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_ops_moved_by_hand(number: int) -> None:
     """Every single op on every other stage, nothing else adapted."""
@@ -271,6 +273,7 @@ def worse(number: int) -> Plan:
     return replace(plan, problem=problem)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [0, 2, 3, 4])
 def test_a_bound_that_a_neighbour_refutes(number: int) -> None:
     graph, cluster, _, _ = SETTINGS[number]
@@ -285,6 +288,7 @@ def test_a_bound_that_a_neighbour_refutes(number: int) -> None:
     check_plan(lower, graph, cluster)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_solving_the_embedded_problem_again_proves_the_same_bound(number: int) -> None:
     certificate = plan_of(number).certificate

@@ -62,7 +62,7 @@ def test_a_stage_of_the_small_gpt_is_short_and_narrow():
             assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("positions", [[], [20], [53], [60], [30, 60], [10, 35, 70]])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_union_of_state_dicts_is_the_models(positions, tied):
@@ -180,6 +180,7 @@ class Rotary(nn.Module):
         return {"y": y.masked_fill(large, 0.0), "parts": (y.sum(-1), [index])}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("position", range(1, 12, 2))
 def test_parameters_buffers_constants_and_regions(position):
     model = Rotary()
@@ -218,6 +219,7 @@ class Noisy(nn.Module):
         return F.gelu(y)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("positions", [[], [1], [5], [6], [4, 9]])
 def test_two_bodies_where_training_and_evaluation_differ(positions):
     torch.manual_seed(0)
@@ -249,6 +251,7 @@ class Dropping(nn.Module):
         return F.dropout(self.drop(self.linear(x)), 0.3, self.training) + x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("positions", [[], [3], [6], [4, 9]])
 def test_a_module_called_several_times(positions):
     torch.manual_seed(0)
@@ -270,6 +273,7 @@ class Sized(nn.Module):
         return pairs + torch.zeros(b, 1, 3, device=x.device) + positions.unsqueeze(-1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("position", [1, 2, 3, 4, 5, 6, 7])
 def test_sizes_are_expressions_of_the_microbatch(position):
     model = Sized()

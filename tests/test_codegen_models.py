@@ -302,7 +302,7 @@ def captured_case(name):
     return model, *captured(model, inputs, target, loss_fn)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "position"),
     [(name, position) for name, case in CASES.items() for position in [None, *case[-1]]],
@@ -358,6 +358,7 @@ class Remembers(nn.Module):
         return cache, x + self.drop(cache.softmax(-1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("positions", [[], [4], [7]])
 def test_results_that_training_leaves_out_need_no_second_body(positions):
     model, x = Remembering(), torch.randn(4, 4)

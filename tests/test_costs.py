@@ -69,7 +69,7 @@ def kept_bytes(model: nn.Module, batch_size: int) -> int:
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in free)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("b", [4, 3])
 def test_saved_bytes_are_what_autograd_keeps(name: str, b: int) -> None:
@@ -80,6 +80,7 @@ def test_saved_bytes_are_what_autograd_keeps(name: str, b: int) -> None:
     assert resident.saved_bytes == kept_bytes(model, b)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_equal_the_flop_counter(name: str) -> None:
     model, graph = captured(name)

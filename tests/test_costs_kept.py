@@ -88,6 +88,7 @@ class Twice(nn.Module):
         return (y + y).sum(1) + (y + y.view(-1, 8)).sum(1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("build", [Writes, Views, Divides, Twice])
 def test_kept_bytes_follow_writes_and_shared_memory(build: Callable[[], nn.Module]) -> None:
     model, x = build(), torch.rand(4, 8)

@@ -74,6 +74,7 @@ def test_coupled_updates_are_refused(build: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "build",
     [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(Own, lr=0.1),

@@ -74,7 +74,7 @@ def _model(forward: Forward) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), make(forward, layers=layers), nn.Linear(8, 8))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:captured as opaque", "ignore:the loss is not linear")
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_trains_as_the_reference(forward: Forward) -> None:
@@ -100,6 +100,7 @@ def test_trains_as_the_reference(forward: Forward) -> None:
     pipe.close()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_at_the_root_it_is_refused_with_the_line(forward: Forward) -> None:
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))

@@ -125,6 +125,7 @@ BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by what a block has i
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("page", "code"), [*blocks()])
 def test_python_of_the_pages_runs(
     page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +270,7 @@ def test_the_comparison_counts_lines() -> None:
     assert f"it is {counts[1]}, with the cut by hand" in pages[1].read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     mkdocs = pytest.importorskip("mkdocs", reason="the docs extra is not installed")
     assert mkdocs

@@ -37,7 +37,7 @@ def compiled(name: str, **options: Any) -> Any:
     return pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), **options)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
@@ -226,6 +226,7 @@ def test_costs_beside_a_plan_are_noted() -> None:
         assert any("costs= (--costs) has no effect" in one for one in notes) is noted
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ranks", "threads", "cores", "note"),
     [

@@ -148,7 +148,7 @@ def test_short_minibatches(schedule: str, sizes: list[int]) -> None:
     compare_training(models.gpt, schedule, 3, sizes=sizes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["gpt", "convnet", "unet"])
 def test_gradients_of_the_middle_level(name: str, schedule: str) -> None:
@@ -207,6 +207,7 @@ class ReturnsItsOwn(nn.Module):
         return {"y": y, "row": self.scale[None], "counts": self.count.view(1), **own}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_outputs_that_are_the_models_own_tensors_are_those_of_the_forward(
     microbatches: int,
@@ -249,6 +250,7 @@ class RunningNorm(nn.Module):
         return y * self.scale + y * self.shift[None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_buffers_that_later_microbatches_write_before_the_backward(schedule: str) -> None:
     model, twin = pair(lambda: nn.Sequential(RunningNorm(), RunningNorm(), nn.Linear(16, 16)))

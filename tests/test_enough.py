@@ -51,6 +51,7 @@ def sized(sizes: list[int]) -> OpGraph:
     return replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 def test_the_limit_that_is_named_is_enough(schedule: str) -> None:
     graph = sized([1_000, 90_000, 20_000, 40_000, 70_000])

@@ -83,6 +83,7 @@ def eager(model: nn.Module, **inputs: Any) -> Any:
         return copy.deepcopy(model).eval()(**inputs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -82,6 +82,7 @@ class ConstantsByMode(nn.Module):
         return self.two(torch.tanh(self.one(x) * scale))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("position", [1, 2])
 def test_each_mode_has_its_own_constants(position: int) -> None:
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "steps", "factor"),
     [
@@ -43,6 +44,7 @@ def test_plain_pytorch_lowers_the_loss(name: str, steps: int, factor: float) -> 
     assert losses[-1] < factor * losses[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "convnet", "unet", "gpt"])
 def test_examples_are_the_same_every_time(name: str) -> None:
     first, second = (load_target(f"{EXAMPLES / name}.py:build") for _ in range(2))

@@ -98,6 +98,7 @@ IDS, TARGET = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["forward", "attribute", "statistics"])
 def test_without_gradients_it_is_opaque(kind: str) -> None:
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def dtypes(found: Compiled) -> dict[str, str]:
     return {name: value.dtype for name, value in found.capture.train.values.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("function", "name", "of_gpus", "of_cpus"),
     [
@@ -100,7 +101,7 @@ def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for(
     assert "with the casts of" not in str(here.verification)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("build", [models.gpt, models.unet, models.convnet, models.mlp])
 @pytest.mark.parametrize("meta", [False, True])
 def test_all_models_are_captured_in_the_region_of_gpus(
@@ -206,6 +207,7 @@ def test_opaque_modules_have_the_dtypes_of_gpus() -> None:
 FULL = {"verify": "full"}  # two steps, whatever the model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -249,6 +251,7 @@ class Routed(nn.Module):
         return y
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Routed(), Casting(lambda x: x * x[x > 0].sum())])
 def test_sizes_by_values_are_captured_without_a_gpu(model: nn.Module) -> None:
     there, here = planned(model, **FULL), planned(model, CPUS)
@@ -287,7 +290,7 @@ class Recurrent(nn.Module):
         return out
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize(
     ("build", "dtype"),
@@ -325,7 +328,7 @@ class OfLengths(nn.Module):
         return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("build", "cluster", "dtype"),
     [
@@ -434,6 +437,7 @@ def test_measured_costs_open_the_region_quietly(
 _X = torch.rand(4, 4) / 2 + 0.25
 
 
+@pytest.mark.sample(34)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "function",

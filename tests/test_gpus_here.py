@@ -128,6 +128,7 @@ class Ones(torch.autograd.Function):
         return gradients[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("made", "told"),
     [

@@ -121,6 +121,7 @@ class Counting(Two):
         return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", [torch.ones(1, 1), torch.tensor(1.0)])
 def test_an_input_that_is_written_for_the_next_microbatch_is_refused(other: Tensor) -> None:
     options: dict[str, Any] = {
@@ -138,6 +139,7 @@ def test_an_input_that_is_written_for_the_next_microbatch_is_refused(other: Tens
 TARGETS: list[Any] = [{"y": torch.ones(4, 1), "none": None}, [torch.ones(4, 1), (torch.ones(4),)]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target_of_several_parts_is_not_needed_for_predictions(target: Any) -> None:
     def loss_fn(output: Tensor, target: Any) -> Tensor:

@@ -37,7 +37,7 @@ def sizes(ranks: int, per_rank: int, most: int) -> Iterator[Plan]:
         yield make_plan("interleaved", ranks * per_rank, m, per_rank=per_rank)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow),
                                    pytest.param(5, marks=pytest.mark.slow),

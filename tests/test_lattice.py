@@ -100,6 +100,7 @@ def test_bisection_ends_at_the_least_threshold(plans: list[float], lower: float)
     assert objective * (1 - 2e-9) <= bound <= objective
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_components_and_reduction_agree_with_networkx(seed: int) -> None:
     r = random.Random(seed)

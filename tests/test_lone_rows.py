@@ -56,7 +56,7 @@ def pair(model: Callable[[], nn.Module], inputs: Any, microbatches: int) -> tupl
     return pipe, eager
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", ["step", "eval_step", "predict", "forward_backward"])
 @pytest.mark.parametrize("made", list(BIASES))
 def test_one_row_for_several_samples_is_refused(made: str, call: str) -> None:
@@ -69,6 +69,7 @@ def test_one_row_for_several_samples_is_refused(made: str, call: str) -> None:
         getattr(each, call)(rows(8), rows(1).expand(8, WIDTH), **target)  # the remedy
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("samples", [2, 4, 8])
 def test_one_row_of_the_target_is_refused(samples: int) -> None:
     pipe, eager = pair(
@@ -82,6 +83,7 @@ def test_one_row_of_the_target_is_refused(samples: int) -> None:
     assert losses[0] == losses[1]  # a minibatch of one sample
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("made", list(BIASES))
 def test_one_microbatch_gets_the_row_whole_or_refuses_it(made: str) -> None:
     pipe, eager = pair(lambda: Biased(made), (rows(8), rows(8, 2)), 1)

@@ -101,6 +101,7 @@ def trained(pipe: Any, model: nn.Module, steps: range = range(STEPS)) -> Any:
     return pipe.full_state_dict()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "lag", "max_norm"), [("1f1b", 0, 0.5), ("1f1b", 0, None), ("2bw", 1, 0.5)]
 )
@@ -131,7 +132,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "build", "more"), CASES)
 def test_every_schedule_is_its_reference(schedule: str, build: Any, more: dict[str, Any]) -> None:
     options = {**FLOAT16, "schedule": schedule, "stages": 2, "max_grad_norm": None, **more}
@@ -205,6 +206,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert run.output.count("equal") == 2, run
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_checkpoint_holds_the_scales(schedule: str, tmp_path: Path) -> None:
     options = {**FLOAT16, "schedule": schedule, "stages": 2}

@@ -102,6 +102,7 @@ def test_gradients_are_added_to_as_in_eager() -> None:
         assert equal(ours, theirs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["2bw", "vsync"])
 def test_where_minibatches_overlap_only_an_evaluation_is_forgotten(schedule: str) -> None:
     model = models.gpt(layers=2)

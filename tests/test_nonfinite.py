@@ -38,6 +38,7 @@ def pipe_of(model: nn.Module, inputs: Tensor, **options: Any) -> Any:
                    loss_fn=lambda y, t: (y - t).mean(), **options).prepare()  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [0.0, math.nan])
 def test_the_first_op_is_named(value: float) -> None:
     inputs = torch.rand(8, 4) + 1
@@ -73,6 +74,7 @@ class Masked(nn.Module):
         return self.second(torch.softmax(self.first(x) @ mask.exp(), -1)) + extra
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["x", "extra", "target", "first.weight", "second.bias"])
 def test_an_input_or_weight_that_has_nan_is_named(name: str) -> None:
     """Wherever it comes in, and whatever else of the forward has infinity."""
@@ -110,6 +112,7 @@ def test_a_gradient_is_named() -> None:
     assert "backward of minibatch 0, microbatch 0" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
 def test_what_is_finite_trains_alike(name: str) -> None:
     states = []

@@ -94,6 +94,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_forward_reads_of_an_object_is_not_changed_in_silence(
     name: str, called: tuple[pdcompile.Pipeline, Settings]

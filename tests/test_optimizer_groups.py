@@ -81,6 +81,7 @@ def rates(optimizer: Any) -> list[tuple[int, float]]:
 # -- several optimizers ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_several_optimizers_train_as_the_reference(schedule: str) -> None:
     """And as a loop of plain PyTorch that steps each."""
@@ -315,6 +316,7 @@ class Mix(nn.Module):
         return z.real - z.imag * 0.3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_complex_parameters_are_clipped_as_in_the_reference(schedule: str) -> None:
     def make() -> nn.Module:

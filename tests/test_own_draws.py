@@ -90,6 +90,7 @@ def drawing_beside() -> Iterator[list[Tensor]]:
         thread.join()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_a_thread_that_draws_while_steps_run_changes_nothing(middle: str) -> None:
     def model() -> nn.Module:
@@ -130,6 +131,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", DRAWS)
 def test_own_draws_are_those_of_the_default_generator(name: str) -> None:
     own, x = OwnDraws(), torch.linspace(-1, 1, 20).view(5, 4)

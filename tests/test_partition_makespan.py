@@ -45,6 +45,7 @@ def row(num_stages: int, seconds: float = 0.0) -> Timing:
     return Timing((1.0,) * num_stages, (2.0,) * num_stages, ahead, back)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("m", [1, 2, 7])
 def test_balanced_stages_take_m_plus_n_minus_1(num_stages: int, m: int) -> None:
@@ -213,9 +214,9 @@ def flush_problem(seed: int) -> PartitionProblem | None:
     return problem if problem.objective == "flush" else None
 
 
-def test_flush_bound_is_below_the_optimum() -> None:
-    compared = 0
-    for seed in range(600):
+def test_flush_bound_is_below_the_optimum(fast: bool) -> None:
+    compared, count = 0, 150 if fast else 600
+    for seed in range(count):
         problem = flush_problem(seed)
         best = brute_force(problem) if problem else None
         if problem is None or best is None:
@@ -226,7 +227,7 @@ def test_flush_bound_is_below_the_optimum() -> None:
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         compared += 1
-    assert compared > 150
+    assert compared > count // 4
 
 
 def test_seed_paths_bound_every_linked_plan() -> None:
@@ -286,6 +287,7 @@ def simulated(
     )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", range(4))
 def test_equal_to_the_simulator(block: int) -> None:
     for seed in range(60 * block, 60 * block + 60):
@@ -306,8 +308,8 @@ def test_close_to_the_simulator_where_values_skip_stages() -> None:
     assert equal >= 190
 
 
-def test_flush_partitions_of_random_problems_are_never_below_their_paths() -> None:
-    for seed in range(200):
+def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: bool) -> None:
+    for seed in range(60 if fast else 200):
         problem = flush_problem(seed)
         if problem is None:
             continue
@@ -365,6 +367,7 @@ def test_hops_that_are_no_longer_there_are_forgotten() -> None:
         assert makespans.exact(stages) == pytest.approx([due], rel=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("further", [0, 2])
 def test_stages_with_every_hop_do_not_wait_for_ever(schedule: str, further: int) -> None:

@@ -37,6 +37,7 @@ def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
     return assemble(graph, problem, found, certificate, training, cluster)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("make", [chain, residual])

@@ -61,6 +61,7 @@ def test_a_resumed_training_goes_on(eager: bool) -> None:
     assert not states_equal(second.full_state_dict(), whole.full_state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_pipeline_resumes_as_its_reference_does(schedule: str) -> None:
     ours, theirs = make(schedule), make(schedule, eager=True)
@@ -102,6 +103,7 @@ def test_models_load_a_state_with_a_position() -> None:
     assert not states_equal(dict(model.state_dict()), pipe.full_state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_states_in_mid_stream_are_of_one_moment(schedule: str) -> None:
     pipe, eager = make(schedule), make(schedule, eager=True)

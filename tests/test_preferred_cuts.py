@@ -150,6 +150,7 @@ def fitted(graph: OpGraph, cluster: Cluster, tolerance: float) -> Plan:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.03])
 @pytest.mark.parametrize("memory", [None, 1 << 20])
 def test_with_room_only_the_chosen_plan_is_rehearsed(

@@ -45,6 +45,7 @@ def test_what_is_measured_is_found_again_and_one_point_grows_with_its_work() -> 
     assert seconds_at(5.0, [(0.0, 6.0)]) == 6.0  # work that the roofline does not know
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sizes", "measured"),
     [((4,), (4,)), ((4, 1), (1, 4)), ((1, 2, 4), (1, 4)), ((1, 2, 4, 8, 16), (1, 4, 16)),

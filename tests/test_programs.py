@@ -85,7 +85,7 @@ RICH = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("chosen", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_a_message_that_is_dropped_or_doubled_is_caught(name: str, chosen: str, fast: bool) -> None:
@@ -116,6 +116,7 @@ def test_an_order_that_is_exchanged_is_caught_in_gradients(action: Action) -> No
         check_programs(plan, [mutated(program, 2, exchanged(program.columns[2], action))])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rank", "action"),
     [(2, Action.SEND_OUTPUT), (0, Action.WAIT_RECV_OUTPUT), (2, Action.WAIT_SEND_OUTPUT)],
@@ -140,6 +141,7 @@ def test_two_ranks_that_first_receive_wait_for_ever() -> None:
         check_programs(plan, [mutated(program, 0, late)], None, both)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FLUSH)
 def test_gradients_are_a_step_without_its_update(name: str) -> None:
     plan = make_plan(name, 3, 4, tied=(TiedParameter("w", (0, 2), 1),), clip=1.0)

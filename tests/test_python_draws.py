@@ -204,6 +204,7 @@ def _by_itself(self: Any, x: Tensor) -> Tensor:
     return self.lin(x) if RAND() < 0.5 else x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("forward", "words"),
     {

@@ -177,6 +177,7 @@ RANDOM_CALLS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", RANDOM_CALLS)
 def test_one_random_call_is_one_draw_of_the_running_module(name: str) -> None:
     model = nn.ModuleDict({"inner": Inline(RANDOM_CALLS[name])})
@@ -197,6 +198,7 @@ RANDOM_LEAVES: dict[str, tuple[nn.Module, Callable[[nn.Module], object]]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", RANDOM_LEAVES)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_random_leaf_is_one_draw_of_its_own_path(name: str, training: bool) -> None:
@@ -246,6 +248,7 @@ def run(model: nn.Module, minibatch: int = 0, microbatch: int = 0, seed: int = 0
     return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", [{"minibatch": 1}, {"microbatch": 1}, {"seed": 1}])
 def test_each_minibatch_microbatch_and_seed_draws_afresh(other: dict[str, int]) -> None:
     model = nn.Dropout(0.5)
@@ -278,6 +281,7 @@ def test_the_callers_generator_and_module_class_are_given_back() -> None:
     assert nn.Module.__call__ is plain
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputed_regions_draw_what_the_forward_drew(use_reentrant: bool) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))

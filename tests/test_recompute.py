@@ -52,6 +52,7 @@ def test_trains_like_the_reference(name: str, schedule: str, stages: int) -> Non
     assert_same_training(*pair(getattr(models, name)(), schedule, stages, recompute=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_draws_and_clips_like_the_reference(schedule: str) -> None:
     model = models.gpt(layers=2, dropout=0.2)
@@ -300,6 +301,7 @@ def test_hooks_that_take_part_are_refused_by_name(hook: Callable[..., Any]) -> N
 # -- memory ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
 def test_between_forward_and_backward_a_stage_keeps_its_inputs(
     name: str, monkeypatch: pytest.MonkeyPatch

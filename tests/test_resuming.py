@@ -125,6 +125,7 @@ def test_a_training_begins_only_where_nothing_else_is(tmp_path: Path) -> None:
             assert compiled(place).position == Position(0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_plain_pytorch_goes_on(tied: bool, tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 3, tied=tied)

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -154,17 +155,17 @@ def mutated(file: str) -> Iterator[tuple[str, Sources]]:
 
 
 @pytest.mark.parametrize("file", ["stage_0.py", "stage_1.py"])
-def test_whatever_computes_something_else_is_found(file: str) -> None:
+def test_whatever_computes_something_else_is_found(file: str, fast: bool) -> None:
     found, plan, _ = made()
     missed, count = [], 0
-    for said, sources in mutated(file):
+    for said, sources in islice(mutated(file), 0, None, 5 if fast else 1):
         count += 1
         try:
             if not retraced(found, plan, sources)[1]:
                 missed.append(said)
         except pdcompile.PdcompileError:  # it does not run
             pass
-    assert count > 40
+    assert count > (8 if fast else 40)
     assert missed == []
 
 

@@ -68,7 +68,7 @@ def assert_same_training(pipe: Pipeline, eager: Reference, model: nn.Module, **h
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "stages", "name"),
     [
@@ -81,11 +81,13 @@ def test_trains_like_the_reference(name: str, schedule: str, stages: int) -> Non
     assert_same_training(*pair(getattr(models, name)(), schedule, stages))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_clips_like_the_reference(schedule: str) -> None:
     assert_same_training(*pair(models.gpt(layers=2), schedule, 3, max_grad_norm=0.3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_draws_like_the_reference(schedule: str) -> None:
     assert_same_training(*pair(models.gpt(layers=2, dropout=0.2), schedule, 3, seed=5))
@@ -156,6 +158,7 @@ def test_gradients_are_dropped_before_the_first_minibatch_too() -> None:
         unused.zero_grad()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_loaded_weights_start_a_new_history(schedule: str) -> None:
     pipe, eager, model = pair(models.gpt(layers=2), schedule, 2)

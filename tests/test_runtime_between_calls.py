@@ -50,7 +50,7 @@ def same_steps(pipe: Pipeline, eager: Reference, model: nn.Module, *, first: int
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @SCHEDULES
 @pytest.mark.parametrize("replace", [False, True])
 def test_values_that_the_user_changes_count(schedule: str, replace: bool) -> None:
@@ -122,6 +122,7 @@ def test_a_parameter_made_trainable_is_refused_with_what_helps() -> None:
     assert torch.equal(weight, before)
 
 
+@pytest.mark.sample(5)
 @SCHEDULES
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -144,6 +145,7 @@ def test_another_model_after_compile_is_refused(
         pipe.step(inputs, target=target)
 
 
+@pytest.mark.sample(1)
 @SCHEDULES
 def test_a_part_of_the_weights_starts_a_new_history_of_all(schedule: str) -> None:
     model = models.mlp()
@@ -175,6 +177,7 @@ class Counting(torch.optim.Optimizer):
                     parameter.data = parameter.data - rate * parameter.grad
 
 
+@pytest.mark.sample(1)
 @SCHEDULES
 def test_an_optimizer_that_counts_its_steps(schedule: str) -> None:
     model = models.mlp()
@@ -186,6 +189,7 @@ def test_an_optimizer_that_counts_its_steps(schedule: str) -> None:
     same_steps(pipe, eager, model, first=3)
 
 
+@pytest.mark.sample(1)
 @SCHEDULES
 def test_the_state_of_an_optimizer_is_complete(schedule: str) -> None:
     model = models.mlp()
@@ -199,6 +203,7 @@ def test_the_state_of_an_optimizer_is_complete(schedule: str) -> None:
             assert torch.equal(ours["state"][index][key], value)
 
 
+@pytest.mark.sample(1)
 @SCHEDULES
 def test_buffers_that_are_filled_anew_after_each_step(schedule: str) -> None:
     model = models.mlp()
@@ -221,6 +226,7 @@ def test_inputs_that_wait_for_gradients_are_refused() -> None:
     assert torch.equal(pipe.predict(scaled), pipe.predict(inputs))
 
 
+@pytest.mark.sample(1)
 @SCHEDULES
 def test_modes_around_a_call(schedule: str) -> None:
     model = models.mlp()
@@ -264,6 +270,7 @@ def _ignoring(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
 
 
+@pytest.mark.sample(1)
 @SCHEDULES
 def test_microbatches_without_items_count_nothing(schedule: str) -> None:
     model = models.gpt(layers=1)

@@ -234,6 +234,7 @@ def test_memory_rule() -> None:
         memory_rule("pipedream", (1, 0), 4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_steady_state_is_one_object(name: str) -> None:
     count, options = microbatches(name, 8), rich(name, {"tied": (TiedParameter("w", (0, 3), 1),)})
@@ -292,6 +293,7 @@ def test_unusable_plans_are_refused() -> None:
         assert remedy in str(caught.value.remedy)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("replicas", [(1, 3), (3, 1), (2, 3), (3, 2, 1)])
 def test_replicas_of_a_copy_get_new_weights_from_those_of_the_owner(

@@ -47,6 +47,7 @@ def test_clipping_is_free_with_a_late_update() -> None:
     assert per_microbatch(make_plan("2bw", 4, 8, clip=1.0, tied=tied)) == pytest.approx(3.0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("replicas", [(1, 2, 1), (1, 4, 1), (3, 2, 1), (2, 3)])
 def test_replicas_run_at_full_speed(replicas: tuple[int, ...]) -> None:
     """Stages balanced by their replicas: 3 seconds a microbatch."""
@@ -125,6 +126,7 @@ def test_timeline_is_what_the_ranks_did() -> None:
     assert found.forecast.samples_per_second == pytest.approx(2 / 10.25)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_forecast_does_not_need_the_timeline(schedule: str) -> None:
     plan = make_plan(schedule, 4, 8, clip=1.0)
@@ -201,6 +203,7 @@ def test_only_the_owner_has_optimizer_state_of_a_tied_parameter() -> None:
     assert simulate(plan).forecast.sent_bytes == (2 + 60, 2 * 2, 2 + 60)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize(
     ("name", "clip"), [(name, c) for name in KINDS for c in (None, 1.0)[: 1 + KINDS[name].one_age]]
@@ -217,6 +220,7 @@ def test_the_memory_rule_is_what_the_walk_finds(name: str, clip: float | None, e
     assert ledger.gradients_bytes == rule.buffers_of(s)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 def test_updates_after_every_microbatch_leave_no_bubble(num_stages: int) -> None:
     """Balanced stages, also where the update waits for a norm of all or for a tied parameter."""

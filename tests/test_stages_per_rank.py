@@ -38,6 +38,7 @@ def shared(
     return on_ranks(plan, ranks)
 
 
+@pytest.mark.sample(1)
 @SHARED
 def test_a_plan_of_two_stages_a_rank_is_proved(ranks: tuple[int, ...]) -> None:
     plan = shared(ranks)
@@ -68,6 +69,7 @@ def test_any_stages_on_any_ranks(ranks: list[int], count: int, data: st.DataObje
     assert simulate(plan).forecast.step_seconds >= 3.0 * count
 
 
+@pytest.mark.sample(1)
 @SHARED
 def test_a_hop_inside_a_rank_costs_nothing(ranks: tuple[int, ...]) -> None:
     """It is handed over: no receive is posted, no send waited for, no byte sent, no second."""
@@ -96,6 +98,7 @@ def test_adjacent_stages_take_the_time_of_one() -> None:
     ]
 
 
+@pytest.mark.sample(1)
 @SHARED
 def test_the_memory_of_a_rank_is_the_sum_over_its_stages(ranks: tuple[int, ...]) -> None:
     sizes = {"parameter_bytes": 100, "trainable_bytes": 1, "saved_bytes": 1100}

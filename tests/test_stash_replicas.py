@@ -65,7 +65,7 @@ def by_hand(
     return losses, {name: value for one in versions for name, value in one[-1].items()}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("replicas", COUNTS)
 @pytest.mark.parametrize("deeper", [0, 1])
 def test_it_computes_the_recurrence(replicas: tuple[int, ...], deeper: int) -> None:
@@ -105,7 +105,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [("mlp", (2, 3)), ("unet", (2, 1)), ("gpt", (1, 2, 1)),
@@ -158,6 +158,7 @@ def test_statistics_are_those_of_the_replicas_until_they_are_read() -> None:
         torch.testing.assert_close(found[name], mean)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("replicas", [(1, 3), (2, 1)])
 def test_learning_rates_in_proportion_to_replicas(replicas: tuple[int, ...]) -> None:
     """That of a stage is r_s / r_0 of the optimizer's, which itself stays as it is."""
@@ -216,6 +217,7 @@ def saved(pipe: Any) -> Any:
     return torch.load(file)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("replicas", [(3,), (2, 3)])
 def test_a_state_in_the_middle_of_a_group_begins_it_anew(replicas: tuple[int, ...]) -> None:
     """The update that completes it is of the minibatches after it, as in the reference; to take a
@@ -241,6 +243,7 @@ def test_a_state_in_the_middle_of_a_group_begins_it_anew(replicas: tuple[int, ..
         equal_states(*(one.full_state_dict() for one in pair))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("minibatches", "warns"), [(3, False), (4, True)])
 def test_the_end_says_what_waits_for_more(minibatches: int, warns: bool) -> None:
     model = models.mlp()

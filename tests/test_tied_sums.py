@@ -87,6 +87,7 @@ def decayed(weight: nn.Parameter) -> None:
     weight.register_post_accumulate_grad_hook(hook)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:the loss is not linear")
 @pytest.mark.parametrize(
     ("schedule", "hook", "clip", "recompute"),

@@ -47,6 +47,7 @@ def _flag_that_follows_the_mode(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) / 2 if self.flag else self.lin(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "forward",
     [_last_result, _made_new_before_use, _table, _table_by_length, _flag_that_follows_the_mode],
@@ -146,7 +147,7 @@ def _table_for_one_batch_size(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) + self.last.sum()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "forward",
     [

@@ -39,6 +39,7 @@ def assert_alike(model: nn.Module, module: nn.Module, *args: object) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True) if a is not None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convnet", "unet"])
 def test_behaves_like_the_model(name: str) -> None:
     model = models.gpt(dropout=0.1, layers=2) if name == "gpt" else getattr(models, name)()
@@ -123,6 +124,7 @@ def test_custom_functions_keep_their_backward() -> None:
     assert_alike(model, trace(model, rows()).to_module(), rows(3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
 def test_parametrized_modules(name: str) -> None:
     torch.manual_seed(0)

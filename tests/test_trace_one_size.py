@@ -77,6 +77,7 @@ def test_training_is_that_of_the_reference_and_short_minibatches_are_refused() -
     pipe.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [4, 8, 12, 20])
 def test_evaluations_of_other_sizes_are_cut_into_microbatches_of_this_one(count: int) -> None:
     model = make(_rows_in_a_loop, second=nn.Linear(8, 8))

@@ -44,6 +44,7 @@ def _after_in_place(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return self.lin(x) + shifted.unsqueeze(-1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("forward", [_raise, asserted, _torch_check, _after_in_place])
 def test_a_validation_becomes_a_check(forward: Callable[..., Any]) -> None:
     model, x = make(forward), torch.randn(4, 3, 8)
@@ -56,6 +57,7 @@ def test_a_validation_becomes_a_check(forward: Callable[..., Any]) -> None:
     assert f"{file}:" in str(caught.value.where)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("calls", range(6))
 def test_a_validation_that_has_been_called_before(calls: int) -> None:
     """Python makes a call in another instruction once it has made it a few times."""
@@ -246,6 +248,7 @@ def test_a_number_of_the_inputs_is_captured_and_checked() -> None:
         graph.to_module(model)(x, twice + 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "use",
     [

@@ -184,6 +184,7 @@ def test_whether_autograd_is_on_is_asked_of_the_run_and_not_of_the_capture() -> 
     assert [op.target.rpartition(".")[2] for op in found.eval.ops] == ["Linear"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "move",
     [

@@ -31,6 +31,7 @@ def token_loss(scores: Tensor, target: Tensor, **given: Any) -> Tensor:
 TARGET = torch.ones(4, 3, dtype=torch.long)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("loss_fn", "target", "said"),
     [

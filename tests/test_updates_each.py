@@ -109,6 +109,7 @@ def test_trains_as_its_recurrence(name: str, schedule: str, stages: int) -> None
     assert plan.training.warmup == tuple(reversed(range(stages)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depths", [(4, 2, 0), (2, 2, 0), (5, 1, 1)])
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 def test_a_deeper_warm_up_is_older_weights(schedule: str, depths: tuple[int, ...]) -> None:
@@ -175,6 +176,7 @@ def test_what_comes_between_changes_no_version(
     compare(getattr(models, name)(), schedule, 3, (3, 1, 0), in_between, max_grad_norm=clip)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 def test_loaded_weights_begin_a_history(schedule: str) -> None:
     def load(t: int, pipe: Any) -> None:
@@ -187,6 +189,7 @@ def test_loaded_weights_begin_a_history(schedule: str) -> None:
     compare(models.mlp(), schedule, 3, events=load)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 def test_weights_in_flight_are_not_changed_nor_gradients_of_the_users(schedule: str) -> None:
     model = models.mlp()

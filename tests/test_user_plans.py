@@ -218,6 +218,7 @@ def test_the_command_line_does_as_compile_does(tmp_path: Path, call: Call) -> No
         assert (code, f"the plan has {name}=" in err) == (2, True), err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "zb-h1"])
 def test_stages_of_a_plan_are_rehearsed_again_where_it_may_be_wrong(
     schedule: str, monkeypatch: pytest.MonkeyPatch

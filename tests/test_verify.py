@@ -66,6 +66,7 @@ def test_stages_equal_eager(name, num_stages):
     assert report.gradients == len(list(model.parameters()))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("position", range(1, 36, 5))
 def test_every_cut_through_a_block_equals_eager(position):
     model, flat, layout, found = captured("gpt")
@@ -263,6 +264,7 @@ def test_inputs_that_the_model_does_not_take_end_the_comparison_after_one_step(m
         verify(*given)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
 def test_the_second_input_is_another_one(rows):
     model = models.mlp()

@@ -122,6 +122,7 @@ class Asks(Layers):
         return x * 2 if x.requires_grad else x * 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:captured as opaque")
 @pytest.mark.parametrize(
     ("model", "said", "remedy"),
@@ -180,6 +181,7 @@ def _halved(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", [False, True])
 def test_hooks_of_a_tied_parameter_run_once_on_the_whole_gradient(after: bool) -> None:
     model = Tied()

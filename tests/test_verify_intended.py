@@ -207,6 +207,7 @@ class Recomputing(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("again", ["outside", "in another region"])
 def test_reentrant_regions_that_share_parameters_are_named(again):
     batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(2)]
@@ -223,6 +224,7 @@ def test_reentrant_regions_that_share_parameters_are_named(again):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("again", ["", "without gradients"])
 def test_reentrant_regions_with_parameters_of_their_own_are_exact(again):
     assert told(Recomputing(again, True), torch.randn(8, 4), torch.randn(8, 4), mean) == ((), ())

@@ -55,7 +55,7 @@ def write(plan: Plan, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 @pytest.mark.parametrize(
     ("change", "cluster", "training"),
@@ -163,6 +163,7 @@ def test_the_ledger_without_a_graph() -> None:
         assert 0.98 < seconds / drawn.forecast.step_seconds < 1.02
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "change",
     [
@@ -465,7 +466,7 @@ def profile_file(folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "change"),
     [

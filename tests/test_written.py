@@ -59,6 +59,7 @@ def test_torch_reads_what_is_written() -> None:
         assert [str(one) for one in actions if one] == [c for r in rows for c in r.split(",") if c]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_the_schedules_of_torch(name: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def _with_cluster(plan: Plan) -> Plan:
     return replace(plan, cluster=Cluster.local(plan.num_ranks).to_toml())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in CLASSES if CLASSES[name].lowered])
 def test_what_torch_adds_to_a_schedule_is_left_out(name: str, tmp_path: Path) -> None:
     """A file with its sends, receives, gathers and reductions is the same schedule."""

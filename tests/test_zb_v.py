@@ -55,6 +55,7 @@ def test_every_number_of_microbatches_is_proved(ranks: int) -> None:
         assert found.step_seconds <= split.step_seconds <= plain.step_seconds
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_a_rank_never_idles_once_it_has_begun(ranks: int) -> None:
     for count in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1):
@@ -76,6 +77,7 @@ def test_deep_ones(ranks: int, count: int, clip: float | None) -> None:
     assert simulate(plan, timeline=False).forecast.step_seconds == seconds(ranks, count)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1)])
 def test_no_order_is_shorter(ranks: int, count: int) -> None:
     """Of all that hold no more than 1F1B does."""

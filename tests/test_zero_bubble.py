@@ -57,6 +57,7 @@ def test_it_is_proved(
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_the_bubble_is_the_papers(depth: int) -> None:
     """Where forward, gradients of inputs and of weights take equally long; never behind 1F1B."""

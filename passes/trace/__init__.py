@@ -37,6 +37,7 @@ from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.refusals import ForwardRaised
 from pdcompile.passes.trace.size_range import fails_as_microbatch, warn_of_one_size
 from pdcompile.passes.trace.subject import CaptureCall, Subject
+from pdcompile.releases.torch_internals import import_compiler
 from pdcompile.warn import warn
 
 __all__ = ["capture", "trace"]
@@ -113,6 +114,7 @@ def capture(
         TraceError: the model cannot be captured faithfully; names file and line.
     """
     check_model(model)
+    import_compiler()  # not while a forward is recorded, on fake tensors
     subject = Subject(model, flat, layout, loss_fn, microbatch_size, autocast, evaluates)
     attempts = Attempts(subject)
     start = Assumptions(opaque=hooked(subject), one_size=layout.splits and subject.size == 1)
@@ -129,11 +131,8 @@ def capture(
     findings = [recording.findings for recording in attempts.recordings]
     _warn_of_values(findings)
     warn_of_one_size(found)
-    found = replace(
-        found,
-        of_device=next(((*why, where) for f in findings for where, why in f.of_device.items()), ()),
-    )
-    return attached(found, subject)
+    of_device = next(((*why, where) for f in findings for where, why in f.of_device.items()), ())
+    return attached(replace(found, of_device=of_device), subject)
 
 
 def attached(found: Capture, of: CaptureCall) -> Capture:

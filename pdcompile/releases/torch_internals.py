@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 import sys
 import warnings
@@ -303,6 +304,12 @@ def global_step_hooks() -> list[Any]:
         *optimizers._global_optimizer_pre_hooks.values(),
         *optimizers._global_optimizer_post_hooks.values(),
     ]
+
+
+def import_compiler() -> None:
+    """Imports torch's compiler now: torch does at the first optimizer, checkpoint or other call
+    that the compiler leaves alone, and it takes seconds."""
+    importlib.import_module("torch._dynamo")
 
 
 @contextmanager

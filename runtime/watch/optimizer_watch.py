@@ -9,7 +9,7 @@ one step of everything against a step stage by stage, on small copies of the par
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -137,8 +137,11 @@ def _differing(one: Copies, other: Copies) -> str | None:
     return None
 
 
-# What every optimizer has, and what schedulers of learning rates add.
-_KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
+@cache  # not at import: the first optimizer of a process imports all of torch's compiler
+def _known() -> frozenset[str]:
+    """Attributes that every optimizer has, and those that schedulers of learning rates add."""
+    plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    return frozenset(vars(plain)) | {"_opt_called", "_step_count"}
 
 
 class OptimizerWatch:
@@ -177,11 +180,12 @@ class OptimizerWatch:
     def _present(self) -> list[tuple[str, Any]]:
         one = self._optimizer
         assert one is not None, "nothing is in flight without updates"
+        known = _known()
         own = {
             (n, name): _state_of(value) if isinstance(value, Mapping) else _state_of({"": value})
             for n, member in enumerate(members(one))
             for name, value in vars(member).items()
-            if name not in _KNOWN and not hasattr(value, "_wrapped_by_lr_sched")
+            if name not in known and not hasattr(value, "_wrapped_by_lr_sched")
         }
         return [
             (

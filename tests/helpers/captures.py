@@ -142,8 +142,8 @@ def capture_once(
 ) -> Capture:
     """`capture`, shared by all calls with equal shapes of models that look alike.
 
-    Only for those whose ops follow from their modules, numbers and shapes: those of `models`, and
-    classes with `captured_once`.  Any other is captured each time.
+    Only for those whose ops follow from their modules, numbers and shapes: those of `models` and
+    `exported`, and classes with `captured_once`.  Any other is captured each time.
     """
     if not all(_follows(type(module)) for module in model.modules()):
         return capture(model, flat, layout, loss_fn, **options)
@@ -163,7 +163,7 @@ def capture_once(
 
 def _follows(kind: type) -> bool:
     home = kind.__module__
-    known = home == models.__name__ or home.startswith("torch.nn.")
+    known = home in (models.__name__, "tests.helpers.exported") or home.startswith("torch.nn.")
     return known or "captured_once" in vars(kind)
 
 

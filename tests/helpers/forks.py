@@ -22,6 +22,7 @@ import torch  # noqa: E402
 
 # What most ranks need, so that no fork has to read it again.
 from pdcompile import driver, reference  # noqa: E402, F401
+from pdcompile.releases.torch_internals import import_compiler  # noqa: E402
 from tests.helpers import models, pipelines  # noqa: E402, F401
 
 
@@ -53,6 +54,7 @@ def become(rank: dict[str, Any]) -> None:
     sys.path[0] = os.path.dirname(rank["script"])
 
 
+import_compiler()
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()  # a collection in a fork would copy all that is shared

@@ -25,6 +25,7 @@ from tests.helpers.loops import (
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [ADAMW, SGD])
 @pytest.mark.parametrize("build", [gpt, mlp, convnet, unet])
 def test_a_flush_schedule_is_gradient_accumulation(

@@ -26,6 +26,7 @@ from tests.helpers.loops import (
 from tests.helpers.models import convnet, gpt, loss_for, mlp
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("build", [gpt, convnet])
 def test_2bw_computes_on_the_weights_before(

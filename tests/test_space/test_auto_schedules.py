@@ -110,6 +110,7 @@ def test_auto_takes_the_best_schedule(
     assert plan.notes[-1].startswith(f"{chosen} chosen among schedules: ")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("least", "schedule", "what"),
     [

@@ -57,7 +57,7 @@ SPACES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @pytest.mark.parametrize("make", [chain, residual])
 def test_plans_are_checked_and_run_without_deadlock(make: Any, space: SearchSpace) -> None:
@@ -95,6 +95,7 @@ def test_nothing_of_the_space_is_better() -> None:
     assert step_seconds(plan) == pytest.approx(best)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_cut_alone_is_the_same_search(schedule: str) -> None:
     """Where only the cut is open, stage s is on rank s and the answer that of the whole search."""
@@ -109,6 +110,7 @@ def test_the_cut_alone_is_the_same_search(schedule: str) -> None:
     assert every.certificate.objective_seconds == pytest.approx(seconds)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("again", [(True, True, True), (True, False, True), (False, False, True)])
 def test_a_cut_for_stages_of_which_some_recompute(again: tuple[bool, ...], schedule: str) -> None:

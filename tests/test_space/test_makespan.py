@@ -89,6 +89,7 @@ def test_several_stages_on_a_rank_take_what_they_take_in_the_simulator(
     assert same_clock(clocked(plan, cluster), plan, simulate(plan).forecast.step_seconds)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 3, 4, 8])
 def test_the_clock_follows_the_order_of_the_registry(
     monkeypatch: pytest.MonkeyPatch, count: int
@@ -116,6 +117,7 @@ def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 2), (4,)])
 @pytest.mark.parametrize("rate", [1e9, 2.0])
 def test_the_period_of_balanced_streams(replicas: tuple[int, ...], rate: float) -> None:
@@ -132,6 +134,7 @@ def test_the_period_of_balanced_streams(replicas: tuple[int, ...], rate: float) 
     assert simulate(plan).forecast.step_seconds / 16 == pytest.approx(period, rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("extra", "busy", "expected"),
     [(0, 0, 4.125), (1, 0, 3.0), (0, 1, 5.25), (1, 1, 4.5)],
