@@ -107,8 +107,7 @@ def capture(
 
     The model, its buffers, its hooks and all random generators are left as they were.
 
-    A submodule that cannot be captured becomes one opaque op, with a warning that names it and
-    the line.
+    A submodule that cannot be captured becomes one opaque op; a warning names it and the line.
 
     Raises:
         TraceError: the model cannot be captured faithfully; names file and line.
