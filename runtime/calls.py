@@ -156,7 +156,7 @@ def rows_here(session: Session, size: int, turn: int, *, training: bool) -> list
 
 
 def _microbatches_of(session: Session, worker: Worker, number: int, count: int) -> range:
-    """Those that come here: replicas take every so-many-th, or whole minibatches in turn."""
+    """Microbatches that come here: replicas take every so-many-th, or whole minibatches in turn."""
     spec, stage = session.spec, worker.stage
     replica = spec.ranks[stage].index(worker.transport.rank)
     return spec.share(stage, replica, count, number)

@@ -113,7 +113,7 @@ class Losses(dict[int, Loss]):
 
 
 class Worker:
-    """Everything that one stage of a rank knows while it runs; `held`: all stages of its rank.
+    """State of one stage of a rank while it runs; `held`: all stages of its rank.
 
     `updater` None: gradients only, no STEP may come.
     """
@@ -408,7 +408,7 @@ def run_together(
 
 
 def _later(plan: Plan, stage: int) -> dict[int, tuple[int, ...]]:
-    """Of the tied parameters that a stage holds, the ranks of the next stage that does."""
+    """Ranks of the next stage that holds each tied parameter of a stage."""
     return {
         index: plan.spec.ranks[later]
         for index, tied in enumerate(plan.tied)

@@ -218,7 +218,7 @@ class Saving(PipelineState):
         return with_position(session.state.part(), self.position)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
+        """State of the model on rank 0, copied to the CPU, with the keys of model.state_dict().
 
         Flushes first, so every rank calls it; {} on the others.  Its ``_metadata``, which
         torch.save keeps, has the `position`.

@@ -1,1 +1,1 @@
-"""When a rank fails: who failed first, how it ended, and whether all make the same call."""
+"""Failures of ranks: the first one, the end of its process, and agreement on calls."""

@@ -1,4 +1,4 @@
-"""When a rank fails, every rank raises, and says what happened first and where.
+"""First cause of a failure: every rank raises it, and says what happened first and where.
 
 The rank that fails writes its cause into the store (the first one wins) and closes its
 connections, which ends the waiting of its peers; they read the cause.  A rank that vanished

@@ -186,7 +186,7 @@ class HostPeers:
 
 
 def _killed_for_memory() -> int:
-    """So many processes, of the whole machine; 0 where the system does not count them."""
+    """Number of processes of the machine that were; 0 where the system does not count them."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -52,7 +52,7 @@ class Kept:
 
 
 class SecondRun:
-    """Of one stage: which of its tensors forward writes, and which of its hooks run once."""
+    """Tensors of a stage that forward writes, and its hooks that run once."""
 
     def __init__(self, module: nn.Module, compiled: Compiled, stage: int) -> None:
         """`module`: one instance of the stage."""
@@ -74,7 +74,7 @@ class SecondRun:
         ]
 
     def before(self, module: nn.Module, given: list[Any], leaves: dict[str, Any]) -> Kept:
-        """What is to be kept of the forward to come."""
+        """Copies of what the forward to come reads and writes."""
         copies: dict[int, Tensor] = {}  # of a buffer with several names there is one
         buffers = {}
         for path, leaf in self._buffers:
@@ -89,7 +89,7 @@ class SecondRun:
 
     @contextmanager
     def around(self, module: nn.Module, buffers: dict[Place, Tensor]) -> Iterator[None]:
-        """While the module runs again: on these buffers, and without the hooks that ran."""
+        """Context of the second run: on these buffers, and without the hooks that ran."""
         tables = [(submodule_of(module, path).__dict__, name) for path, name in self._hooked]
         homes = [(submodule_of(module, path)._buffers, leaf) for path, leaf in buffers]
         hooks = [table[name] for table, name in tables]
@@ -287,6 +287,6 @@ class Compute:
 
 
 def expected(port: Port, size: int, minibatch: int) -> Expected:
-    """What a port carries for a microbatch of `size` samples."""
+    """Tensor that a port carries for a microbatch of `size` samples."""
     shape = tuple(size_at(one, size) for one in port.shape)
     return Expected(shape, getattr(torch, port.dtype), minibatch)

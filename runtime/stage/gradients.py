@@ -25,8 +25,8 @@ _LOWEST, _MIDDLE, _HIGHEST = 0xD3, 0xFF, 0x7F  # bytes of a NaN in every dtype, 
 
 
 def absent(like: Tensor) -> Tensor:
-    """What is sent in place of a gradient of this tensor: from host memory, where whoever gets it
-    within this process sees at once that it is none."""
+    """Message in place of a gradient of this tensor: in host memory, where whoever gets it within
+    this process sees at once that it is none."""
     found = torch.zeros_like(like, memory_format=torch.contiguous_format, device=devices.HOST)
     memory = found.untyped_storage()
     for n, byte in enumerate(_bytes(found) if found.numel() else ()):
@@ -35,7 +35,7 @@ def absent(like: Tensor) -> Tensor:
 
 
 def is_absent(gradient: Tensor) -> bool:
-    """Whether a gradient that came in says that there was none."""
+    """True if a gradient that came in says that there was none."""
     if gradient.layout != torch.strided or not gradient.numel():
         return False
     start, memory = gradient.storage_offset() * gradient.itemsize, gradient.untyped_storage()
@@ -45,7 +45,7 @@ def is_absent(gradient: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> list[int]:
-    """Of the first number, of a complex one its real part."""
+    """Bytes of the first number, of a complex one of its real part."""
     size = tensor.itemsize // (2 if tensor.is_complex() else 1)
     return [_LOWEST, *[_MIDDLE] * (size - 2), _HIGHEST]
 
@@ -69,13 +69,13 @@ class Numbering:
         return max(minibatch // self.group - lag, 0)
 
     def taken(self, minibatch: int) -> int:
-        """Of how many minibatches the update is that takes this one: less than the group where
-        the history began within it."""
+        """Number of minibatches of the update that takes this one: less than the group where the
+        history began within it."""
         end = (minibatch // self.group + 1) * self.group
         return min(self.group, end - self.begun)
 
     def waiting(self, minibatches: int) -> int:
-        """Of how many minibatches gradients then wait for the others of their group."""
+        """Number of minibatches whose gradients then wait for the others of their group."""
         return min(minibatches % self.group, minibatches - self.begun)
 
 
@@ -164,7 +164,7 @@ class StageGradients:
         found |= {} if devices.on_host(part) and is_absent(part) else {replica: part}
 
     def pass_on(self, fqn: str, minibatch: int) -> Tensor:
-        """What a copy has accumulated and received of a minibatch; nothing of it is kept."""
+        """Sum of what a copy has accumulated and received of a minibatch; nothing of it is kept."""
         number = self.numbers.update(minibatch)
         if self._accumulating is not None and self._accumulating[0] == number:
             own = self._take(self._accumulating[1], fqn)
@@ -232,7 +232,7 @@ class StageGradients:
         return gradient
 
     def present_gradients(self) -> Gradients:
-        """What is in .grad of the owned parameters now (where nothing is `apart`)."""
+        """Present .grad of the owned parameters (where nothing is `apart`)."""
         found = {fqn: self._masters[fqn].grad for fqn in self.owned}
         return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
 
@@ -260,7 +260,7 @@ class StageGradients:
 
 
 def _separated(parameter: nn.Parameter, memories: Collection[int]) -> bool:
-    """Whether it has a gradient, which then has memory of its own."""
+    """True if it has a gradient, which then has memory of its own."""
     gradient = parameter.grad
     if gradient is not None and memory_of(gradient) in memories:
         parameter.grad = gradient.clone()

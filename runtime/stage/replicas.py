@@ -40,7 +40,7 @@ class Digests(NamedTuple):
     rows: Handle
 
     def unlike(self) -> list[str]:
-        """Those of which replicas hold different values."""
+        """Names of which replicas hold different values."""
         every = self.rows.wait()
         assert every is not None
         differs = (every != every[:1]).any(0).tolist()
@@ -87,7 +87,7 @@ class Replicas:
 
     @contextmanager
     def summing(self, backward: Instruction, minibatch: int) -> Iterator[None]:
-        """While a backward runs: sum what it completes as it goes on."""
+        """Context of a backward: sums what it completes as it goes on."""
         version = self._weights.numbers.version(minibatch, backward.lag)
         owned = self._untied if backward in self._ending else ()
         handles = [
@@ -157,7 +157,7 @@ class Replicas:
                 self._bring_together(minibatch)
 
     def _waits(self, minibatch: int) -> bool:
-        """Do gradients of this stage wait, where a minibatch is the next, for others?"""
+        """True if gradients of this stage wait for others where a minibatch is the next."""
         return minibatch % self._weights.numbers.group > 0
 
     def _bring_together(self, minibatch: int) -> None:

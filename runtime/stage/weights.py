@@ -81,7 +81,7 @@ class StageWeights(StageGradients):
         return module if module.training == training else module.train(training)
 
     def buffers(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Those buffers of these names that the stage holds."""
+        """Buffers of these names that the stage holds."""
         held = [
             (name, fqn) for name, fqn in self._places if fqn in names and fqn not in self._slots
         ]

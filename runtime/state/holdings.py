@@ -181,6 +181,6 @@ def made_groups(session: Session) -> list[NamedGroup]:
 
 
 def all_parameters(session: Session) -> dict[str, Tensor]:
-    """All of the model's parameters, frozen ones too."""
+    """Parameters of the whole model, frozen ones too."""
     infos = session.state.infos
     return {fqn: session.state.tensors[fqn] for fqn in infos if infos[fqn].kind == "parameter"}

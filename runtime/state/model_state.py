@@ -162,7 +162,7 @@ class State:
         return fqn
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that this process owns, in the order of the model."""
+        """Parameters that this process owns, in the order of the model."""
         mine = set(self._ranks)
         for fqn in self._infos:
             tensor = self.tensors.get(fqn)

@@ -31,7 +31,7 @@ from pdcompile.runtime.state.holdings import all_parameters, holdings, made_grou
 
 
 class Gathered(OptimizerStates):
-    """What ranks have sent to rank 0; `tensors`: by stage and name, as ``0/weight/exp_avg``."""
+    """States that ranks have sent to rank 0; `tensors`: by stage and name, ``0/weight/exp_avg``."""
 
     def __init__(self, stages: Iterable[StageState], tensors: Mapping[str, Tensor]) -> None:
         super().__init__("the state of all ranks", sorted(stages, key=lambda one: one.stage))
@@ -42,7 +42,7 @@ class Gathered(OptimizerStates):
 
 
 def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
-    """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}."""
+    """State of the whole model with its keys, copied to the CPU, on rank 0; elsewhere {}."""
     rows = [row for row in holdings(session, minibatches) if row.holding.kind is HoldingKind.WEIGHT]
     found: dict[str, Tensor] = {}
     own = {row.holding.name: row.tensor for row in rows if row.owned}

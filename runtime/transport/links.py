@@ -121,7 +121,7 @@ def pairs(spec: PipelineSpec, *others: PipelineSpec) -> list[tuple[int, int]]:
 
 
 def _peers(spec: PipelineSpec, stage: int, replica: int) -> Iterable[int]:
-    """Those that a replica sends to; who receives sends there or is sent to."""
+    """Ranks that a replica sends to; who receives sends there or is sent to."""
     count = len(spec.ranks[stage])
     for hop in (hop for moment in hops(spec, stage, replica) for hop in moment):
         assert hop.kind in TRANSFERS

@@ -124,7 +124,7 @@ class StartUp:
             pause = min(1.5 * pause, _LONGEST_PAUSE)
 
     def _seen(self, keys: Sequence[str]) -> list[object]:
-        """All that changes as ranks get further."""
+        """Values that change as ranks get further."""
         beats = [f"beat/{rank}" for rank in range(self.size)]
         said = [self.store.get(key) if self.store.check([key]) else b"" for key in beats]
         return [*said, *(self.store.check([key]) for key in keys)]
