@@ -133,16 +133,12 @@ def _sizes(session: Session, size: int, *, training: bool) -> list[int]:
 
 def microbatches_here(session: Session, size: int, turn: int, *, training: bool) -> tuple[int, ...]:
     """The microbatches of which this process reads samples, of minibatch `turn` and that size."""
-    compiled, spec = session.compiled, session.spec
     if not any(wiring.paths(True) for wiring in session.wirings.values()):
         return ()
-    sizes = _sizes(session, size, training=training)
-    count = len(sizes) if compiled.layout.splits else 1
-    found: set[int] = set()
-    for worker in session.workers:
-        replica = spec.ranks[worker.stage].index(worker.transport.rank)
-        found.update(spec.share(worker.stage, replica, count, turn))
-    return tuple(sorted(found))
+    splits = session.compiled.layout.splits
+    count = len(_sizes(session, size, training=training)) if splits else 1
+    parts = [_microbatches_of(session, worker, turn, count) for worker in session.workers]
+    return tuple(sorted({i for part in parts for i in part}))
 
 
 def rows_here(session: Session, size: int, turn: int, *, training: bool) -> list[int]:
