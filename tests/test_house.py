@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_604),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_589),
-    "runtime": (("runtime",), 9_390),
+    "runtime": (("runtime",), 9_385),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         4_170,
