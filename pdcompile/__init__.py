@@ -1,8 +1,9 @@
 """pdcompile: an ordinary PyTorch model and your machines in, the fastest pipeline out.
 
-Names are imported when they are first used: ``import pdcompile`` costs no torch.
+``import pdcompile`` costs no torch.
 """
 
+import re as _re
 import sys as _sys
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
@@ -16,31 +17,7 @@ if not (_Path(__file__).parent / "passes").is_dir():
         "clone again with: git clone -c core.symlinks=true <url>"
     )
 
-# Modules and the public names that they define.
-_HOMES = {
-    "pdcompile.driver": "compile",
-    "pdcompile.export": "export",
-    "pdcompile.runtime.pipeline": "Pipeline",
-    "pdcompile.reference": "reference",
-    "pdcompile.checkpoint.conversion": "load_checkpoint",
-    "pdcompile.passes.trace": "trace",
-    "pdcompile.batch.omitted_output": "OmittedOutput",
-    "pdcompile.workload": "Workload load_target",
-    "pdcompile.integrations.meter": "Meter",
-    "pdcompile.cluster": "Cluster Device Level",
-    "pdcompile.problem.constraints": "Pin Together Apart CutAt CutBefore Forbid MaxStages",
-    "pdcompile.passes.profile": "Profile",
-    "pdcompile.passes.costs.symbolic": "SymbolicCosts symbolic_costs",
-    "pdcompile.ir.graph": "OpGraph",
-    "pdcompile.plan": "Plan Certificate",
-    "pdcompile.schedule": "Schedule",
-    "pdcompile.errors": "PdcompileError ConfigError InputError TraceError VerifyError CostError "
-    "ClusterError PlanError InfeasibleError NotFoundError ScheduleError DeadlockError SourceError "
-    "CheckpointError NonFiniteError NotPrepared ClosedError LaunchError ContractError RankError",
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-if _TYPE_CHECKING:
+if _TYPE_CHECKING:  # all public names, which `__getattr__` imports when they are first used
     from pdcompile.batch.omitted_output import OmittedOutput as OmittedOutput
     from pdcompile.checkpoint.conversion import load_checkpoint as load_checkpoint
     from pdcompile.cluster import Cluster as Cluster
@@ -89,6 +66,15 @@ if _TYPE_CHECKING:
     from pdcompile.workload import Workload as Workload
     from pdcompile.workload import load_target as load_target
 
+# The module of each public name, as the imports above have it.
+_HOME: dict[str, str] = {
+    name: home
+    for home, name in _re.findall(
+        r"^    from (pdcompile\.\S+) import (\w+) as \2$",
+        _Path(__file__).read_text(encoding="utf-8"),
+        _re.MULTILINE,
+    )
+}
 __all__ = [*_HOME]
 
 

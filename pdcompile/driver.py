@@ -18,13 +18,12 @@ from pdcompile.batch import (
     resize,
     resolve_batch,
 )
-from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
-from pdcompile.eager.autocast import other_region
+from pdcompile.eager.autocast import note_on_region
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
-from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
+from pdcompile.ir.graph import Capture
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
@@ -34,7 +33,7 @@ from pdcompile.options.table import ROWS, default_optimizer
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
-from pdcompile.passes.planning.candidate_plan import taken_by_outputs
+from pdcompile.passes.planning.candidate_plan import note_on_outputs
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
@@ -49,7 +48,7 @@ from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
+from pdcompile.runtime.transport.launch import note_on_cores
 from pdcompile.user_plans import (
     check_here,
     check_memory,
@@ -64,25 +63,17 @@ from pdcompile.user_plans import (
 )
 from pdcompile.warn import each_once, warn
 
-OF_OTHER_REGION = (
-    "dtypes and bytes are those of the former, and its stages do not run there; autocast=<dtype> "
-    "is the region of the devices"
-)
-
 
 def build(
     model: nn.Module,
     flat: FlatCall,
     options: Options,
     num_ranks: int | None = None,
-    *,
-    replan: Callable[[Plan, OpGraph], Plan] | None = None,
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
     `num_ranks` is the number of processes, None for one process.  A plan or sources given in the
-    options take the place of the passes that would make them, and are checked instead.  `replan`
-    makes another plan of a plan and the model's graph, before anything is proved of it.
+    options take the place of the passes that would make them, and are checked instead.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
@@ -92,7 +83,7 @@ def build(
 
         def run(options: Options) -> Compiled:
             with places_in_its_file(options):
-                return run_passes(model, flat, options, num_ranks, PassRunner(listener), replan)
+                return run_passes(model, flat, options, num_ranks, PassRunner(listener))
 
         try:
             return run(with_saved_plan(options, num_ranks))
@@ -116,17 +107,12 @@ def _build_to_run(
     return build(model, flat, replace(options, alone=num_ranks in (None, 1)), num_ranks)
 
 
-def run_passes(
-    model: nn.Module,
-    flat: FlatCall,
-    options: Options,
-    num_ranks: int | None,
-    step: PassRunner,
-    replan: Callable[[Plan, OpGraph], Plan] | None = None,
-) -> Compiled:
-    """`build`, every pass run by `step`, which times it and writes its form."""
+def resolved(
+    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None
+) -> tuple[Options, BatchLayout, Configuration]:
+    """The options as a given plan completes them, on minibatch and machines: all that is refused
+    before a model is captured is refused here."""
     options = with_user_plan(options, model)
-    apply_overrides(model)
     check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)
     check_minibatch(options, layout, model)
@@ -138,7 +124,19 @@ def run_passes(
         device=device_of(model, flat).type,
     )
     check_splits(layout, chosen.training.num_microbatches)
+    return options, layout, chosen
 
+
+def run_passes(
+    model: nn.Module,
+    flat: FlatCall,
+    options: Options,
+    num_ranks: int | None,
+    step: PassRunner,
+) -> Compiled:
+    """`build`, every pass run by `step`, which times it and writes its form."""
+    apply_overrides(model)
+    options, layout, chosen = resolved(model, flat, options, num_ranks)
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
     if options.plan is not None or options.sources is not None:
         part = step.listener.part
@@ -147,11 +145,19 @@ def run_passes(
         placed = in_place(options, captured.train)
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
-    if replan is not None:
-        plan = replan(plan, captured.train)
+    if options.replan is not None:
+        plan = options.replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
-    plan = _noted(replace(plan, forecast=forecast), captured, options)
+    notes = (
+        *plan.notes,
+        *note_on_outputs(plan, captured.train),
+        *notes_on_own_buffers(plan, captured.train),
+        *uneven_means(captured.train, plan.training),
+        *note_on_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices),
+        *note_on_cores(options),
+    )
+    plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))
     check_memory(chosen.cluster, plan)
     _write_capture(captured, options, step.listener)
     captured = boundaries.as_planned(captured, plan)
@@ -207,8 +213,6 @@ def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Pas
     step("costs", planner.costs)
     step("problem", planner.problem)
     plan = step("plan", planner.plan)
-    if planner.options.searches and planner.options.refine is True:  # of one schedule and size
-        return make_plan(planner.of_cut(plan), microbatch, step)
     if not planner.times_stages(plan):
         return plan
     return step("refined", lambda: planner.refined(plan, microbatch))
@@ -247,25 +251,6 @@ def _write_capture(captured: Capture, options: Options, listener: Listener) -> N
         return
     if reason := write_capture(captured, options.capture_file):
         listener.told(f"the capture is not kept beside the plan: {reason}")
-
-
-def _noted(plan: Plan, captured: Capture, options: Options) -> Plan:
-    """The plan with notes where it drops outputs, where replicas have buffers of their own, where
-    its loss is a mean over some of the targets, where ranks share cores, and where its devices have
-    another autocast region than the model was captured in."""
-    notes = tuple(note for note in plan.notes if not note.startswith(DROPPED))
-    graph, training = captured.train, plan.training
-    others = any(ref.name != graph.loss for ref in walk(graph.output, Ref))
-    if training.outputs_by_size and others and not training.keeps_outputs:
-        notes = (*notes, str(taken_by_outputs(plan, graph)))
-    notes = (*notes, *notes_on_own_buffers(plan, graph))
-    if options.loss_reduction == "mean" and training.num_microbatches > 1:
-        notes = (*notes, *uneven_means(graph))
-    crowded = note_on_cores() if is_distributed(options) else ""
-    notes = (*notes, crowded) if crowded else notes
-    other = other_region(training.autocast, Cluster.from_toml(plan.cluster).devices)
-    notes = (*notes, f"{other}: {OF_OTHER_REGION}") if other else notes
-    return replace(plan, notes=tuple(dict.fromkeys(notes)))
 
 
 def _largest(layout: BatchLayout, plan: Plan) -> int:

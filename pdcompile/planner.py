@@ -36,7 +36,7 @@ from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
 from pdcompile.passes.planning.preferred_plan import fitting, preferred_plan
 from pdcompile.passes.planning.refine import refine
-from pdcompile.passes.planning.solved_problem import candidate_of
+from pdcompile.passes.planning.solved_problem import candidate_of, space_of_cut
 from pdcompile.passes.profile import machine_for, source_of
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
@@ -90,6 +90,12 @@ class Planner:
             moving_seconds=1 / machine.bytes_per_second,
         )
         self.space = search_space(options, chosen, captured.train.sizes)
+        # The number of microbatches is neither the user's nor the search's choice.
+        self._by_rule = (
+            microbatches_of(options) == "auto"
+            and len(self.space.microbatches) == 1
+            and self.training.num_microbatches > 1
+        )
         self._notes = [assumed] if assumed else []
         self._sizes = Sizes(
             captured.train,
@@ -111,7 +117,9 @@ class Planner:
             self._whole[m] = self._sizes.at(self._size(m))
             self._graphs[m] = planned(self._whole[m], self.training)
         first = self._graphs[self.space.microbatches[0]]
-        if self.options.costs == "measured" and not self.options.searches:
+        if self.options.costs == "measured" and (
+            self.options.refine is True or not self.options.searches
+        ):
             refuse_mostly_estimated(first, self.model)
         return first
 
@@ -163,18 +171,6 @@ class Planner:
         self._problem_at.cache_clear()
         return plan
 
-    def of_cut(self, plan: Plan) -> Planner:
-        """A planner of the cut alone; all else is as in this plan."""
-        again = tuple(stage.recompute for stage in plan.stages)
-        options = replace(
-            self.options, schedule=plan.training.schedule, replicas=1, recompute=again,
-            microbatches=plan.training.num_microbatches,
-        )  # fmt: skip
-        stages = self.space.stages or len(self.cluster.devices)
-        training = replace(plan.training, warmup=())
-        chosen = Configuration(self.cluster, stages, training, placement=self.space.placement)
-        return Planner(self.model, self.captured, options, chosen, self.listener)
-
     def times_stages(self, plan: Plan) -> bool:
         """True if the stages of the plan are to be timed."""
         return why_not_timed(plan, self.options, self.model) is None
@@ -184,6 +180,9 @@ class Planner:
 
         `microbatch`: one of the example's, by its size.
         """
+        if self.options.searches:
+            self.space = space_of_cut(plan)
+            self.training = replace(plan.training, warmup=())
         m = plan.training.num_microbatches
         graph, leaves = self._graphs[m], microbatch(self._size(m)).leaves
         size = next(op.cost.microbatch_size for op in graph.ops if op.cost is not None)
@@ -244,15 +243,6 @@ class Planner:
         notes = (*self.cluster.notes, *self._notes, *self._on_ages(plan, graphs))
         source = source_of(self.options.costs, self.cluster.devices[0].kind)
         return replace(plan, notes=(*plan.notes, *notes), costs=source)
-
-    @property
-    def _by_rule(self) -> bool:
-        """True if the number of microbatches is neither the user's nor the search's choice."""
-        return (
-            microbatches_of(self.options) == "auto"
-            and len(self.space.microbatches) == 1
-            and self.training.num_microbatches > 1
-        )
 
     @property
     def _own_ages(self) -> bool:

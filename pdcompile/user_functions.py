@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,13 +67,11 @@ def _load_file(path: Path, target: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with own_errors(f"importing '{path}' failed", target):
+            spec.loader.exec_module(module)
     except PdcompileError:
         del sys.modules[name]
         raise
-    except Exception as error:
-        del sys.modules[name]
-        raise failed(f"importing '{path}' failed", error, target) from error
     return module
 
 
@@ -80,21 +79,18 @@ def _load_module(place: str, target: str) -> ModuleType:
     # The command's own folder is not on the path of an installed script; python -m has it.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        missing = error.name or place
-        if place != missing and not place.startswith(missing + "."):
-            raise failed(f"importing '{place}' failed", error, target) from error
-        raise ConfigError(
-            f"there is no module '{missing}'",
-            where=target,
-            remedy=f"run in the folder that holds it, install it, or write {FORMS}",
-        ) from error
-    except PdcompileError:
-        raise
-    except Exception as error:
-        raise failed(f"importing '{place}' failed", error, target) from error
+    with own_errors(f"importing '{place}' failed", target):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            missing = error.name or place
+            if place != missing and not place.startswith(missing + "."):
+                raise  # something that it imports
+            raise ConfigError(
+                f"there is no module '{missing}'",
+                where=target,
+                remedy=f"run in the folder that holds it, install it, or write {FORMS}",
+            ) from error
 
 
 def call(function: Callable[[], Any], target: str) -> Any:
@@ -107,16 +103,23 @@ def call(function: Callable[[], Any], target: str) -> Any:
             where=target,
             remedy="give its parameters defaults, or wrap it in a function without parameters",
         ) from error
-    try:
+    with own_errors("the target function raised", target):
         return function()
+
+
+@contextmanager
+def own_errors(what: str, target: str, remedy: str | None = None) -> Iterator[None]:
+    """Raises ConfigError in place of an exception of the user's own code inside, which it quotes
+    with the innermost place of it; errors of ours pass."""
+    try:
+        yield
     except PdcompileError:
         raise
     except Exception as error:
-        raise failed("the target function raised", error, target) from error
+        raise _failed(what, error, target, remedy) from error
 
 
-def failed(what: str, error: Exception, target: str, remedy: str | None = None) -> ConfigError:
-    """An error that quotes the user's own exception with the innermost place of it."""
+def _failed(what: str, error: Exception, target: str, remedy: str | None) -> ConfigError:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -15,6 +15,7 @@ from torch import nn
 
 from pdcompile import weights
 from pdcompile.batch import BatchLayout
+from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.checkpoint.contents import Contents
 from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import PLAN
@@ -218,11 +219,12 @@ def user_plan(
     check_plan(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen, options, graph)
     notes = (
+        *(note for note in plan.notes if not note.startswith(DROPPED)),  # which may be kept now
         *_more_state(plan.training, options.optimizer),
         *_other_links(options, chosen, plan),
         *_other_costs(options),
     )
-    plan = replace(plan, notes=(*plan.notes, *notes))
+    plan = replace(plan, notes=notes)
     # Forecast and bytes may be of another day or version, or edited.
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training), progress)
 

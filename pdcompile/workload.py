@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.errors import ConfigError, PdcompileError, refuse_unknown
+from pdcompile.errors import ConfigError, refuse_unknown
 from pdcompile.options import values
 from pdcompile.options.table import ROWS
-from pdcompile.user_functions import call, failed, load_function
+from pdcompile.user_functions import call, load_function, own_errors
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ class Workload:
                 yield self.example_inputs, None if self.target is REQUIRED else self.target
         while True:
             empty = True
-            for index, batch in enumerate(_own_errors_named(self.batches)):
+            for index, batch in enumerate(_quoting(self.batches)):
                 if not (isinstance(batch, tuple | list) and len(batch) == 2):
                     raise ConfigError(
                         f"batch {index} is {_kind(batch)}, not a pair (inputs, target)",
@@ -156,20 +157,16 @@ class Workload:
                 )
 
 
-def _own_errors_named(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+def _quoting(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     """Minibatches that batches() yields.  Raises ConfigError: it raised, with the line."""
-    count = 0
-    try:
-        for count, batch in enumerate(batches(), start=1):  # noqa: B007
-            yield batch
-    except PdcompileError:
-        raise
-    except Exception as error:
-        what, remedy = (
-            f"batches() raised at minibatch {count}",
-            "iterate over batches() alone first",
-        )
-        raise failed(what, error, "Workload.batches", remedy) from error
+    made, remedy, end = None, "iterate over batches() alone first", object()
+    for count in itertools.count():
+        with own_errors(f"batches() raised at minibatch {count}", "Workload.batches", remedy):
+            made = iter(batches()) if made is None else made
+            batch = next(made, end)
+        if batch is end:
+            return
+        yield batch
 
 
 def _compare(model: torch.nn.Module, example_inputs: Any, inputs: Any) -> None:

@@ -239,15 +239,16 @@ def test_costs_beside_a_plan_are_noted() -> None:
 def test_ranks_that_share_cores_are_noted(
     ranks: str | None, threads: int, cores: int, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ranks is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if ranks is not None else ():
+        monkeypatch.setenv(name, str(ranks))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert note_on_cores().split(":")[0] == note
+    assert "".join(note_on_cores(Options())).split(":")[0] == note
     monkeypatch.delattr("os.sched_getaffinity")  # as on macOS
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert note_on_cores().split(":")[0] == note
-    assert all("this host" not in one for one in compiled("mlp").plan.notes)  # one process
+    assert "".join(note_on_cores(Options())).split(":")[0] == note
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert list(note_on_cores(Options())) == []  # one process
 
 
 def test_microbatches_are_chosen_from_the_minibatch() -> None:

@@ -6,13 +6,12 @@ import json
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pdcompile import Cluster, ConfigError, CutAt, Together
+from pdcompile import ConfigError, Together
 from pdcompile.passes.export.configurations import _with_tensors
 from pdcompile.passes.export.model_parts import whole_parts
 from tests.helpers import exported
@@ -63,29 +62,6 @@ def test_long_rows_of_layers_are_written_short(tmp_path: Path) -> None:
     text = (tmp_path / "arguments.txt").read_text(encoding="utf-8")
     assert "layout Et*6L\n" in text
     assert "--untie-embeddings-and-output-weights" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "options"),
-    [
-        ("mlp", 2, {}),  # what a layer makes is added to what it reads, between the layers
-        ("gpt", 2, {}),  # positions are another layer beside tokens
-        ("vgg", 2, {}),
-        ("branched", 2, {}),  # the third layer does not read what the second made
-        ("chain", 4, {"schedule": "interleaved", "cluster": Cluster.local(2)}),
-    ],
-)
-def test_what_is_no_list_of_layers_has_no_parts_for_deepspeed(
-    name: str, stages: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    done = made(name, stages, "accelerate", tmp_path, **options)
-    assert not any("DeepSpeed" in note for note in done.notes)
-
-
-def test_a_list_of_layers_has_parts_for_deepspeed(tmp_path: Path) -> None:
-    done = made("chain", 2, "accelerate", tmp_path, constraints=(CutAt("2"),))
-    (note,) = [note for note in done.notes if "DeepSpeed" in note]
-    assert "parts = [0, 3, 5], where a PipelineModule has the 5 layers 0, 1, 2, …, 4" in note
 
 
 def test_torchtitan_splits_the_model(tmp_path: Path) -> None:

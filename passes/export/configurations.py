@@ -1,4 +1,4 @@
-"""The few lines that other runtimes take: torchtitan, Megatron-LM, Accelerate; DeepSpeed's parts.
+"""The few lines that other runtimes take: torchtitan, Megatron-LM, Accelerate.
 
 Each follows what the project's own code reads (looked up in November 2026):
 
@@ -10,8 +10,6 @@ Each follows what the project's own code reads (looked up in November 2026):
   ``ttt``; stage s is virtual stage s div P of rank s mod P.
 - Accelerate, ``accelerate/utils/modeling.py``: a device for each module by name, which holds for
   all below it; every tensor of ``state_dict()`` needs one; tied weights should share theirs.
-- DeepSpeed, ``deepspeed/runtime/pipe/module.py``: stage s runs layers ``parts[s]`` up to, and not
-  with, ``parts[s + 1]`` of the list that PipelineModule is made of.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pdcompile.errors import ConfigError
 from pdcompile.passes.export.model_parts import (
-    is_list,
     is_numbered,
     part_at,
     runs_of_parts,
@@ -82,7 +79,6 @@ def torchtitan(subject: Subject) -> Exported:
         "parallelism.toml: for a torchtitan config file, or as arguments such as "
         "--parallelism.pipeline_parallel_degree",
         *_left_out(plan, "torchtitan"),
-        *_deepspeed(subject, placed),
     ]
     if any(parameter.is_meta for parameter in subject.model.parameters()):
         notes.append(
@@ -122,7 +118,6 @@ def megatron(subject: Subject) -> Exported:
         "there in this model; Megatron builds its own model of so many layers",
         *(["Megatron sums the gradients of the tied embedding over both of its stages"] * tied),
         *_left_out(plan, "megatron"),
-        *_deepspeed(subject, placed),
     )
     return Exported({"arguments.txt": "\n".join(lines) + "\n"}, notes)
 
@@ -211,7 +206,7 @@ def accelerate(subject: Subject) -> Exported:
     if blocks:
         notes.append(f"no_split_module_classes = {sorted(blocks)}")
     text = json.dumps(devices, indent=1) + "\n"
-    return Exported({"device_map.json": text}, (*notes, *_deepspeed(subject, placed)))
+    return Exported({"device_map.json": text}, tuple(notes))
 
 
 def _with_tensors(
@@ -240,24 +235,6 @@ def _with_tensors(
                     f"share {canonical}"
                 )
             devices[part] = device
-
-
-def _deepspeed(subject: Subject, placed: Mapping[str, int]) -> Iterator[str]:
-    """A note on DeepSpeed, where the model is a list of layers, of which each rank has one row."""
-    stages, count = list(placed.values()), len(subject.plan.stages)
-    names = list(placed)
-    one_each = subject.plan.num_ranks == sum(stage.replicas for stage in subject.plan.stages)
-    if stages != sorted(stages) or not (one_each and is_list(subject.capture.train, names)):
-        return
-    parts = [sum(stage < k for stage in stages) for k in range(count + 1)]
-    shown = ", ".join(names if len(names) <= 4 else [*names[:3], "…", names[-1]])
-    yield (
-        f"DeepSpeed: parts = {parts}, where a PipelineModule has the {len(names)} layers {shown}; "
-        "its partition_method knows no list: set self.parts in your own _partition_layers"
-    )
-    if subject.plan.tied:
-        held = ", ".join(one.fqn for one in subject.plan.tied)
-        yield f"DeepSpeed: TiedLayerSpec for the layers that share {held}"
 
 
 def _left_out(plan: Plan, to: str) -> Iterator[str]:

@@ -111,24 +111,3 @@ def runs_of_parts(graph: OpGraph) -> dict[str, int]:
             runs = inside.setdefault(part, {})
             runs[op.module_path] = max(runs.get(op.module_path, 0), op.module_call + 1)
     return {part: min(runs.values()) for part, runs in inside.items()}
-
-
-def is_list(graph: OpGraph, parts: list[str]) -> bool:
-    """True if each part reads one value, of the part before it, and nothing runs between them."""
-    part_of = parts_of_ops(graph)
-    ops = [op for op in graph.ops if op.region == "forward"]
-    if any(part_of[op.name] not in parts for op in ops):
-        return False
-    if any(count > 1 for count in runs_of_parts(graph).values()):
-        return False
-    read: dict[str, set[str]] = {part: set() for part in parts}
-    before = dict(zip(parts, [None, *parts], strict=False))  # None: the call of the model
-    for op in ops:
-        own = part_of[op.name]
-        for name in op.inputs:
-            maker = part_of.get(name)
-            if maker != own:
-                read[own].add(name)
-                if maker != before[own]:
-                    return False
-    return all(len(values) == 1 for values in read.values())

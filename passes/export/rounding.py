@@ -18,13 +18,12 @@ from pdcompile.passes.coarsen.constraints import between_borders
 from pdcompile.passes.export.model_parts import part_paths, parts_of_ops, views
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.branch_and_bound import best_plan
-from pdcompile.passes.planning.solved_problem import placed
+from pdcompile.passes.planning.solved_problem import placed, space_of_cut
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import problem_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, StageLimits, Wish
-from pdcompile.problem.space import SearchSpace
 
 WISH = "cuts between modules"
 
@@ -121,12 +120,7 @@ def _solved(
     plan: Plan, graph: OpGraph, groups: list[tuple[int, ...]], time_limit: float | None
 ) -> Plan:
     """The best plan that keeps these items together."""
-    problem, training = problem_of(plan), plan.training
-    count, m = len(plan.stages), plan.training.num_microbatches
-    again = tuple(stage.recompute for stage in plan.stages)
-    replicas = tuple(stage.replicas for stage in plan.stages)
-    ranks = plan.ranks
-    shared = len({own[0] for own in ranks}) < count
+    problem, training, count = problem_of(plan), plan.training, len(plan.stages)
     bound = replace(
         problem,
         together=tuple(dict.fromkeys((*problem.together, *groups))),
@@ -135,22 +129,12 @@ def _solved(
         memory=MemoryRule(in_flight=(1,) * count),
         scope=f"{problem.scope}; {WISH}",
     )
-    space = SearchSpace(
-        replicas="1" if set(replicas) == {1} else replicas,
-        recompute=tuple(sorted(set(again))),
-        schedules=(training.schedule,),
-        microbatches=(m,),
-        stages=count,
-        in_order=shared or set(replicas) == {1},
-        recomputed=again if len(set(again)) > 1 else (),
-        placement=training.kind.placement(count, len({own[0] for own in ranks})) if shared else (),
-    )
     costed = _costed(planned(graph, training), problem)
     found = best_plan(
         lambda _: costed,
         lambda _: bound,
         Cluster.from_toml(plan.cluster, where="plan: cluster"),
-        space,
+        space_of_cut(plan),
         replace(training, warmup=()),
         time_limit=time_limit,
         seed=training.seed,

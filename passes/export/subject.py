@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdcompile.batch import FlatCall
 from pdcompile.errors import ConfigError
@@ -30,25 +30,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerCall:
-    """A class of torch.optim, and its keyword arguments."""
-
-    name: str = "AdamW"
-    arguments: tuple[tuple[str, Any], ...] = (("lr", 3e-4),)
-
-    def __str__(self) -> str:
-        given = "".join(f", {name}={value!r}" for name, value in self.arguments)
-        return f"torch.optim.{self.name}(parameters{given})"
-
-
-@dataclass(frozen=True, slots=True)
 class Subject:
     """A captured model and a plan whose cuts lie between its parts.
 
     Args:
         capture: as planned, of training and evaluation.
         sources: generated of it.
-        source, optimizer: for scripts.
+        source: for scripts.
+        optimizer: for scripts, as ``torch.optim.AdamW(parameters, lr=0.0003)``.
         model, call: as given to the capture, with their values.
         tensors: names of the model's parameters and buffers as ``state_dict()`` has them, each
             with its canonical name (tied ones have the same).
@@ -58,7 +47,7 @@ class Subject:
     plan: Plan
     sources: Sources
     source: Source
-    optimizer: OptimizerCall
+    optimizer: str
     model: nn.Module
     call: FlatCall
     tensors: Mapping[str, str]

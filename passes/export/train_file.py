@@ -14,7 +14,7 @@ from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.source_text import WIDTH, Line, clean, render, shape_text
 from pdcompile.passes.export.crossings import NeighbourStage, value_names
-from pdcompile.passes.export.subject import OptimizerCall, Source
+from pdcompile.passes.export.subject import Source
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
 
@@ -34,7 +34,7 @@ def train_file(
     plan: Plan,
     stages: Sequence[NeighbourStage],
     source: Source,
-    optimizer: OptimizerCall,
+    optimizer: str,
 ) -> str:
     """The text of ``train.py``.  What torch would get wrong was refused before."""
     names, n = value_names(stages, _OWN), len(stages)

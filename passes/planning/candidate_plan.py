@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import OpGraph, Ref, walk
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.planning.graph_free import ledgers_of
 from pdcompile.passes.simulate import simulate
@@ -41,6 +41,17 @@ def taken_by_outputs(plan: Plan, graph: OpGraph) -> Taken:
     """
     kept = with_outputs(plan, graph)
     return Taken.of(kept, ledgers_of(kept))
+
+
+def note_on_outputs(plan: Plan, graph: OpGraph) -> Iterator[str]:
+    """A note on outputs of training that a plan drops, as nobody named any: what they would take.
+
+    `graph`: the whole training graph.
+    """
+    training = plan.training
+    others = any(ref.name != graph.loss for ref in walk(graph.output, Ref))
+    if training.outputs_by_size and others and not training.keeps_outputs:
+        yield str(taken_by_outputs(plan, graph))
 
 
 def candidate_plan(

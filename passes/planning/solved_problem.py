@@ -17,7 +17,7 @@ from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, Traffic
-from pdcompile.problem.space import Candidate, Setting
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 
 
 def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Plan:
@@ -68,6 +68,24 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
         tuple(stage.deployment for stage in stages),
         tuple(ranks_of(stages)),
         training.warmup or tuple(reversed(range(len(stages)))),
+    )
+
+
+def space_of_cut(plan: Plan) -> SearchSpace:
+    """The space of the cut alone: all else is as in the plan."""
+    training, ranks, count = plan.training, plan.ranks, len(plan.stages)
+    replicas = tuple(stage.replicas for stage in plan.stages)
+    again = tuple(stage.recompute for stage in plan.stages)
+    straight, places = {*replicas} == {1}, len({own[0] for own in ranks})
+    return SearchSpace(
+        replicas="1" if straight else replicas,
+        recompute=tuple(sorted({*again})),
+        schedules=(training.schedule,),
+        microbatches=(training.num_microbatches,),
+        stages=count,
+        in_order=straight or places < count,
+        recomputed=again if len({*again}) > 1 else (),
+        placement=training.kind.placement(count, places) if places < count else (),
     )
 
 

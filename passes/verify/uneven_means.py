@@ -8,15 +8,16 @@ from typing import Any
 
 from pdcompile.errors import some
 from pdcompile.ir.graph import Op, OpGraph
+from pdcompile.plan import Training
 
 _MEANS = ("cross_entropy", "nll_loss")
 
 
-def uneven_means(graph: OpGraph) -> Iterator[str]:
+def uneven_means(graph: OpGraph, training: Training) -> Iterator[str]:
     """A note where a minibatch's loss may differ from the mean of its microbatches' losses, also if
     those of the example (`full_batch_notes`) do not."""
     chosen = sorted({text for op in graph.ops for text in _choices(op)})
-    if chosen:
+    if chosen and training.loss_reduction == "mean" and training.num_microbatches > 1:
         yield (
             f"{some(chosen)}: the loss is a mean over the targets that count, and microbatches "
             "count by their samples: where these have unlike numbers of such targets, loss and "

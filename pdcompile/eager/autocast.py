@@ -5,7 +5,7 @@ Ops, plans and JSON hold the text; only this file makes and reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -127,3 +127,12 @@ def other_region(text: str | None, devices: Iterable[Device]) -> str:
         f"the model was captured in the autocast region of {region}, and that of "
         f"{', '.join(kinds)} casts other ops"
     )
+
+
+def note_on_region(text: str | None, devices: Iterable[Device]) -> Iterator[str]:
+    """A note where a region is not that of the devices that stages are for."""
+    if other := other_region(text, devices):
+        yield (
+            f"{other}: dtypes and bytes are those of the former, and its stages do not run there; "
+            "autocast=<dtype> is the region of the devices"
+        )

@@ -17,7 +17,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import export as targets
 from pdcompile.passes.export.rounding import Rounding, rounded
-from pdcompile.passes.export.subject import Exported, OptimizerCall, Source, Subject
+from pdcompile.passes.export.subject import Exported, Source, Subject
 from pdcompile.plan import Plan
 from pdcompile.workload import Workload, load_target
 
@@ -98,9 +98,8 @@ def export(
         call,
         Options.given(dict(workload.options) | {
             "loss_fn": workload.loss_fn, "plan": given, "plan_file": where, "progress": progress,
-            "weights": workload.weights, "capture_file": beside,
+            "weights": workload.weights, "capture_file": beside, "replan": replan,
         }),
-        replan=replan,
     )  # fmt: skip
     found = targets.KINDS[to].make(
         Subject(
@@ -162,8 +161,8 @@ def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
     return False
 
 
-def optimizer_call(name: str, lr: float) -> OptimizerCall:
-    """A class of torch.optim with its learning rate.  Raises ConfigError: there is none."""
+def optimizer_call(name: str, lr: float) -> str:
+    """The source that makes an optimizer of torch.optim.  Raises ConfigError: there is none."""
     import torch
 
     kind = getattr(torch.optim, name, None)
@@ -175,7 +174,7 @@ def optimizer_call(name: str, lr: float) -> OptimizerCall:
         )
     if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
         raise ConfigError(f"lr={lr!r} is no learning rate", where="lr", remedy="such as 3e-4")
-    return OptimizerCall(name, (("lr", lr),))
+    return f"torch.optim.{name}(parameters, lr={lr!r})"
 
 
 def source_of(target: str, folder: Path) -> Source:
