@@ -5,10 +5,10 @@ from __future__ import annotations
 from io import StringIO
 
 import sympy
-from rich.console import Console
 
-from pdcompile.cli.costs import _print
+from pdcompile.cli.costs import _shown
 from pdcompile.passes.costs.symbolic import SymbolicCosts, SymbolicOp
+from pdcompile.report.labels import Terminal
 
 B, S = sympy.symbols("b s")
 FORMULA = 12582912 * B * S**2 + 50331648 * B * S
@@ -22,7 +22,9 @@ COSTS = SymbolicCosts(OPS, ("b", "s"), (("ids", (1,)),), "", (2, 3), ((2, 3),))
 
 def printed(costs: SymbolicCosts, width: int) -> list[str]:
     file = StringIO()
-    _print(Console(file=file, width=width), costs)
+    console = Terminal(file=file, width=width)
+    for one in _shown(console, costs):
+        console.print(one, soft_wrap=isinstance(one, str))
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 

@@ -78,9 +78,9 @@ def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
 def test_what_if_names_such_a_limit_too() -> None:
     plan: Plan = planned(sized([50_000] * 4), Cluster.local(2))
     with pytest.raises(InfeasibleError) as caught:
-        whatif(plan, Scenario(memory_bytes=1000))
+        whatif(plan, Scenario(memory="1000 B"))
     enough = named(caught.value)
-    after = whatif(plan, Scenario(memory_bytes=enough))[1].plan
+    after = whatif(plan, Scenario(memory=f"{enough} B"))[1]
     assert after.forecast is not None
     assert max(ledger.total_bytes for ledger in after.forecast.ledgers) <= enough
 

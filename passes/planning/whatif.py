@@ -12,14 +12,14 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import broken
 from pdcompile.passes.planning.graph_free import straight_plan_of
-from pdcompile.passes.planning.memory_limits import excess, planned_within, within_ledgers
+from pdcompile.passes.planning.memory_limits import excess, within_ledgers
 from pdcompile.passes.planning.solved_problem import scaled, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Certificate, Plan, Training
@@ -29,35 +29,22 @@ from pdcompile.problem import Partition, PartitionProblem, Wish
 from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, option, read
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import kind_of
-from pdcompile.units import format_bytes
 
 MOST_EXTRA = 4
 DECIDED = ("stages", "warmup", "schedule", "max-staleness", "microbatches", "replicas", "recompute",
            "cut-tolerance")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The best plan found under changed conditions, and the plan's own cut under them.
-
-    `plan` and `own` have no graph, but the stages, objective and ledgers that follow from the
-    problem.  `own` is None where that cut is not allowed, for the reasons in `broken`.
-    """
-
-    plan: Plan
-    own: Plan | None
-    broken: tuple[str, ...]
-
-
 def whatif(
     plan: Plan,
     change: Scenario,
     *,
-    time_limit: float | None = None,
     progress: Callable[[str], None] | None = None,
     where: str = "plan.json",
-) -> tuple[Plan, Answer, tuple[str, ...]]:
-    """The plan as its problem has it, the answer under other limits, and what was assumed.
+) -> tuple[Plan, Plan, tuple[str, ...]]:
+    """The plan as its problem has it, the best one under other limits, and what was assumed.
+
+    Neither has a graph, but the stages, objective and ledgers that follow from the problem.
 
     Raises:
         PlanError: the plan holds no problem, its stages tear an item apart, or are not one rank
@@ -69,9 +56,7 @@ def whatif(
     problem, stage_of = problem_of(plan, where), assignment(plan, where)
     now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
     changed, training, cluster, notes = changed_problem(plan, change, now)
-    answer = solved_again(
-        plan, changed, training, cluster, time_limit=time_limit, progress=progress, advises=True
-    )
+    answer = _solved(plan, changed, training, cluster, change.time_limit, progress)
     seconds = Evaluation(problem, stage_of).seconds  # an edited plan claims another objective
     claim = _claim(plan.certificate, seconds, plan.certificate.bound_seconds)
     before = straight_plan_of(problem, stage_of, claim, plan.training, now, plan)
@@ -79,22 +64,17 @@ def whatif(
     return before, answer, (*source, *notes)
 
 
-def solved_again(
+def _solved(
     plan: Plan,
     problem: PartitionProblem,
     training: Training,
     cluster: Cluster,
-    *,
-    time_limit: float | None = None,
-    progress: Callable[[str], None] | None = None,
-    advises: bool = False,
-) -> Answer:
+    time_limit: float | None,
+    progress: Callable[[str], None] | None,
+) -> Plan:
     """Solve another form of a plan's problem by the planner's own search, with the plan's seed.
 
-    The plan's own cut is among the answers where it is allowed: none is slower than that.
-
-    Args:
-        advises: look for a limit on memory that would do, where none is found.
+    Where the plan's own cut is allowed, none that is slower is the answer.
 
     Raises:
         InfeasibleError: no assignment was found that satisfies the limits.
@@ -111,17 +91,18 @@ def solved_again(
         )
         return planned(best.stage_of, certificate), best
 
-    own, wrong = _own_cut(plan, problem, planned)
+    own = _own_cut(plan, problem, planned)
     try:
-        found = (within_ledgers if advises else planned_within)(problem, solve)
+        found = within_ledgers(problem, solve)
     except InfeasibleError:
         if own is None:
             raise
-        return Answer(own, own, wrong)
-    if own is not None and own.certificate.objective_seconds < found.certificate.objective_seconds:
-        claim, seconds = found.certificate, own.certificate.objective_seconds
-        found = replace(own, certificate=_claim(claim, seconds, claim.bound_seconds))
-    return Answer(found, own, wrong)
+        return own
+    claim = found.certificate
+    if own is None or own.certificate.objective_seconds >= claim.objective_seconds:
+        return found
+    seconds = own.certificate.objective_seconds
+    return replace(own, certificate=_claim(claim, seconds, claim.bound_seconds))
 
 
 def _claim(certificate: Certificate, seconds: float, bound: float) -> Certificate:
@@ -137,21 +118,16 @@ def _own_cut(
     plan: Plan,
     changed: PartitionProblem,
     planned: Callable[[tuple[int, ...], Certificate], Plan],
-) -> tuple[Plan | None, tuple[str, ...]]:
-    """The plan's own cut under the changed limits, or what it would break."""
+) -> Plan | None:
+    """The plan's own cut under the changed limits; None where it is not allowed."""
     stage_of = assignment(plan)
     if len(changed.stages) != len(problem_of(plan).stages):
-        return None, (f"there would be {len(changed.stages)} stages",)
+        return None
     evaluation = Evaluation(changed, stage_of)
-    if wrong := broken(evaluation):
-        return None, tuple(wrong)
+    if broken(evaluation):
+        return None
     own = planned(stage_of, _claim(plan.certificate, evaluation.seconds, 0.0))
-    over = excess(changed, own) if own.forecast is not None else {}
-    wrong = [
-        f"stage {s} would need {format_bytes(n)} more memory, by the ledger of its schedule"
-        for s, n in over.items()
-    ]
-    return (None if wrong else own), tuple(wrong)
+    return None if own.forecast is not None and excess(changed, own) else own
 
 
 def changed_problem(
@@ -234,7 +210,7 @@ def _training(training: Training, change: Scenario) -> Training:
     return replace(training, schedule=name, num_microbatches=m, batch_size=batch)
 
 
-def command(plan: Plan, answer: Answer, change: Scenario, output: str, machines: str) -> str:
+def command(plan: Plan, new: Plan, change: Scenario, output: str, machines: str) -> str:
     """The command that makes such a plan: that of the plan, with what has changed.
 
     Args:
@@ -242,7 +218,7 @@ def command(plan: Plan, answer: Answer, change: Scenario, output: str, machines:
         machines: the file of the changed machines.
     """
     target, *made = plan.command or ("TARGET",)
-    after, stages = answer.plan.training, len(problem_of(answer.plan).stages)
+    after, stages = new.training, len(problem_of(new).stages)
     others = change.of_machines or not any(word.startswith("--cluster=") for word in made)
     gone = {*DECIDED, *(name.replace("_", "-") for name in KINDS)}
     gone |= {"cluster", "memory"} if others else set()
@@ -250,10 +226,10 @@ def command(plan: Plan, answer: Answer, change: Scenario, output: str, machines:
     words += [f"--schedule={after.schedule}", f"--microbatches={after.num_microbatches}"]
     words += [f"--cluster={machines}"] if others else []
     extra = extra_warmup(after, stages)
-    if extra or stages < len(Cluster.from_toml(answer.plan.cluster).devices):
+    if extra or stages < len(Cluster.from_toml(new.cluster).devices):
         words += [f"--stages={stages}", f"--warmup={extra}"]
     words.append("--cut-tolerance=0")  # whatif knows no modules, and prefers no cut
-    asked = [constraint for wish in problem_of(answer.plan).wishes if (constraint := _asked(wish))]
+    asked = [constraint for wish in problem_of(new).wishes if (constraint := _asked(wish))]
     words += ["=".join(option(constraint)) for constraint in asked]
     return shlex.join(["pdcompile", "plan", target, *words, "-o", output])
 

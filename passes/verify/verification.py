@@ -12,6 +12,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 
 ROUNDED = "1 in 100000; of bfloat16 1.6 %, of float16 1 in 1000"
+SHOWN = 10  # differences, of the many that one wrong op makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +85,12 @@ class Verification:
 
     def __str__(self) -> str:
         edited = f"edited ({', '.join(self.edited)}): " if self.edited else ""
-        rest = [f"  note: {note}" for note in self.notes]
-        if not self.differences:
-            return "\n".join([f"{edited}{self.verdict} ({self.compared})", *rest])
-        count = len(self.differences)
+        more = len(self.differences) - SHOWN
         lines = [f"{edited}{self.verdict} ({self.compared})"]
         lines += [f"  first at {place}" for place in self.places]
-        lines += [f"  {difference}" for difference in self.differences[:10]]
-        lines += [f"  and {count - 10} more"] if count > 10 else []
-        return "\n".join([*lines, *rest])
+        lines += [f"  {difference}" for difference in self.differences[:SHOWN]]
+        lines += [f"  and {more} more"] if more > 0 else []
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     @property
     def verdict(self) -> str:
@@ -102,12 +100,8 @@ class Verification:
         if self.unverified:
             return "the stages have the ops of the model, no numbers were compared"
         how = "bit for bit" if self.exact else f"up to rounding ({ROUNDED})"
-        return f"the stages equal eager {how}{self.place}"
-
-    @property
-    def place(self) -> str:
-        """The place of the comparison, in words; "" where that goes without saying."""
-        return f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
+        place = f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
+        return f"the stages equal eager {how}{place}"
 
     @property
     def share(self) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
 from pdcompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 group = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +48,7 @@ def show(
     """
     from pdcompile.checkpoint.contents import open_checkpoint
     from pdcompile.checkpoint.folder import complete
-    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.cli.output import result
 
     contents = open_checkpoint(folder)
     damaged = contents.verify() if verify else []
@@ -54,10 +57,7 @@ def show(
     if verify:
         document["damaged"] = [f"{one.where}: {one.message}" for one in damaged]
         document["status"] = "damaged" if damaged else "whole"
-    if as_json:
-        emit_json(document)
-    else:
-        stdout().print(checkpoint_report(document), markup=False)
+    result(document, *checkpoint_report(document), as_json=as_json)
     if damaged:
         sys.exit(2)
 
@@ -92,29 +92,34 @@ def described(contents: Any) -> dict[str, Any]:
     }
 
 
-def checkpoint_report(document: Mapping[str, Any]) -> str:
-    """The text of `pdcompile checkpoint show`, of the document that --json prints."""
-    optimizer = document["optimizer"] or "no optimizer"
-    lines = [
+def checkpoint_report(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The parts of `pdcompile checkpoint show`, of the document that --json prints."""
+    from pdcompile.report import labels
+
+    yield (
         f"{document['checkpoint']}: {document['minibatches']} minibatches, "
-        f"{format_bytes(document['bytes'])}",
+        f"{format_bytes(document['bytes'])}"
+    )
+    yield (
         f"saved under {document['schedule']} with {document['microbatches']} microbatches on "
-        f"{document['ranks']} ranks, {optimizer}"
-        + "".join(f", scheduler {name}" for name in document["schedulers"]),
-        "stage  tensors     weights   optimizer        rest  weights of update",
-    ]
+        f"{document['ranks']} ranks, {document['optimizer'] or 'no optimizer'}"
+        + "".join(f", scheduler {name}" for name in document["schedulers"])
+    )
+    kinds = ("weights", "optimizer", "rest")
+    table = labels.table(">stage", ">tensors", *(f">{kind}" for kind in kinds), "weights of update")
     for stage in document["stages"]:
-        sizes = (stage[f"{kind}_bytes"] for kind in ("weights", "optimizer", "rest"))
-        cells = "".join(f"{format_bytes(size):>12}" for size in sizes)
         waits = f", gradients of {stage['waiting']} wait" if stage["waiting"] else ""
-        versions = ", ".join(map(str, stage["weights"]))
-        lines.append(f"{stage['stage']:>5}  {stage['tensors']:>7}{cells}  {versions}{waits}")
-    lines += [f"tied: {name} is {first}" for name, first in document["tied"]]
+        sizes = (format_bytes(stage[f"{kind}_bytes"]) for kind in kinds)
+        versions = ", ".join(map(str, stage["weights"])) + waits
+        table.add_row(str(stage["stage"]), str(stage["tensors"]), *sizes, versions)
+    yield table
+    yield from (f"tied: {name} is {first}" for name, first in document["tied"])
     if len(document["checkpoints"]) > 1:
-        lines.append(f"in this folder: {', '.join(document['checkpoints'])}")
+        yield f"in this folder: {', '.join(document['checkpoints'])}"
     if "damaged" in document:
-        lines += [f"damaged: {one}" for one in document["damaged"]] or ["every byte is as written"]
-    return "\n".join(lines)
+        yield from [f"damaged: {one}" for one in document["damaged"]] or [
+            "every byte is as written"
+        ]
 
 
 @group.command()
@@ -158,10 +163,8 @@ def convert(
       pdcompile checkpoint convert dcp_folder --prefix model. -o model/
     """
     from pdcompile.checkpoint.conversion import convert as converted
-    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.cli.output import result
 
     names = converted(source, output, prefix)
-    if as_json:
-        emit_json({"status": "done", "output": str(output), "tensors": len(names)})
-    else:
-        stdout().print(f"{len(names)} tensors in {output}", markup=False)
+    document = {"status": "done", "output": str(output), "tensors": len(names)}
+    result(document, f"{len(names)} tensors in {output}", as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, Target
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from pdcompile.passes.costs.symbolic import SymbolicCosts
 
@@ -45,7 +46,7 @@ def costs(
     workload = load_target(target)
     inputs, expected = workload.example()
 
-    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.cli.output import result, stdout
     from pdcompile.passes.costs.symbolic import symbolic_costs
     from pdcompile.report.progress import working
 
@@ -55,12 +56,8 @@ def costs(
         )
     if at is not None:
         found = found.at(**sizes)
-    if as_json:
-        emit_json(json.loads(found.to_json()))
-        return
-    console = stdout()
-    _print(console, found)
-    console.print("\n".join(found.summary()), markup=False, soft_wrap=True)
+    shown = (*_shown(stdout(), found), "\n".join(found.summary()))
+    result(json.loads(found.to_json()), *shown, as_json=as_json)
 
 
 def sizes_of(text: str) -> dict[str, int]:
@@ -97,7 +94,7 @@ def _rows(found: SymbolicCosts) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _print(console: Console, found: SymbolicCosts) -> None:
+def _shown(console: Console, found: SymbolicCosts) -> Iterator[RenderableType]:
     """A table where its lines fit, else a few lines for each op: formulas are not cut."""
     from rich.text import Text
 
@@ -111,11 +108,9 @@ def _print(console: Console, found: SymbolicCosts) -> None:
         table.add_row(*map(Text, row[: len(heads)]))
     unbounded = console.options.update(width=10_000)
     if console.measure(table, options=unbounded).maximum <= console.width:
-        console.print(table)
+        yield table
         return
     for name, shape, flops, output, saved, mark in rows:
-        head = Text(f"{name}  {shape}{f'  {mark}' if mark else ''}")
-        head.stylize("bold", 0, len(name))
-        console.print(head, soft_wrap=True)
+        yield f"{name}  {shape}{f'  {mark}' if mark else ''}"
         for line in (f"forward {flops}", f"output {output}", f"saved for backward {saved}"):
-            console.print(f"    {line}", markup=False, soft_wrap=True)
+            yield f"    {line}"

@@ -28,14 +28,11 @@ def diff(
 
       pdcompile diff plan.json other.json
     """
-    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.cli.output import result
     from pdcompile.jsonio import encode
     from pdcompile.plan.diff import diff as compared
-
-    found = compared(Plan.load(a), Plan.load(b))
-    if as_json:
-        emit_json({"status": "identical" if found.identical else "different", **encode(found)})
-        return
     from pdcompile.report.diff_table import diff_report
 
-    stdout().print(diff_report(found, str(a), str(b)))
+    found = compared(Plan.load(a), Plan.load(b))
+    document = {"status": "identical" if found.identical else "different", **encode(found)}
+    result(document, diff_report(found, str(a), str(b)), as_json=as_json)

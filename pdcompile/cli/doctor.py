@@ -15,6 +15,8 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pdcompile.cli.self_test import Outcome
     from pdcompile.hardware.checkup import Line
     from pdcompile.passes.probe.probed import Probed
@@ -66,13 +68,7 @@ def doctor(
 
       torchrun --nproc-per-node=2 -m pdcompile doctor --devices
     """
-    from pdcompile.cli.output import (
-        EXIT_DIFFERENT,
-        emit_json,
-        is_first_rank,
-        stdout,
-        write_text,
-    )
+    from pdcompile.cli.output import EXIT_DIFFERENT, is_first_rank, result, write_text
     from pdcompile.hardware.checkup import checkup
 
     if devices:
@@ -91,12 +87,8 @@ def doctor(
         document |= {"schedules": [asdict(one) for one in outcomes], "seconds": taken}
         if output is not None:
             write_text(output, text)
-    if as_json:
-        emit_json({"status": "wrong" if wrong else "done", **document})
-    elif devices:
-        stdout().print(text, markup=False, soft_wrap=True)
-    else:
-        stdout().print(table(lines))
+    shown = text if devices else table(lines)
+    result({"status": "wrong" if wrong else "done", **document}, shown, as_json=as_json)
     if wrong:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -110,14 +102,14 @@ def tested() -> tuple[Probed, list[Outcome]]:
 
     def said(text: str) -> None:
         if is_first_rank():
-            stderr().print(f"doctor: {text}", markup=False)
+            stderr().print(f"doctor: {text}")
 
     with job() if "WORLD_SIZE" in os.environ else alone() as (rank, ranks, device):
         found = probe(rank, ranks, device, said)
         return found, self_test(rank, ranks, device, said)
 
 
-def table(lines: Sequence[Line]) -> object:
+def table(lines: Sequence[Line]) -> Table:
     """One row a line, grouped by what it is about."""
     from rich.table import Table
     from rich.text import Text

@@ -18,20 +18,13 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
     Raises:
         PdcompileError: what the passes would refuse before they begin.
     """
-    from pdcompile.batch import check_splits, example_call, resolve_batch
-    from pdcompile.options.configuration import configure
-    from pdcompile.passes.trace.subject import device_of
+    from pdcompile.batch import example_call
+    from pdcompile.driver import resolved
     from pdcompile.units import format_bytes
-    from pdcompile.user_plans import with_user_plan
 
-    model, options = workload.model, with_user_plan(options, workload.model)
+    model = workload.model
     flat = example_call(model, inputs, expected)
-    layout = resolve_batch(flat, options.batch_dims)
-    device = device_of(model, flat).type
-    chosen = configure(
-        options, batch_size=layout.size, splits=layout.splits, num_ranks=None, device=device
-    )
-    check_splits(layout, chosen.training.num_microbatches)
+    options, layout, chosen = resolved(model, flat, options, None)
     parameters = list(model.parameters())
     size = sum(one.numel() * one.element_size() for one in parameters)
     on_meta = ", on the meta device" if any(one.is_meta for one in parameters) else ""
@@ -52,13 +45,10 @@ def intended(workload: Workload, options: Options, inputs: Any, expected: Any) -
 
 def show(lines: list[str], writes: Path | None, *, as_json: bool) -> NoReturn:
     """Print the lines, and end the verb."""
-    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.cli.output import result
 
     lines = [*lines, f"written: {writes if writes is not None else 'nothing'}"]
-    if as_json:
-        emit_json({"status": "dry run", "would": lines})
-    else:
-        stdout().print("\n".join(lines), markup=False, soft_wrap=True)
+    result({"status": "dry run", "would": lines}, "\n".join(lines), as_json=as_json)
     raise typer.Exit
 
 

@@ -33,15 +33,13 @@ def dump(
       pdcompile dump examples/gpt.py:build --plan plan.json -o stages/
     """
     from pdcompile.cli.options import compiled
-    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.cli.output import result
 
     plan = flags.said.get("plan")
     beside = None if plan is None else capture_beside(plan)
-    workload, result = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
-    result.dump(str(output), workload.model)
-    files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
-    if as_json:
-        emit_json({"status": "done", "folder": str(output), "lines": files})
-        return
-    for name, lines in files.items():
-        stdout().print(f"{output / name}  {lines} lines", soft_wrap=True)
+    workload, made = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
+    made.dump(str(output), workload.model)
+    files = {name: text.count("\n") for name, text in sorted(made.sources.files.items())}
+    shown = (f"{output / name}  {lines} lines" for name, lines in files.items())
+    document = {"status": "done", "folder": str(output), "lines": files}
+    result(document, *shown, as_json=as_json)

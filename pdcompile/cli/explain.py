@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
@@ -15,23 +13,14 @@ from pdcompile.plan import Plan
 @app.command()
 def explain(
     plan: PlanFile,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            "--time-limit",
-            metavar="SECONDS",
-            min=0,
-            help="For what looser limits would bring, each of which is solved again; default 10.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan, what binds each stage, and what the next-best cut would cost.
 
     Stages, times, memory against limits, traffic, certificate; then for each stage what it is
-    bound by, for each cut the cheapest other one, and what is gained without each limit and
-    constraint, or the commands that plan again without one. The file is checked while it is read,
-    so this also tells whether an edited plan still makes sense. Needs no model and no torch.
+    bound by, for each cut the cheapest other one, and the commands that tell what is gained without
+    each limit and constraint. The file is checked while it is read, so this also tells whether an
+    edited plan still makes sense. Needs no model and no torch.
 
     Example:
 
@@ -54,16 +43,16 @@ def explain(
     try:
         from pdcompile.passes.planning.explain import explain as explained
 
-        with working("explaining", "other cuts and looser limits"):
-            found = explained(loaded, time_limit=time_limit, where=str(plan))
+        with working("explaining", "other cuts"):
+            found = explained(loaded, where=str(plan))
     except PlanError as error:
         # The plan itself is sound: show the tables, and say what cannot be explained.
         if as_json:
             document |= {"explanation": None, "missing": f"{error.message}; {error.remedy}"}
             emit_json(document)
             return
-        console.print(f"note: cannot explain what binds: {error.message}", markup=False)
-        console.print(f"  where: {error.where}\n  remedy: {error.remedy}", markup=False)
+        console.print(f"note: cannot explain what binds: {error.message}")
+        console.print(f"  where: {error.where}\n  remedy: {error.remedy}")
         return
     if as_json:
         emit_json(document | {"explanation": encode(found)})
@@ -72,4 +61,4 @@ def explain(
 
         console.print(explain_report(found))
         for one in found.commands:  # which can be pasted, and are never broken
-            console.print(one, markup=False, soft_wrap=True)
+            console.print(one, soft_wrap=True)

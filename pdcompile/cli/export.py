@@ -60,8 +60,8 @@ def export(
     that it prints. Tied weights and skip connections are handled there.
 
     torchtitan: parallelism.toml with the module names of each stage. megatron: arguments.txt with
-    --pipeline-model-parallel-layout. accelerate: device_map.json. Notes give DeepSpeed's
-    parts where the model is a list of layers. What a target would get wrong, it refuses by name.
+    --pipeline-model-parallel-layout. accelerate: device_map.json. What a target would get wrong, it
+    refuses by name.
 
     Examples:
 
@@ -75,14 +75,9 @@ def export(
     """
     import os
 
-    from pdcompile.cli.output import emit_json, stdout
-    from pdcompile.errors import ConfigError
+    from pdcompile.cli.output import result
 
     plan_path, target = plan_and_target(words, plan, to)
-    if to not in TARGETS:
-        raise ConfigError(
-            f"there is no target {to!r}", where="--to", remedy=f"one of {', '.join(TARGETS)}"
-        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from pdcompile.export import export as exported
 
@@ -90,15 +85,9 @@ def export(
         plan_path, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
         progress=True,
     )  # fmt: skip
-    if as_json:
-        emit_json(document(found))
-        return
-    console = stdout()
-    console.print(cost_line(found), markup=False, soft_wrap=True)
-    for name in found.files:
-        console.print(str(output / name), markup=False, soft_wrap=True)
-    for note in found.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    shown = [cost_line(found), *(str(output / name) for name in found.files)]
+    shown += [f"note: {note}" for note in found.notes]
+    result(document(found), *shown, as_json=as_json)
 
 
 def plan_and_target(words: list[str], plan: Path | None, to: str) -> tuple[str, str]:

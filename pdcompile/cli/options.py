@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from pdcompile.cli.dry_run import intended, show
 from pdcompile.errors import ConfigError
 from pdcompile.files import VARIABLE as CACHE
 from pdcompile.options import Options, texts
-from pdcompile.options.row import Flag, Row
+from pdcompile.options.row import Flag, Row, rows_of
 from pdcompile.options.table import ROWS
 from pdcompile.pass_runner import collecting_seldom
 from pdcompile.plan import Plan
@@ -46,12 +46,6 @@ PlanFile = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on stdout, nothing else.")
 ]
-
-# Options by the panel of the help that shows them.
-machines = functools.partial(typer.Option, rich_help_panel="Machines")
-training = functools.partial(typer.Option, rich_help_panel="Training")
-search = functools.partial(typer.Option, rich_help_panel="Search")
-
 
 WARMUP = Row(
     "Microbatches in flight between neighbouring stages beyond one, to hide transfers; auto: 0 or "
@@ -111,7 +105,11 @@ _OF_PROCESS = ("no_cache", "dry_run")  # and not of what becomes of a target
 def parameters_of(verb: str) -> list[inspect.Parameter]:
     """The flags of the table that a verb has, as typer takes them."""
     known = (*ROWS.values(), *(replace(row, name=name) for name, row in OWN.items()))
-    return [_parameter(r, r.flag) for r in known if r.flag and verb in (r.flag.verbs or (verb,))]
+    return _parameters(r for r in known if r.flag and verb in (r.flag.verbs or (verb,)))
+
+
+def _parameters(rows: Iterable[Row]) -> list[inspect.Parameter]:
+    return [_parameter(row, row.flag) for row in rows if row.flag]
 
 
 def _parameter(row: Row, flag: Flag) -> inspect.Parameter:
@@ -124,6 +122,7 @@ def _parameter(row: Row, flag: Flag) -> inspect.Parameter:
         metavar=flag.form,
         rich_help_panel=row.panel or None,
         help=f"{flag.help or row.help} {flag.more}".rstrip(),
+        min=flag.least,
     )
     kind = flag.type | None if default is None else flag.type
     return inspect.Parameter(
@@ -289,7 +288,7 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
         if kind is Flags:
             groups[name] = (kind, parameters_of(verb.__name__))
         elif is_dataclass(kind):
-            groups[name] = (kind, _fields(kind))
+            groups[name] = (kind, _parameters(rows_of({"": parameter.annotation}).values()))
         else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     added = [one for _, parameters in groups.values() for one in parameters]
@@ -312,15 +311,3 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
         parameter.name: parameter.annotation for parameter in own + added
     } | {"return": None}
     return wrapped
-
-
-def _fields(kind: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass as options; the field's annotation is its help."""
-    hints = get_type_hints(kind, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY,
-            default=field.default, annotation=hints[field.name],
-        )
-        for field in fields(kind)
-    ]  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from pdcompile.errors import (
@@ -66,12 +66,30 @@ def under_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def emit_json(document: dict[str, Any]) -> None:
+def emit_json(document: Mapping[str, Any]) -> None:
     """Write exactly one JSON object to stdout; numbers that are not finite become null."""
     results = _results.get() or sys.stdout
     json.dump(_finite(document), results, indent=2, allow_nan=False, ensure_ascii=False)
     results.write("\n")
     results.flush()
+
+
+def result(
+    document: Mapping[str, Any],
+    *shown: RenderableType,
+    as_json: bool,
+    written: Iterable[Path | None] = (),
+) -> None:
+    """Print the result of a verb: its document as JSON, or what is `shown` to a person and which
+    files were written.  A text is never broken: paths and commands in it can be pasted."""
+    if as_json:
+        emit_json(document)
+        return
+    for one in shown:
+        stdout().print(one, soft_wrap=isinstance(one, str))
+    for path in written:
+        if path is not None:
+            stderr().print(f"written: {path}", soft_wrap=True)
 
 
 def _finite(value: Any) -> Any:

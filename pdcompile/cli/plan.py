@@ -68,8 +68,8 @@ def plan(
         return
     console = stdout()
     console.print(plan_report(made))
-    console.print(result.proof.summary, markup=False)
-    console.print(str(result.verification), markup=False)
+    console.print(result.proof.summary)
+    console.print(str(result.verification))
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)
 

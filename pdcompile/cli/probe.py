@@ -39,7 +39,7 @@ def probe(
 
       pdcompile plan gpt.py:build --cluster cluster.toml
     """
-    from pdcompile.cli.output import emit_json, is_first_rank, stderr, stdout, write_text
+    from pdcompile.cli.output import is_first_rank, result, stderr, write_text
     from pdcompile.passes.probe.links import job
     from pdcompile.passes.probe.probed import probe as probed
 
@@ -54,13 +54,8 @@ def probe(
     if not is_first_rank():
         return
     write_text(output, found.cluster.to_toml())
-    if as_json:
-        emit_json(document(found, output))
-        return
-    console = stdout()
-    for line in lines(found):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"written: {output}", markup=False, soft_wrap=True)
+    shown = (*lines(found), f"written: {output}")
+    result(document(found, output), *shown, as_json=as_json)
 
 
 def lines(found: Probed) -> list[str]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,33 +17,39 @@ from pdcompile.cli.app import app
 from pdcompile.cli.dry_run import intended, show
 from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 from pdcompile.errors import ConfigError
+from pdcompile.options.row import Flag, option
 from pdcompile.pass_runner import Listener
-
-saving = partial(typer.Option, rich_help_panel="Checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
 class Saves:
     """Options of checkpoints: when and where to save, and one to begin with."""
 
-    save: Annotated[
-        Path | None,
-        saving(metavar="FOLDER", help="Save a checkpoint into FOLDER after the last step."),
-    ] = None
-    save_every: Annotated[
-        int | None, saving(min=1, metavar="N", help="Save after every n-th step too.")
-    ] = None
-    keep: Annotated[
-        int, saving(min=1, metavar="K", help="Checkpoints that stay in FOLDER, the last ones.")
-    ] = 2
-    resume: Annotated[
-        bool,
-        saving(
-            "--resume",
-            help="Go on from the last checkpoint in FOLDER, and begin where there is none. "
-            "Minibatches that are over are drawn and left out.",
-        ),
-    ] = False
+    save: Path | None = option(
+        None,
+        "Save a checkpoint into FOLDER after the last step.",
+        flag=Flag("FOLDER", type=Path),
+        panel="Checkpoints",
+    )
+    save_every: int | None = option(
+        None,
+        "Save after every n-th step too.",
+        flag=Flag("N", type=int, least=1),
+        panel="Checkpoints",
+    )
+    keep: int = option(
+        2,
+        "Checkpoints that stay in FOLDER, the last ones.",
+        flag=Flag("K", type=int, least=1),
+        panel="Checkpoints",
+    )
+    resume: bool = option(
+        False,
+        "Go on from the last checkpoint in FOLDER, and begin where there is none. Minibatches that "
+        "are over are drawn and left out.",
+        flag=Flag(type=bool),
+        panel="Checkpoints",
+    )
 
     @property
     def folder(self) -> Path | None:
@@ -62,17 +67,17 @@ class Saves:
 class Told:
     """Options of what a run reports."""
 
-    every: Annotated[
-        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
-    ] = 10
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the timeline of the last 8 minibatches, for simulate --overlay and "
-            "https://ui.perfetto.dev (.json).",
-        ),
-    ] = None
+    every: int = option(
+        10,
+        "Report the loss of every n-th step (looking costs time).",
+        flag=Flag(type=int, least=1),
+    )
+    trace: Path | None = option(
+        None,
+        "Write the timeline of the last 8 minibatches, for simulate --overlay and "
+        "https://ui.perfetto.dev (.json).",
+        flag=Flag("FILE", type=Path),
+    )
 
 
 @app.command()
@@ -122,7 +127,7 @@ def run(
     pipe.prepare(*args, target=expected, **kwargs)
     if is_first_rank() and not as_json:
         known = options.plan is not None  # it was shown when it was made
-        stdout().print(pipe.explain(short=known), markup=False)
+        stdout().print(pipe.explain(short=known))
     first = pipe.position.minibatches
     minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
     with pipe, compiling(lines=False, title="training") as listener:
@@ -240,25 +245,22 @@ def _ops_refusing() -> Iterator[None]:
 
 def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> None:
     """Print what came of a run."""
-    from pdcompile.cli.output import emit_json, stdout, under_torchrun
+    from pdcompile.cli.output import result, under_torchrun
     from pdcompile.units import format_seconds
 
-    if as_json:
-        emit_json(dict(document))
-        return
-    for step, loss in document["losses"].items():
-        stdout().print(f"step {step:>6}  loss {loss:.6f}")
-    stdout().print(f"{document['steps']} steps in {document['seconds']:.1f} s: {throughput}")
+    shown = [f"step {step:>6}  loss {loss:.6f}" for step, loss in document["losses"].items()]
+    shown.append(f"{document['steps']} steps in {document['seconds']:.1f} s: {throughput}")
     if document.get("checkpoint"):
-        stdout().print(f"saved as {document['checkpoint']}")
+        shown.append(f"saved as {document['checkpoint']}")
     if document.get("trace"):
-        stdout().print(f"timeline written to {document['trace']}")
+        shown.append(f"timeline written to {document['trace']}")
     measured, forecast = document["step_seconds"], document["forecast_step_seconds"]
     if measured and forecast and under_torchrun():
-        stdout().print(
+        shown.append(
             f"{format_seconds(measured)} a step in the second half; the forecast was "
             f"{format_seconds(forecast)} ({100 * forecast / measured:.0f} % of it)"
         )
+    result(document, *shown, as_json=as_json)
 
 
 def step_seconds(ended: Sequence[float]) -> float | None:

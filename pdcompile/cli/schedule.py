@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ from pdcompile.schedule.registry import KINDS, flush_schedules, kind_of
 from pdcompile.schedule.written import SUFFIX, Written, check_suffix, read
 
 STAGES = 4  # of a schedule by name, where nobody says
-MOST_LINES = 32  # of the drawing, where numbers need the room
 
 
 @app.command()
@@ -69,7 +68,9 @@ def schedule(
 
       pdcompile schedule plan.json -o mine.csv
     """
-    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
+    from rich.text import Text
+
+    from pdcompile.cli.output import result, stdout, write_text
     from pdcompile.passes.check import check
     from pdcompile.passes.schedules.alone import chain
     from pdcompile.passes.simulate import drained
@@ -84,32 +85,25 @@ def schedule(
     proof, events = check(plan), drained(plan, 1)
     if output is not None:
         write_text(output, written.to_csv())
-    if as_json:
-        document: dict[str, Any] = {
-            "status": "done",
-            "schedule": written.name,
-            "ranks": [" ".join(map(str, row)) for row in written.rows],
-            "microbatches": written.num_microbatches,
-            "in_flight": [depth + 1 for depth in written.warmup],
-            "idle": timeline.idle(timeline.bars(events)),
-            "proof": list(proof.statements),
-        }
-        emit_json(document)
-        return
-    console = stdout()
-    console.print(
+    idle = timeline.idle(timeline.bars(events))
+    document = {
+        "status": "done",
+        "schedule": written.name,
+        "ranks": [" ".join(map(str, row)) for row in written.rows],
+        "microbatches": written.num_microbatches,
+        "in_flight": [depth + 1 for depth in written.warmup],
+        "idle": idle,
+        "proof": list(proof.statements),
+    }
+    drawn = timeline.drawn(events, stdout().width, len(written.rows))
+    headline = (
         f"{written.name}: {counted(len(written.placement), 'stage')} on "
         f"{counted(len(written.rows), 'rank')}, "
         f"{counted(written.num_microbatches, 'microbatch', 'microbatches')}, "
-        f"{100 * timeline.idle(timeline.bars(events)):.3g} % idle"
+        f"{100 * idle:.3g} % idle"
     )
-    bands = max(1, MOST_LINES // len(written.rows))
-    drawing = timeline.text(events, width=console.width, bands=bands)
-    console.print(drawing)
-    console.print(timeline.legend(drawing, timeline.bars(events)))
-    console.print(str(proof), markup=False)
-    if output is not None:
-        stderr().print(f"written: {output}", soft_wrap=True)
+    shown = (Text(headline), *drawn, Text(str(proof)))
+    result(document, *shown, as_json=as_json, written=[output])
 
 
 def _by_name(name: str, counts: dict[str, int | None]) -> Written:

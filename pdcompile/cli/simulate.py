@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,11 +15,9 @@ from pdcompile.cli.options import AsJson, PlanFile
 from pdcompile.plan import Plan
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from pdcompile.report.page.compose import Sources
-
-MOST_LINES = 32  # of the timeline, where numbers need the room
 
 
 @app.command()
@@ -62,11 +59,13 @@ def simulate(
 
       pdcompile simulate plan.json --overlay measured.json --html report.html
     """
-    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
+    from rich.text import Text
+
+    from pdcompile.cli.output import result, stdout, write_text
     from pdcompile.passes.simulate.critical_chain import critical_path
     from pdcompile.report import chrome, timeline
     from pdcompile.report.page.compose import simulated
-    from pdcompile.report.page.measured_run import compared, run_of
+    from pdcompile.report.page.measured_run import compared, comparison_table, run_of
     from pdcompile.report.page.words import path_in_words
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.progress import working
@@ -87,34 +86,25 @@ def simulate(
         write_page(loaded, made, html, title=plan.name)
     shown = timeline.bars(events)
     rows = [] if run is None else list(compared(loaded, run))
-    if as_json:
-        document = {
-            "status": "done",
-            "costs": loaded.costs,
-            "forecast": asdict(made.steady.forecast),
-            "steps": steps,
-            "seconds": timeline.duration(shown),
-            "idle": timeline.idle(shown),
-            "critical_path": [asdict(share) for share in path.shares],
-            **({} if run is None else {"measured": rows, "note": run.note}),
-        }
-        emit_json(document)
-        return
-    console = stdout()
-    bands = max(1, MOST_LINES // max(1, len(loaded.stages)))
-    drawing = timeline.text(events, width=console.width, bands=bands, times=True)
-    console.print(drawing)
-    console.print(timeline.legend(drawing, shown))
-    console.print(memory_table(loaded))
-    console.print(forecast_line(loaded))
-    console.print(f"critical path: {path_in_words(path)}")
+    document = {
+        "status": "done",
+        "costs": loaded.costs,
+        "forecast": asdict(made.steady.forecast),
+        "steps": steps,
+        "seconds": timeline.duration(shown),
+        "idle": timeline.idle(shown),
+        "critical_path": [asdict(share) for share in path.shares],
+        **({} if run is None else {"measured": rows, "note": run.note}),
+    }
+    parts: list[RenderableType] = [
+        *timeline.drawn(events, stdout().width, len(loaded.stages), times=True),
+        memory_table(loaded),
+        forecast_line(loaded),
+        Text(f"critical path: {path_in_words(path)}"),
+    ]
     if run is not None:
-        console.print(comparison_table(rows))
-        if run.note:
-            console.print(f"note: {run.note}")
-    for written in (trace, html):
-        if written is not None:
-            stderr().print(f"written: {written}", soft_wrap=True)
+        parts += [comparison_table(rows), *([Text(f"note: {run.note}")] if run.note else [])]
+    result(document, *parts, as_json=as_json, written=[trace, html])
 
 
 def write_page(plan: Plan, made: Sources, path: Path, *, title: str) -> None:
@@ -131,13 +121,3 @@ def write_page(plan: Plan, made: Sources, path: Path, *, title: str) -> None:
         made = replace(made, unexplained=f"Not known: {error.message}.")
     date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
     write_text(path, page.html(page.page_data(plan, made, title=title, date=date)))
-
-
-def comparison_table(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Forecast and measured times, row by row."""
-    from pdcompile.report import labels
-
-    made = labels.table("|measured run", ">forecast", ">measured", ">ratio")
-    for row in rows:
-        made.add_row(*row)
-    return made

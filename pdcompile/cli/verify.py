@@ -44,16 +44,13 @@ def verify(
       pdcompile verify examples/gpt.py:build --sources stages/ --allow-edited
     """
     from pdcompile.cli.options import compiled
-    from pdcompile.cli.output import EXIT_DIFFERENT, emit_json, stdout
+    from pdcompile.cli.output import EXIT_DIFFERENT, result
     from pdcompile.report.verify_table import verify_report
 
-    _, result = compiled(target, flags, as_json=as_json, verify="full")
-    found = result.verification
+    _, made = compiled(target, flags, as_json=as_json, verify="full")
+    found = made.verification
     assert found is not None, "verify='full' always compares"
-    if as_json:
-        emit_json(document(found))
-    else:
-        stdout().print(verify_report(found))
+    result(document(found), verify_report(found), as_json=as_json)
     if found.differences:
         raise typer.Exit(EXIT_DIFFERENT)
 

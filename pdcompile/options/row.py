@@ -24,6 +24,7 @@ class Flag:
             ValueError for one that is none.  Left out: the text, as the row's check accepts it.
         type: of what is read; bool: a switch.
         verbs: those that have it; empty: every verb that takes a target.
+        least: the smallest number.
         help, more: in place of the row's, and after it.
         remedy: forms that a value has, where `form` does not tell.
     """
@@ -32,6 +33,7 @@ class Flag:
     read: Callable[[Any], Any] | None = None
     type: Any = str
     verbs: tuple[str, ...] = ()
+    least: int | None = None
     help: str = ""
     more: str = ""
     remedy: str = ""
@@ -107,11 +109,13 @@ def option(default: T, help: str, more: str = "", **row: Any) -> T:
 
 
 def rows_of(panels: Mapping[str, type]) -> dict[str, Row]:
-    """Every row by the name of its option, from dataclasses of options by their panel."""
+    """Every row by the name of its option, from dataclasses of options by their panel; "": each
+    row has its own."""
     return {
-        one.name: replace(one.metadata["row"], name=one.name, default=one.default, panel=panel)
+        one.name: replace(row, name=one.name, default=one.default, panel=panel or row.panel)
         for panel, kind in panels.items()
         for one in fields(kind)
+        for row in (one.metadata["row"],)
     }
 
 

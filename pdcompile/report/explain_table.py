@@ -1,4 +1,4 @@
-"""The reasons for a plan, as tables: what binds, the next-best cuts, looser limits."""
+"""The reasons for a plan, as tables: what binds, and the next-best cuts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdcompile.passes.partition.alternatives import Boundary, Move, StageUse
-from pdcompile.passes.planning.explain import Explanation, Relaxed
+from pdcompile.passes.planning.explain import Explanation
 from pdcompile.report import labels
 from pdcompile.units import format_bytes, format_seconds
 
@@ -24,7 +24,7 @@ BINDS = {
 
 
 def explain_report(found: Explanation) -> Group:
-    """Limits of each stage, the next-best cuts, and the gain of looser limits."""
+    """Limits of each stage, and the next-best cuts."""
     parts: list[RenderableType] = [Text(""), stage_table(found), deciding(found)]
     if found.edited:
         parts.append(
@@ -37,14 +37,8 @@ def explain_report(found: Explanation) -> Group:
     parts += [Text(f"note: not allowed as it is: {one}", style="red") for one in found.broken]
     if found.boundaries:
         parts += [Text(""), boundary_table(found)]
-    if found.relaxed:
-        parts += [Text(""), relaxed_table(found)]
-    if found.more_than_cut:
-        parts += [Text(""), Text(
-            "the planner chose more than the cut here (replicas, recomputation or shared ranks): "
-            "only planning again, and pdcompile diff, tell what a looser limit gains"
-            + ":" * bool(found.commands)
-        )]  # fmt: skip
+    if found.commands:
+        parts += [Text(""), Text("what a looser limit gains (pdcompile diff compares plans):")]
     return Group(*parts)
 
 
@@ -128,33 +122,6 @@ def boundary_table(found: Explanation) -> Table:
             text = f"faster, but not allowed: {_moved(found, one.better)}: {one.better.broken[0]}"
             table.add_row("", "", text, _price(found, one.better))
     return table
-
-
-def relaxed_table(found: Explanation) -> Table:
-    """One row a limit: a plan found without it, and what is proved of better ones."""
-    table = labels.table("*limit eased", ">plan found", ">change", "|")
-    for one in found.relaxed:
-        if one.objective_seconds is None:
-            table.add_row(one.text, "-", "-", f"not tried: {one.reason}")
-            continue
-        table.add_row(
-            one.text,
-            format_seconds(one.objective_seconds),
-            labels.change(one.objective_seconds, found.objective_seconds),
-            _says(one, found),
-        )
-    return table
-
-
-def _says(one: Relaxed, found: Explanation) -> str:
-    assert one.objective_seconds is not None
-    if one.status == "optimal":
-        if one.objective_seconds < found.fastest_seconds * (1 - 1e-5):
-            return ""
-        preferred = found.fastest_seconds < found.objective_seconds
-        return "does not bind" + ": other cuts are as fast with it" * preferred
-    most = labels.change(one.bound_seconds or 0.0, found.objective_seconds)
-    return f"at most {most}" if one.bound_seconds else "a better one may exist"
 
 
 def _next_best(found: Explanation, one: Boundary) -> str:

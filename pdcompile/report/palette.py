@@ -44,15 +44,3 @@ def stages(count: int) -> tuple[str, ...]:
                       for a, b in zip(_FIRST, _LAST, strict=True))
         for s in range(count)
     )  # fmt: skip
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast of two colours as WCAG 2 defines it: from 1 to 21."""
-    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -79,32 +79,39 @@ def working(title: str, on: str) -> Iterator[Listener]:
         yield listener
 
 
-class _Bar(Listener):
-    def __init__(self, bar: Progress, title: str):
-        self._bar = bar
-        self._title = title
-        self._task = bar.add_task(title, total=None)
+class _Shown(Listener):
+    """State of a compilation: its pass, the last word on that, and how many parts are over."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._began = title, time.monotonic()
+        self._pass = self._state = ""
+        self._done, self._total = 0, 0
 
     def starts(self, name: str) -> None:
-        self._bar.update(self._task, description=f"{self._title}: {name}", total=None, completed=0)
+        self._pass, self._began = name, time.monotonic()
+        self._tell("")
 
     def part(self, done: int, total: int, what: str) -> None:
-        name = what.rpartition(".")[2]
-        self._bar.update(
-            self._task,
-            description=f"{self._title}: measuring {done} of {total} {_parts_of(what)}, {name}",
-            total=total,
-            completed=done,
-        )
+        kind = "stages" if what.startswith("stage ") else "ops"
+        self._tell(f"{done} of {total} {kind}", done, total)
 
     def steps(self, done: int, total: int, text: str) -> None:
-        self._bar.update(
-            self._task, description=f"{self._title}: {_step(done, total, text)}",
-            total=total, completed=done,
-        )  # fmt: skip
+        self._tell(f"step {done} of {total}" + (f", {text}" if text else ""), done, total)
 
     def found(self, text: str) -> None:
-        self._bar.update(self._task, description=f"{self._title}: searching, {text}")
+        self._tell(text)
+
+    def _tell(self, state: str, done: int = 0, total: int = 0) -> None:
+        self._state, self._done, self._total = state, done, total
+
+    def _said(self, *more: str) -> str:
+        return f"{self._title}: {', '.join(filter(None, (self._pass, self._state, *more)))}"
+
+
+class _Bar(_Shown):
+    def __init__(self, bar: Progress, title: str) -> None:
+        super().__init__(title)
+        self._bar, self._task = bar, bar.add_task(title, total=None)
 
     def better(self, text: str) -> None:
         self._bar.console.print(f"plan after {text}", soft_wrap=True)
@@ -112,15 +119,17 @@ class _Bar(Listener):
     def told(self, text: str) -> None:
         self._bar.console.print(f"{self._title}: {text}", soft_wrap=True, markup=False)
 
+    def _tell(self, state: str, done: int = 0, total: int = 0) -> None:
+        super()._tell(state, done, total)
+        self._bar.update(self._task, description=self._said(), total=total or None, completed=done)
 
-class _Lines(Listener):
+
+class _Lines(_Shown):
     """Lines in a log; the methods are called by the compilation, `line` by the beating thread."""
 
-    def __init__(self, console: Console, title: str, *, ended: bool):
-        self._console, self._title, self._each = console, title, ended
-        self._began = time.monotonic()
-        self._pass = self._state = ""
-        self._share = 0.0  # of the steps of a training that are over
+    def __init__(self, console: Console, title: str, *, ended: bool) -> None:
+        super().__init__(title)
+        self._console, self._each = console, ended
 
     def show(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
@@ -128,35 +137,19 @@ class _Lines(Listener):
     def line(self) -> str | None:
         """``training: step 12 of 100, loss 2.3050, 40 s so far, about 293 s to come``; None for a
         pass that has just begun."""
-        seconds = time.monotonic() - self._began
+        seconds, left = time.monotonic() - self._began, ""
         if seconds < min(FIRST, EVERY) / 2:
             return None
-        parts = [self._pass, self._state, f"{seconds:.0f} s so far", self._left(seconds)]
-        return f"{self._title}: {', '.join(part for part in parts if part)}"
-
-    def _left(self, seconds: float) -> str:
-        if self._share:
-            return f"about {seconds * (1 / self._share - 1):.0f} s to come"
-        if self._pass not in PASSES[:-1]:
-            return ""
-        return f"then {', '.join(PASSES[PASSES.index(self._pass) + 1 :])}"
-
-    def starts(self, name: str) -> None:
-        self._pass, self._state, self._began = name, "", time.monotonic()
+        if self._pass in PASSES[:-1]:
+            left = f"then {', '.join(PASSES[PASSES.index(self._pass) + 1 :])}"
+        elif self._done:
+            left = f"about {seconds * (self._total / self._done - 1):.0f} s to come"
+        return self._said(f"{seconds:.0f} s so far", left)
 
     def ended(self, name: str, seconds: float) -> None:
-        self._pass, self._state, self._began = f"after {name}", "", time.monotonic()
+        self.starts(f"after {name}")
         if self._each:
             self.show(f"{self._title}: {name} {seconds:.2f} s")
-
-    def part(self, done: int, total: int, what: str) -> None:
-        self._state = f"{done} of {total} {_parts_of(what)}"
-
-    def steps(self, done: int, total: int, text: str) -> None:
-        self._state, self._share = _step(done, total, text), done / max(total, 1)
-
-    def found(self, text: str) -> None:
-        self._state = text
 
     def better(self, text: str) -> None:
         if self._each:
@@ -165,12 +158,3 @@ class _Lines(Listener):
     def told(self, text: str) -> None:
         if self._each:
             self.show(f"{self._title}: {text}")
-
-
-def _step(done: int, total: int, text: str) -> str:
-    return f"step {done} of {total}" + (f", {text}" if text else "")
-
-
-def _parts_of(what: str) -> str:
-    """Kind of the parts of a pass; `what` names the one that begins."""
-    return "stages" if what.startswith("stage ") else "ops"

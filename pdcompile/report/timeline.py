@@ -36,6 +36,7 @@ FILL: dict[Kind, str] = {
     "backward to weights": "~",
     "step": "U",
 }
+MOST_LINES = 32  # of a drawing, where numbers need the room
 ROOM = 14  # columns between two times
 STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
     kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
@@ -154,6 +155,13 @@ def text(events: Iterable[Event], *, width: int = 96, bands: int = 1, times: boo
             axis = _axis(total, count * columns, window)
             drawing.append(f"{' ' * margin}{axis}\n", style="dim")
     return drawing
+
+
+def drawn(events: Iterable[Event], width: int, lines: int, *, times: bool = False) -> list[Text]:
+    """`text` in as many bands as fit beside so many lines a band, and its legend."""
+    listed = [*events]
+    made = text(listed, width=width, bands=max(1, MOST_LINES // max(1, lines)), times=times)
+    return [made, Text(legend(made, bars(listed)))]
 
 
 def legend(drawing: Text, shown: Sequence[Bar]) -> str:

@@ -13,7 +13,7 @@ from pdcompile.plan import Plan
 from pdcompile.report import palette
 from pdcompile.report.labels import counted
 from pdcompile.report.page.lanes import lanes
-from pdcompile.report.page.measured_run import Run, compared
+from pdcompile.report.page.measured_run import Run, compared, comparison_table
 from pdcompile.report.page.memory_lanes import memory_lanes
 from pdcompile.report.page.model_map import model_map
 from pdcompile.report.page.page_data import Binding, Grid, PageData, Tile
@@ -21,11 +21,10 @@ from pdcompile.report.page.strips import critical_strips, traffic
 from pdcompile.report.page.words import (
     cluster_in_words,
     gap_tile,
-    proof_in_terms,
     proved,
     what_limits,
 )
-from pdcompile.report.plan_table import fullest, headline, limits
+from pdcompile.report.plan_table import certificate_line, fullest, headline, limits
 from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.report.timeline import Event
 from pdcompile.units import format_bytes, format_seconds
@@ -78,9 +77,9 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         title=f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
         subtitle=f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
         tiles=_tiles(plan, run),
-        limits=(*what_limits(plan, path, made.explanation), *_off(plan, run)),
+        limits=(*what_limits(plan, path), *_off(plan, run)),
         proof=proved(plan),
-        proof_details=tuple(proof_in_terms(plan)),
+        certificate=certificate_line(plan).plain,
         timeline=lanes(drawn, () if run is None else run.aligned(drawn)),
         critical=critical_strips(path),
         model=model_map(plan),
@@ -88,7 +87,9 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         memory=memory_lanes(plan, curves, seconds),
         traffic=traffic(plan, made.steady),
         binding=_binding(made),
-        measured=None if run is None else _measured(plan, run),
+        measured=None
+        if run is None
+        else Grid.of(comparison_table([*compared(plan, run)]), run.note),
         notes=plan.notes,
         colours=COLOURS,
         stage_colours=palette.stages(len(plan.stages)),
@@ -137,25 +138,10 @@ def _binding(made: Sources) -> Binding:
     found = made.explanation
     if found is None:
         return Binding(made.unexplained)
-    from pdcompile.report.explain_table import boundary_table, deciding, relaxed_table, stage_table
+    from pdcompile.report.explain_table import boundary_table, deciding, stage_table
 
-    tried = replace(
-        found, relaxed=tuple(one for one in found.relaxed if one.objective_seconds is not None)
-    )
-    untried = len(found.relaxed) - len(tried.relaxed)
-    note = (
-        f"{counted(untried, 'limit')} not tried for lack of time: pdcompile explain --time-limit"
-        if untried
-        else ""
-    )
     return Binding(
         " ".join(filter(None, (f"{deciding(found)}.", made.unexplained))),
         Grid.of(stage_table(found)),
         Grid.of(boundary_table(found)) if found.boundaries else None,
-        Grid.of(relaxed_table(tried), note) if tried.relaxed else None,
     )
-
-
-def _measured(plan: Plan, run: Run) -> Grid:
-    rows = tuple(compared(plan, run))
-    return Grid(("", "forecast", "measured", "ratio"), (False, True, True, True), rows, run.note)

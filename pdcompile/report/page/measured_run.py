@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.table import Table
+
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
+from pdcompile.report import labels
 from pdcompile.report.chrome import Trace, load
 from pdcompile.report.timeline import COMPUTE, Event, bars, duration, idle
 from pdcompile.schedule.recorded import RecordedEvent
@@ -113,6 +116,14 @@ def compared(plan: Plan, run: Run) -> Iterator[tuple[str, str, str, str]]:
                 took = sum(one.end_seconds - one.start_seconds for one in own)
                 count = len({(one.minibatch, one.microbatch, one.rank) for one in own})
                 yield _row(f"stage {s}, {name}", seconds, took / count)
+
+
+def comparison_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Forecast and measured times, row by row."""
+    made = labels.table("|measured run", ">forecast", ">measured", ">ratio")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def _row(name: str, forecast: float, measured: float) -> tuple[str, str, str, str]:

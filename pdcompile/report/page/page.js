@@ -4,14 +4,13 @@ function opening(data) {
   const tiles = data.tiles.map((tile) => el("div", { class: "tile" },
     el("dt", {}, tile.label),
     el("dd", {}, el("div", { class: `value ${tile.tone}` }, tile.value), el("div", { class: "hint" }, tile.note))));
-  const terms = data.proof_details.flatMap(([term, meaning]) => [el("dt", {}, term), el("dd", {}, meaning)]);
   return [
     el("header", {}, el("h1", {}, data.title), el("p", { class: "muted" }, data.subtitle)),
     el("dl", { class: "tiles", id: "tiles" }, ...tiles),
     section("limits", "What limits this plan",
       el("ul", { class: "limits" }, ...data.limits.map((sentence) => el("li", {}, sentence)))),
     section("proof", "How good it is", el("p", {}, data.proof),
-      el("details", {}, el("summary", {}, "The certificate, term by term"), el("dl", { class: "terms" }, ...terms))),
+      el("p", { class: "muted" }, data.certificate)),
   ];
 }
 
@@ -19,8 +18,7 @@ function bindingPanel(data) {
   return section("binding", "What binds, and the next-best cuts",
     el("p", {}, data.sentence),
     data.stages ? table(data.stages, "What a microbatch takes of each stage") : "",
-    data.cuts ? table(data.cuts, "For each cut, the cheapest other one and what it would cost") : "",
-    data.eased ? table(data.eased, "A plan found without each limit") : "");
+    data.cuts ? table(data.cuts, "For each cut, the cheapest other one and what it would cost") : "");
 }
 
 function measuredPanel(data) {

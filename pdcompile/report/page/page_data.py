@@ -158,7 +158,6 @@ class Binding:
     sentence: str
     stages: Grid | None = None
     cuts: Grid | None = None
-    eased: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,7 @@ class PageData:
     tiles: tuple[Tile, ...]
     limits: tuple[str, ...]  # sentences: what limits the plan
     proof: str
-    proof_details: tuple[tuple[str, str], ...]  # term, meaning here
+    certificate: str
     timeline: Lanes
     critical: Strips
     model: ModelMap

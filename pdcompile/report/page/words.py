@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster, Device
 from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
 from pdcompile.report import labels
-from pdcompile.report.plan_table import fullest, in_words, limits
-from pdcompile.units import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:  # it brings the search along
-    from pdcompile.passes.planning.explain import Explanation
+from pdcompile.report.plan_table import fullest, limits
+from pdcompile.units import format_bytes, format_rate
 
 FULL = 0.9  # of a limit, from which memory is mentioned
 EVEN = 1.05  # times the mean, up to which stages are called balanced
 ALIKE = 0.99  # of the slowest stage's load
-NOTICED = 0.005  # of the time
 FILLING = 0.15  # of a step, from which more microbatches are worth a sentence
 
 
@@ -48,7 +43,7 @@ def path_in_words(path: CriticalPath) -> str:
     return ", ".join(shown)
 
 
-def what_limits(plan: Plan, path: CriticalPath, found: Explanation | None) -> Iterator[str]:
+def what_limits(plan: Plan, path: CriticalPath) -> Iterator[str]:
     """Sentences for somebody who has a minute: the most important first."""
     first = path.decisive
     if first is None:
@@ -63,8 +58,6 @@ def what_limits(plan: Plan, path: CriticalPath, found: Explanation | None) -> It
             "would a schedule that fills it."
         )
     yield from _memory(plan)
-    if found is not None:
-        yield from _eased(found)
 
 
 def _subject(share: Share) -> str:
@@ -111,18 +104,6 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"Memory is nearly full: rank {rank} needs {percent(part)} of its limit."
 
 
-def _eased(found: Explanation) -> Iterator[str]:
-    """The limit without which most would be won of what the fastest plan with it takes."""
-    gains = [
-        (1 - one.objective_seconds / found.fastest_seconds, one.text)
-        for one in found.relaxed
-        if one.objective_seconds is not None and found.fastest_seconds > 0
-    ]
-    gain, text = max(gains, default=(0.0, ""))
-    if gain > NOTICED:
-        yield f"Of all limits, easing this one would gain most: {text}, {percent(gain)} less time."
-
-
 def proved(plan: Plan) -> str:
     """One sentence on how far a plan is from the best one."""
     one = plan.certificate
@@ -141,34 +122,6 @@ def proved(plan: Plan) -> str:
     if not one.gap:
         return "Proved: among all plans of this kind, with these costs, none is faster."
     return f"Proved: no plan of this kind saves more than {percent(one.gap)} of the time."
-
-
-def proof_in_terms(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The certificate, term by term, with what each means."""
-    one = plan.certificate
-    what = "a microbatch" if plan.training.kind.stream else "a step"
-    yield "objective", f"{format_seconds(one.objective_seconds)} {what}: what the search made small"
-    yield "lower bound", f"{format_seconds(one.bound_seconds)}: proved, no plan takes less"
-    yield "gap", f"{100 * one.gap:.2g} % of the objective is between these two"
-    yield "status", _STATUS[one.status]
-    if one.fastest_seconds is not None:
-        fastest = format_seconds(one.fastest_seconds)
-        yield "fastest plan found", f"{fastest}; its cuts lie less well, see --cut-tolerance"
-    yield "prover", f"{one.prover}, in {format_seconds(one.seconds)}"
-    yield "scope", f"the proof speaks of {in_words(one.scope)}"
-    yield (
-        "forecast",
-        (
-            "step time, idle time and memory are simulated from the programs that ranks run, with "
-            "updates and every wait; the objective knows only devices, links and round trips"
-        ),
-    )
-
-
-_STATUS: dict[str, str] = {
-    "optimal": "optimal: the search ended with a proof",
-    "feasible": "feasible: a plan that works, with the gap above to what may be possible",
-}
 
 
 def gap_tile(one: Certificate) -> tuple[str, str]:
