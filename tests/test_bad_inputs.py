@@ -204,6 +204,7 @@ class Sequences(nn.Module):
         return sum(self.layer(one).sum().square() for one in each) / len(each)  # type: ignore[return-value]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [pdcompile.compile, pdcompile.reference])
 def test_several_microbatches_of_what_cannot_be_split(make: Any) -> None:
     options: dict[str, Any] = {"optimizer": None, "costs": "estimated", "stages": 1}

@@ -88,6 +88,7 @@ def test_a_checkpoint_of_a_resumed_run_is_as_good(tmp_path: Path) -> None:
     assert not states_equal(pipe.full_state_dict(), whole.full_state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("saved", "schedule", "stages", "said"),
     [

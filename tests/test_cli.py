@@ -22,6 +22,8 @@ from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
 VERBS = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
     "export", "checkpoint", "costs", "doctor", "probe",
@@ -319,6 +321,7 @@ def test_python_m_is_the_same_command() -> None:
     assert re.fullmatch(rf"pdcompile 0\.[0-9.]+, torch {of_torch}\n", done.stdout)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [

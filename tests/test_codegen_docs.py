@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +19,7 @@ def test_the_page_shows_stages_as_they_are_written(monkeypatch):
         assert page() == (ROOT / "docs" / "sources.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_pictures_are_as_they_are_drawn(tmp_path):
     """`python docs/build.py` draws them anew; look at the difference."""
     docs = ROOT / "docs"

@@ -86,6 +86,7 @@ def test_an_edit_that_cannot_run(folder: Path) -> None:
         compiled(sources=folder, allow_edited=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("verify", ["auto", "off"])
 def test_a_result_too_few(folder: Path, verify: str) -> None:
     """Refused with the names of what the plan has, also where nothing was verified."""

@@ -111,6 +111,7 @@ def test_predict_without_labels_follows_the_training(options: dict[str, Any]) ->
         assert len(pipe._evaluations._forms) == 2  # with None in place of labels, and without
 
 
+@pytest.mark.slow
 def test_arguments_of_training_or_of_evaluation_alone() -> None:
     model, noise = Inside(), torch.randn(8, 5, 8)
     with compiled(model) as pipe:

@@ -40,6 +40,8 @@ from tests.helpers.exported import made
 from tests.helpers.graphs import GraphBuilder
 from tests.helpers.planned import planned
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
 HERE = "tests.helpers.exported"
 
 
@@ -221,6 +223,7 @@ def test_other_models_and_schedules(
     assert run.output.endswith("equal\n")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "said"), [("a100-80", True), ("cpu", False)])
 def test_a_script_for_gpus_that_would_cast_nothing_does_not_begin(
     kind: str, said: bool, tmp_path: Path
@@ -384,6 +387,7 @@ def odd(how: str) -> Workload:
     return Workload(Odd(how), inputs, loss_fn, lambda: [(inputs, target)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "options", "said"),
     [

@@ -17,6 +17,8 @@ from pdcompile.passes.export.model_parts import whole_parts
 from tests.helpers import exported
 from tests.helpers.exported import made
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_megatron_reads_the_layout(name: str, tmp_path: Path) -> None:
@@ -150,6 +152,7 @@ def test_accelerate_dispatches_it(tmp_path: Path) -> None:
     assert found.equal(expected)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "to", "said"),
     [

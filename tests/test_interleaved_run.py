@@ -120,7 +120,7 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
         compiled(partial(gpt, tied=True), memory=most // 3, **options)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize(
     "recompute", [(True, False, False, True), pytest.param(True, marks=pytest.mark.slow)]

@@ -105,7 +105,7 @@ def test_a_bound_alone_is_told_as_well() -> None:
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("time_limit", [0.0, 0.3])
 @pytest.mark.parametrize("objective", ["bottleneck", "flush"])
 def test_large_problems_end_in_time(

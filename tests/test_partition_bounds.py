@@ -120,7 +120,7 @@ def test_a_budget_ends_it_with_a_valid_bound() -> None:
     assert ramp_bound(segments_of(problem), 0.25, 10.0, Budget(0)) == (0.25, [])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "stages"), [(8, 12), (12, 16)])
 def test_many_stages_under_flush_are_proved(layers: int, stages: int) -> None:
     """One and a half layers a stage: transfers on the way down and back decide."""

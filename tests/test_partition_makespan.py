@@ -296,16 +296,16 @@ def test_equal_to_the_simulator(block: int) -> None:
         assert fast == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9), f"seed {seed}"
 
 
-def test_close_to_the_simulator_where_values_skip_stages() -> None:
+def test_close_to_the_simulator_where_values_skip_stages(fast: bool) -> None:
     """All values of a hop go together in the fast model: rarely a little different."""
-    equal = 0
-    for seed in range(200):
+    equal, count = 0, 60 if fast else 200
+    for seed in range(count):
         problem, plan = simulated(seed, 0.3)
         fast = evaluate(problem, tuple(range(len(problem.stages)))).objective
         slow = simulate(plan).forecast.step_seconds
         assert fast == pytest.approx(slow, rel=0.1), f"seed {seed}"
         equal += fast == pytest.approx(slow, rel=1e-9)
-    assert equal >= 190
+    assert equal >= 0.95 * count
 
 
 def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: bool) -> None:

@@ -192,7 +192,7 @@ def test_a_plan_whose_ledgers_exceed_what_seemed_to_be_room_is_searched_for_agai
         check_plan(found, graph, tight)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("certain", [True, False])
 def test_a_refusal_names_a_limit_under_which_a_plan_was_found(certain: bool) -> None:
     graph = uneven()

@@ -22,6 +22,8 @@ from tests.helpers.launch import ROOT, processes
 from tests.helpers.pipelines import by_hand, states_equal
 from tests.helpers.resuming import ADAMW, pipeline, same, train
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
 MLP = str(ROOT / "examples" / "mlp.py") + ":build"
 
 

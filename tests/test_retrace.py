@@ -84,7 +84,7 @@ def test_what_is_generated_has_the_ops_of_the_capture() -> None:
 
 
 def test_models_without_memory_are_compared_too() -> None:
-    model = models.gpt(dropout=0.1, layers=3)
+    model = models.gpt(dropout=0.1, layers=2)
     inputs, target = models.batch_for(model, 4)
     flat = example_call(model.to("meta"), inputs, target)
     found = capture(model, flat, resolve_batch(flat), models.token_loss, microbatch_size=2)

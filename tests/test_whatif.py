@@ -218,6 +218,7 @@ def test_pins_follow_the_last_stage() -> None:
     assert found.forbidden == ()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_infeasible() -> None:
     plan = planned(residual(4), HOSTS)
     with pytest.raises(InfeasibleError):
