@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
-from typing import Protocol
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.candidates import describe, violations
@@ -67,26 +67,6 @@ LEAVES = "a gradient through each stage, where ranks hold several"
 RULES = f"each stage on ranks in a row; {SCOPE}"
 
 
-class Listening(Protocol):
-    """Who is told how far the search is."""
-
-    def found(self, text: str) -> None:
-        """The search for a cut has something better."""
-
-    def better(self, text: str) -> None:
-        """A plan is better than all before it."""
-
-
-class Silent:
-    """Tells nobody."""
-
-    def found(self, text: str) -> None:
-        """Forgotten."""
-
-    def better(self, text: str) -> None:
-        """Forgotten."""
-
-
 @dataclass
 class PlanSearch:
     """One search: what was tried, and what is left."""
@@ -97,7 +77,7 @@ class PlanSearch:
     space: SearchSpace
     training: Training
     seed: int
-    listener: Listening
+    listener: Listener
     budget: Budget
     certain: bool = True  # see `best_plan`
     trials: Trials = field(init=False)
@@ -418,7 +398,7 @@ def best_plan(
     *,
     time_limit: float | None = None,
     seed: int = 0,
-    listener: Listening | None = None,
+    listener: Listener | None = None,
     certain: bool = True,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
@@ -446,7 +426,7 @@ def best_plan(
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
-            listener or Silent(), budget, certain,
+            listener or Listener(), budget, certain,
         )  # fmt: skip
         search.run()
         search.improve()

@@ -6,12 +6,17 @@ import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.pass_runner import Listener
+from pdcompile.passes.partition.space.candidates import evaluation
+from pdcompile.passes.partition.space.line_plans import LinePlans
+from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
-from pdcompile.problem.space import SearchSpace
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.graphs import chain
 from tests.test_space.test_branch_and_bound import explored, step_seconds
 
@@ -21,7 +26,7 @@ LINE = re.compile(
 )
 
 
-class Told:
+class Told(Listener):
     """What a search says of its plans."""
 
     def __init__(self) -> None:
@@ -64,6 +69,31 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
     assert clock() <= 1.05 * limit + 50 * TICK  # some of them are before the search and after it
     assert plan.certificate.seconds <= 1.05 * limit
     assert told.lines
+
+
+def test_every_setting_has_a_plan_before_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first that is judged is the fastest of them."""
+    seconds, judged = dict[Candidate, float](), list[tuple[int, Candidate]]()
+    first, offer = LinePlans.first, Trials.offer
+
+    def made(self: LinePlans, setting: Setting, *rest: Any) -> Candidate | None:
+        if (found := first(self, setting, *rest)) is not None:
+            of = evaluation(self.prepared.problem, self.cluster, found)
+            seconds[found] = of.seconds
+        return found
+
+    def offered(self: Trials, candidate: Candidate, **options: Any) -> bool:
+        judged.append((len(seconds), candidate))
+        return offer(self, candidate, **options)
+
+    monkeypatch.setattr(LinePlans, "first", made)
+    monkeypatch.setattr(Trials, "offer", offered)
+    ticking(monkeypatch)
+    searched(20.0, Told())
+    count, candidate = judged[0]
+    layouts = {(one.setting, one.options[0].replicas) for one in seconds}
+    assert count == len(layouts) == 4 * 6  # equal replicas x (schedule, microbatches, warm-up)
+    assert seconds[candidate] == min(seconds.values())
 
 
 @pytest.mark.slow

@@ -69,12 +69,14 @@ class LinePlans:
         below: Callable[[], float],
         late: Late,
         take: Callable[[Candidate], bool],
+        memory: float = 1.0,
     ) -> None:
         """Give likely candidates that may take less, whose stages have one of so many replicas.
 
-        `take`: says False of one that lacks memory; then less of it is used.
+        `take`: says False of one that lacks memory; then less of it is used.  `memory`: the share
+        that stages may take by the planner's formula.
         """
-        margins = MARGINS if limited(self.cluster) else MARGINS[:1]
+        margins = [memory * margin for margin in MARGINS if limited(self.cluster) or margin == 1.0]
         cases = product(self._orders(), self.prepared.order_lines, (False, True))
         for order, line, balanced in cases:
             seats, menu = Seats(self.cluster, order), self.space.menu(counts)
@@ -85,6 +87,15 @@ class LinePlans:
                 found = self._found(self._probing(reach), below(), late)
                 if found is None or take(found):
                     break
+
+    def first(
+        self, setting: Setting, counts: tuple[int, ...], memory: float, late: Late
+    ) -> Candidate | None:
+        """A likely candidate of the setting whose stages take that share of the memory, cut where
+        little crosses; without looking for one that is faster."""
+        seats, menu = Seats(self.cluster, self._orders()[0]), self.space.menu(counts)
+        reach = Reach(self.prepared.order_lines[0], setting, seats, menu, memory=memory)
+        return self._found(self._probing(reach), math.inf, late)
 
     def _orders(self) -> tuple[tuple[int, ...], ...]:
         if self.space.in_order and self.space.stages:

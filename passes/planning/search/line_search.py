@@ -6,11 +6,14 @@ does the bound of a setting along its heaviest path (`passes.partition.space.lin
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, product
 
+from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.line_plans import LinePlans
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, simple_bound
 from pdcompile.passes.partition.space.probing import Late
@@ -20,6 +23,8 @@ from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 SHARE = 0.5  # of the time, for all of it
+SPARING = 0.97  # of the memory, after a plan took too much of it
+_NONE: Candidate | None = None
 SETTLING = 0.6  # of the time, until plans of it are judged
 
 
@@ -37,6 +42,8 @@ class LineSearch:
     prepared_at: Callable[[int], PreparedProblem]
     others: Callable[[float, Late], float] = lambda _, __: math.inf
     bounds: dict[Setting, float] = field(default_factory=dict)
+    #: by schedule, the share of the memory that stages may take by the planner's formula
+    memory: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cluster, space = self.trials.cluster, self.space
@@ -56,6 +63,7 @@ class LineSearch:
 
     def run(self) -> None:
         """Try likely plans, with equal replicas first, and bound every setting by the best."""
+        self._scan()
         bounded = False
         for menus in next(iter(self._plans.values())).menus():
             for counts in menus:
@@ -67,6 +75,28 @@ class LineSearch:
                     self._bound()
             self.trials.settle(SETTLING, doubtful=False)
 
+    def _scan(self) -> None:
+        """Give every setting a plan with equal replicas, and judge the fastest until one has the
+        memory that it needs; one that has not comes again with a smaller share of it."""
+        trials, late, ticket = self.trials, partial(self.trials.over, SHARE), count()
+        menus = next(iter(self._plans.values())).menus()[0]
+        cases = product(self.settings, menus)
+        heap = [(0.0, next(ticket), *case, 1.0, _NONE) for case in cases]
+        while heap and not (trials.found or late()):
+            _, _, setting, counts, share, candidate = heapq.heappop(heap)
+            m, schedule = setting.num_microbatches, setting.schedule
+            if candidate is not None:
+                if trials.offer(candidate, now=True):
+                    continue
+                share = SPARING * min(share, 1 / trials.beyond_formula(candidate))
+                self.memory[schedule] = min(share, self.memory.get(schedule, 1.0))
+            share = min(share, self.memory.get(schedule, 1.0))
+            candidate = self._plans[m].first(setting, counts, share, late)
+            if candidate is not None:
+                found = evaluation(self.prepared_at(m).problem, trials.cluster, candidate)
+                seconds = found.seconds * setting.scale * (1 + kind_of(schedule).gain)
+                heapq.heappush(heap, (seconds, next(ticket), setting, counts, share, candidate))
+
     def _try(self, counts: tuple[int, ...]) -> None:
         """Pipelines of every setting whose stages have one of so many replicas."""
         trials = self.trials
@@ -76,7 +106,9 @@ class LineSearch:
                 return
             plans, scale = self._plans[setting.num_microbatches], setting.scale
             if self.bounds[setting] < trials.below:
-                plans.offer(setting, counts, partial(self._below, scale), late, self._take)
+                memory = self.memory.get(setting.schedule, 1.0)
+                below = partial(self._below, scale)
+                plans.offer(setting, counts, below, late, self._take, memory)
 
     def _take(self, candidate: Candidate) -> bool:
         return self.trials.offer(candidate, now=not self.trials.found)

@@ -18,7 +18,7 @@ from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.space.candidates import describe
+from pdcompile.passes.partition.space.candidates import describe, evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.plan import Plan, Training
@@ -195,6 +195,22 @@ class Trials:
         forecast = self.plan(candidate).forecast
         assert forecast is not None
         return not exceeds(forecast.ledgers, self.cluster)
+
+    def beyond_formula(self, candidate: Candidate) -> float:
+        """How many times what the planner's formula says a rank holds, at most, by the ledgers of
+        the plan that was made; 1 where none was."""
+        if self._made is None or self._made[0] != candidate or self._made[1].forecast is None:
+            return 1.0
+        problem = self.prepared_at(candidate.setting.num_microbatches).problem
+        formula, ledgers = (
+            evaluation(problem, self.cluster, candidate),
+            self._made[1].forecast.ledgers,
+        )
+        return max(
+            ledgers[rank].total_bytes / max(formula.needed(s), 1)
+            for s, ranks in enumerate(candidate.ranks)
+            for rank in ranks
+        )
 
     def _residents(self, candidate: Candidate) -> Sequence[Resident]:
         """An estimate of what each stage holds, summed over its ops, which is quick."""
