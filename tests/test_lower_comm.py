@@ -82,16 +82,17 @@ def test_tied_weights_under_2bw_are_waited_for_just_before_they_are_named() -> N
     stream = make_stream(make_plan("2bw", 3, 4, tied=(TiedParameter("w", (0, 2), 1),)))
     for _ in range(5):
         program, stream = stream.step(4)
-    holder = [one.text(2) for one in program.columns[2]]
-    place = holder.index("WAIT_RECV_WEIGHT -2: t0 <0")
-    assert place < holder.index("F 0 W-1")
-    assert holder.index("STEP -2:") < holder.index("POST_RECV_WEIGHT -2: t0 <0")
-    # The sum of the minibatch before is out already, and comes while the owner goes on.
-    assert holder.index("SEND_TIED -1: t0 >0") < holder.index("STEP -2:")
-    owner = [one.text(0) for one in program.columns[0]]
-    assert (
-        owner.index("WAIT_RECV_TIED -2: t0 <2") < owner.index("STEP -2:") < owner.index("F 0 W-1")
-    )
+    holder, owner = ([one.text(rank) for one in program.columns[rank]] for rank in (2, 0))
+    assert holder.index("WAIT_RECV_WEIGHT -2: t0 <0") < holder.index("F 0 W-1")
+    # The next ones may come as soon as those have, for the stage's part of the sum is out.
+    expected = holder.index("POST_RECV_WEIGHT -1: t0 <0")
+    assert holder.index("WAIT_RECV_WEIGHT -2: t0 <0") < expected < holder.index("F 0 W-1")
+    assert holder.index("SEND_TIED -1: t0 >0") < expected
+    # Both update in the middle of the minibatch after it, at the earliest with all gradients.
+    for text in (holder, owner):
+        assert text.index("F 2 W-1") < text.index("STEP -1:") < text.index("F 3 W-1")
+    order = ["WAIT_RECV_TIED -1: t0 <2", "STEP -1:", "SEND_WEIGHT -1: t0 >2"]
+    assert [one for one in owner if one in order] == order
 
 
 def test_norms_are_posted_early_and_waited_for_late() -> None:
