@@ -39,6 +39,10 @@ class Told(Listener):
         self.lines.append(text)
 
 
+class Judged(Exception):
+    """The search comes to its first candidate."""
+
+
 def searched(limit: float, told: Told, memory: int | None = None) -> Plan:
     """A chain of layers that has too many cuts to look at all, on eight devices."""
     levels = (Level("host", 4, 1e6), Level("network", 2, 1e5))
@@ -73,8 +77,7 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_setting_has_a_plan_before_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the first that is judged is the fastest of them."""
-    seconds, judged = dict[Candidate, float](), list[tuple[int, Candidate]]()
-    first, offer = LinePlans.first, Trials.offer
+    seconds, first = dict[Candidate, float](), LinePlans.first
 
     def made(self: LinePlans, setting: Setting, *rest: Any) -> Candidate | None:
         if (found := first(self, setting, *rest)) is not None:
@@ -82,18 +85,17 @@ def test_every_setting_has_a_plan_before_one_is_judged(monkeypatch: pytest.Monke
             seconds[found] = of.seconds
         return found
 
-    def offered(self: Trials, candidate: Candidate, **options: Any) -> bool:
-        judged.append((len(seconds), candidate))
-        return offer(self, candidate, **options)
+    def judged(_: Trials, candidate: Candidate, **__: Any) -> bool:
+        raise Judged(candidate)
 
     monkeypatch.setattr(LinePlans, "first", made)
-    monkeypatch.setattr(Trials, "offer", offered)
+    monkeypatch.setattr(Trials, "offer", judged)
     ticking(monkeypatch)
-    searched(20.0, Told())
-    count, candidate = judged[0]
+    with pytest.raises(Judged) as caught:
+        searched(20.0, Told())
     layouts = {(one.setting, one.options[0].replicas) for one in seconds}
-    assert count == len(layouts) == 4 * 6  # equal replicas x (schedule, microbatches, warm-up)
-    assert seconds[candidate] == min(seconds.values())
+    assert len(layouts) == 4 * 6  # equal replicas x (schedule, microbatches, warm-up)
+    assert seconds[caught.value.args[0]] == min(seconds.values())
 
 
 @pytest.mark.slow
