@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 4_025),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        14_351,
+        14_354,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 3_140),
     "schedules": (

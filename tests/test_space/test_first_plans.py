@@ -92,7 +92,7 @@ def test_every_setting_has_a_plan_before_one_is_judged(monkeypatch: pytest.Monke
     monkeypatch.setattr(Trials, "offer", judged)
     ticking(monkeypatch)
     with pytest.raises(Judged) as caught:
-        searched(20.0, Told())
+        searched(500.0, Told())
     layouts = {(one.setting, one.options[0].replicas) for one in seconds}
     assert len(layouts) == 4 * 6  # equal replicas x (schedule, microbatches, warm-up)
     assert seconds[caught.value.args[0]] == min(seconds.values())

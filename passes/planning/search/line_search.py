@@ -23,6 +23,7 @@ from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 SHARE = 0.5  # of the time, for all of it
+SCANNING = 0.1  # of the time, for a first plan of every setting
 SPARING = 0.97  # of the memory, after a plan took too much of it
 _NONE: Candidate | None = None
 SETTLING = 0.6  # of the time, until plans of it are judged
@@ -85,6 +86,8 @@ class LineSearch:
         while heap and not (trials.found or late()):
             _, _, setting, counts, share, candidate = heapq.heappop(heap)
             m, schedule = setting.num_microbatches, setting.schedule
+            if candidate is None and any(one[-1] for one in heap) and trials.over(SCANNING):
+                continue
             if candidate is not None:
                 if trials.offer(candidate, now=True):
                     continue
