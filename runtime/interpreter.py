@@ -231,7 +231,7 @@ class Worker:
 
     def _key(self, ins: Instruction) -> Key:
         minibatch, kind = self.base + ins.minibatch, ins.action.kind
-        if kind is Kind.VALUE:
+        if kind is Kind.VALUE and minibatch in self.feeds:  # else its send is waited for late
             kind = self.feeds[minibatch].wiring.kind
         return kind, ins.edge, minibatch, ins.peer if kind is Kind.TIED else ins.microbatch
 

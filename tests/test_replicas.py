@@ -99,6 +99,28 @@ def test_tied_weights_on_replicated_stages(schedule: str, replicas: tuple[int, .
         close(pipe.full_state_dict(), expected.full_state_dict())
 
 
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1)])
+def test_short_minibatches_leave_a_replica_out_for_long(replicas: tuple[int, ...]) -> None:
+    """It waits for its last send when the minibatch of that is long over."""
+    options: dict[str, Any] = {
+        "loss_fn": nn.functional.mse_loss, "schedule": "2bw", "microbatches": 2,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+    }  # fmt: skip
+    models = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    pipe = pdcompile.compile(
+        models[0], stages=2, replicas=replicas, cluster=Cluster.local(3), costs="estimated",
+        **options,
+    )  # fmt: skip
+    x = torch.randn(4, 4)
+    pipe.prepare(x, target=x)
+    eager = pdcompile.reference(models[1], plan=pipe.plan, **options)
+    for size in (4, 1, 1, 1, 4, 4):
+        ours, theirs = (one.step(x[:size], target=x[:size]) for one in (pipe, eager))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss))
+    pipe.close()
+
+
 def test_draws_are_those_of_the_microbatches() -> None:
     model = gpt(layers=2, dropout=0.3)
     pipe, expected = pair(model, replicas=(2, 2))

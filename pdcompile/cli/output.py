@@ -19,6 +19,7 @@ from pdcompile.errors import (
     InfeasibleError,
     NotFoundError,
     PdcompileError,
+    RankError,
     os_errors_as,
 )
 from pdcompile.report.labels import Terminal
@@ -152,24 +153,31 @@ def show_warning(
 
 def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     """Print an error as a person wants to read it, of several ranks that end with it by one of
-    them; the exit code that belongs to it.  JSON comes from rank 0."""
+    them; the exit code that belongs to it."""
     infeasible = isinstance(error, InfeasibleError)
     proved = infeasible and not isinstance(error, NotFoundError)
-    if as_json and is_first_rank():
-        emit_json(error_document(error))
-    text = Text()
-    text.append("infeasible" if proved else "error", style="bold red")
-    where = f" on rank {os.environ.get('RANK')}: " if under_torchrun() else ": "
-    text.append(where, style="bold red")
-    text.append(error.message)
-    for label, line in error.details():
-        text.append(f"\n  {label}: ", style="bold")
-        text.append(line)
-    if under_torchrun():
-        from pdcompile.runtime.failure.first_cause import is_first_with
+    several = under_torchrun()
 
-        if not is_first_with(str(error)):
-            return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
-    # soft_wrap: a path or a command that can be pasted is never broken.
-    stderr().print(text, soft_wrap=True)
+    def show(first: bool) -> None:
+        if as_json and first:
+            emit_json(error_document(error))
+        text = Text()
+        text.append("infeasible" if proved else "error", style="bold red")
+        text.append(f" on rank {os.environ.get('RANK')}: " if several else ": ", style="bold red")
+        text.append(error.message)
+        for label, line in error.details():
+            text.append(f"\n  {label}: ", style="bold")
+            text.append(line)
+        # soft_wrap: a path or a command that can be pasted is never broken.
+        stderr().print(text, soft_wrap=True)
+
+    if several:
+        from pdcompile.runtime.failure.deduplicated_errors import show_once
+
+        others = show_once(str(error), show, derived=isinstance(error, RankError))
+        if others:
+            ranks = ", ".join(map(str, others))
+            stderr().print(f"the same on rank{'s' * (len(others) > 1)} {ranks}", soft_wrap=True)
+    else:
+        show(True)
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT

@@ -7,16 +7,13 @@ without a word is named by whoever noticed, with what it or its system still sai
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import socket
 import sysconfig
 import time
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -292,20 +289,3 @@ class Failures:
             if rank == cause.rank and rank in (self._rank, *peers.of_rank):
                 lines += [f"    {line}" for line in peers.before(rank)]
         return "\n".join(lines) + "\n"
-
-
-def is_first_with(text: str) -> bool:
-    """True in the first rank that ends with this error, as torchrun's own store counts them, which
-    outlives the ranks; where there is none, every rank is the first."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    key = "/".join(("pdcompile", *start, hashlib.sha256(text.encode()).hexdigest()))
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with suppress(OSError, RuntimeError), socket.create_connection(address, _CONNECT_SECONDS):
-        # Connected: torch would write pages of a store that is not there.
-        wait = timedelta(seconds=_CONNECT_SECONDS)
-        return bool(TCPStore(*address, is_master=False, timeout=wait).add(key, 1) == 1)
-    return True
