@@ -1,4 +1,4 @@
-"""What autograd keeps of a graph: it runs once, on tensors without memory."""
+"""Storages that autograd keeps of a graph, which runs once on tensors without memory."""
 
 from __future__ import annotations
 

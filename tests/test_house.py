@@ -140,7 +140,7 @@ def dependencies() -> dict[str, set[str]]:
 
 @cache
 def found_in_files() -> dict[str, tuple[list[str], list[str]]]:
-    """Of each module what is too long in it, and the internals of torch that it names."""
+    """Parts of each module that are too long, and internals of torch that it names."""
     found = {}
     for module, path in modules().items():
         tree = ast.parse(path.read_text(encoding="utf-8"))

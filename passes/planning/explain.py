@@ -96,7 +96,6 @@ def _again(plan: Plan, straight: bool, where: str) -> Iterator[str]:
     limits = {f"--{name.replace('_', '-')}" for name in KINDS}
     limits |= {"--memory", "--recompute"} if not straight else set()
     file = Path(where)
-    output = ["-o", str(file.with_name(f"{file.stem}.again.json"))]
     target, *made = plan.command or ("",)
     left: dict[tuple[str, ...], None] = {}
     for word in made:
@@ -105,8 +104,9 @@ def _again(plan: Plan, straight: bool, where: str) -> Iterator[str]:
             joined = name == "--cut-at"  # where cuts may lie, all of these say together
             gone = {one for one in made if joined and one.startswith(f"{name}=")} | {word}
             left[tuple(one for one in made if one not in gone)] = None
-    for words in left:
-        yield shlex.join(["pdcompile", "plan", target, *words, *output])
+    for n, words in enumerate(left, 1):
+        output = file.with_name(f"{file.stem}.again{f'-{n}' if n > 1 else ''}.json")
+        yield shlex.join(["pdcompile", "plan", target, *words, "-o", str(output)])
 
 
 def _by_ledger(plan: Plan, found: Evaluation) -> Breaks:

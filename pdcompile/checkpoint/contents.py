@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,7 +32,7 @@ from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
 
 
-class OptimizerStates:
+class OptimizerStates(ABC):
     """States of the optimizers of all stages: of a checkpoint, or gathered.
 
     Raises:
@@ -41,9 +42,9 @@ class OptimizerStates:
     def __init__(self, place: Path | str, stages: Sequence[StageState]) -> None:
         self.place, self._stages = place, stages
 
+    @abstractmethod
     def tensors_of(self, stage: StageState) -> Callable[[str], Tensor] | None:
         """Reads tensors of a stage's optimizer: one that it has in two places is one again."""
-        raise NotImplementedError
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """State that the optimizer keeps of a parameter; {}: none."""

@@ -90,7 +90,6 @@ _LIBRARIES = tuple(  # what is below is not the program's own
 _STAGE = re.compile(r"stage_\d+\.py(?=>?$)")  # the file of a stage, or its name in memory
 _WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
 _WAIT_FOR_HOSTS_SECONDS = 0.2
-_CONNECT_SECONDS = 2.0  # to torchrun's store
 
 
 def describe(

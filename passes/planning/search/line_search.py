@@ -25,7 +25,6 @@ from pdcompile.schedule.registry import kind_of
 SHARE = 0.5  # of the time, for all of it
 SCANNING = 0.1  # of the time, for a first plan of every setting
 SPARING = 0.97  # of the memory, after a plan took too much of it
-_NONE: Candidate | None = None
 SETTLING = 0.6  # of the time, until plans of it are judged
 
 
@@ -82,7 +81,8 @@ class LineSearch:
         trials, late, ticket = self.trials, partial(self.trials.over, SHARE), count()
         menus = next(iter(self._plans.values())).menus()[0]
         cases = product(self.settings, menus)
-        heap = [(0.0, next(ticket), *case, 1.0, _NONE) for case in cases]
+        heap: list[tuple[float, int, Setting, tuple[int, ...], float, Candidate | None]]
+        heap = [(0.0, next(ticket), *case, 1.0, None) for case in cases]
         while heap and not (trials.found or late()):
             _, _, setting, counts, share, candidate = heapq.heappop(heap)
             m, schedule = setting.num_microbatches, setting.schedule

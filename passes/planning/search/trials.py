@@ -197,15 +197,13 @@ class Trials:
         return not exceeds(forecast.ledgers, self.cluster)
 
     def beyond_formula(self, candidate: Candidate) -> float:
-        """How many times what the planner's formula says a rank holds, at most, by the ledgers of
-        the plan that was made; 1 where none was."""
+        """Ratio of the ledgers of the plan that was made to the planner's formula, at most over
+        ranks; 1 where none was made."""
         if self._made is None or self._made[0] != candidate or self._made[1].forecast is None:
             return 1.0
         problem = self.prepared_at(candidate.setting.num_microbatches).problem
-        formula, ledgers = (
-            evaluation(problem, self.cluster, candidate),
-            self._made[1].forecast.ledgers,
-        )
+        formula = evaluation(problem, self.cluster, candidate)
+        ledgers = self._made[1].forecast.ledgers
         return max(
             ledgers[rank].total_bytes / max(formula.needed(s), 1)
             for s, ranks in enumerate(candidate.ranks)
