@@ -486,19 +486,6 @@ def test_steps_are_timed_when_the_pipeline_is_full() -> None:
     assert step_seconds([9.0, 11.0, 12.0, 13.0, 17.0]) == 2.0
 
 
-def test_a_dry_run_says_what_would_be_done(tmp_path: Path, call: Call) -> None:
-    arguments = ("examples/mlp.py:build", "--cluster", "local:2", "--costs", "estimated")
-    code, out, _ = call("plan", *arguments, "--dry-run", "-o", str(tmp_path / "plan.json"))
-    assert code == 0
-    for part in ("model: ", "2 devices, 2 stages", "capture: anew", "costs: estimated",
-                 "plan: searched", f"written: {tmp_path / 'plan.json'}"):  # fmt: skip
-        assert part in out
-    assert list(tmp_path.iterdir()) == []
-    code, out, _ = call("verify", *arguments, "--dry-run", "--json")
-    assert code == 0
-    assert json.loads(out)["would"][-1] == "written: nothing"
-
-
 def test_json_of_a_plan_has_its_certificate_and_stages(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_070),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_287),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 5_053),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_724),
     "export": (("passes/export", "pdcompile/export"), 1_493),
 }
 LINES_OF_A_FILE = 500

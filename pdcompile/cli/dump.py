@@ -37,7 +37,7 @@ def dump(
 
     plan = flags.said.get("plan")
     beside = None if plan is None else capture_beside(plan)
-    workload, made = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
+    workload, made = compiled(target, flags, capture_file=beside)
     made.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(made.sources.files.items())}
     shown = (f"{output / name}  {lines} lines" for name, lines in files.items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson
+from pdcompile.cli.options import AsJson, Target
 
 if TYPE_CHECKING:
     from pdcompile.export import Export
@@ -18,14 +18,10 @@ TARGETS = ("torch-pipelining", "torchtitan", "megatron", "accelerate")
 
 @app.command()
 def export(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TARGET",
-            show_default=False,
-            help="file.py:function or package.module:function that returns a pdcompile.Workload. "
-            "A plan.json may stand before it instead of in --plan.",
-        ),
+    target: Target,
+    plan: Annotated[
+        Path,
+        typer.Option(metavar="FILE", show_default=False, help="plan.json, made by `plan -o`."),
     ],
     to: Annotated[
         str,
@@ -33,9 +29,6 @@ def export(
             "--to", metavar="RUNTIME", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}."
         ),
     ],
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="plan.json, made by `plan -o`.")
-    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
     ] = Path("exported"),
@@ -77,50 +70,16 @@ def export(
 
     from pdcompile.cli.output import result
 
-    plan_path, target = plan_and_target(words, plan, to)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from pdcompile.export import export as exported
 
     found = exported(
-        plan_path, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
+        plan, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
         progress=True,
     )  # fmt: skip
     shown = [cost_line(found), *(str(output / name) for name in found.files)]
     shown += [f"note: {note}" for note in found.notes]
     result(document(found), *shown, as_json=as_json)
-
-
-def plan_and_target(words: list[str], plan: Path | None, to: str) -> tuple[str, str]:
-    """The path of the plan, which may stand before the target, and the target.
-
-    Raises:
-        ConfigError: one is missing, there are more, or they are the wrong way round.
-    """
-    from pdcompile.errors import ConfigError
-
-    *before, target = [*([str(plan)] if plan else []), *words]
-    at = " ".join(words)
-    if target.endswith(".json"):  # no target ends so: it has a function's name
-        first = before[0] if before and plan is None else "TARGET"
-        raise ConfigError(
-            f"{target} is a plan, and stands where the target is expected",
-            where=at,
-            remedy=f"pdcompile export {first} --plan {target} --to {to}",
-        )
-    if not before:
-        raise ConfigError(
-            "export needs a plan, and --plan is missing",
-            where=at,
-            remedy=f"pdcompile export {target} --plan plan.json --to {to}, after "
-            f"pdcompile plan {target} -o plan.json",
-        )
-    if len(before) != 1:
-        raise ConfigError(
-            "export takes one plan and one target",
-            where=at,
-            remedy=f"pdcompile export TARGET --plan plan.json --to {to}",
-        )
-    return before[0], target
 
 
 def cost_line(found: Export) -> str:

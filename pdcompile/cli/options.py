@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.dry_run import intended, show
 from pdcompile.errors import ConfigError
 from pdcompile.files import VARIABLE as CACHE
 from pdcompile.options import Options, texts
@@ -66,11 +65,6 @@ OWN = {
         default=False,
         panel="Search",
     ),
-    "dry_run": Row(
-        "Say what would be done, and do nothing of it but load TARGET.",
-        flag=Flag(type=bool),
-        default=False,
-    ),
     **{
         name: Row(text, flag=Flag(form, type=list[str]), panel="Constraints")
         for name, form, text in (
@@ -99,7 +93,7 @@ OWN = {
         panel="Constraints",
     ),
 }
-_OF_PROCESS = ("no_cache", "dry_run")  # and not of what becomes of a target
+_OF_PROCESS = ("no_cache",)  # and not of what becomes of a target
 
 
 def parameters_of(verb: str) -> list[inspect.Parameter]:
@@ -240,17 +234,8 @@ def _planned(more: Mapping[str, Any]) -> str | None:
     return word if word and word.rpartition(":")[0] == place else None
 
 
-def compiled(
-    target: str,
-    flags: Flags,
-    *,
-    writes: Path | None = None,
-    as_json: bool = False,
-    **more: object,
-) -> tuple[Workload, Compiled]:
+def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compiled]:
     """Load the target and run every pass on it, with a bar or lines on stderr.
-
-    With --dry-run it ends there, and says what the verb would do; `writes`: where to.
 
     Raises:
         PdcompileError: whatever the target or a pass refuses.
@@ -266,8 +251,6 @@ def compiled(
         workload = load_target(target)
         options = flags.to_options(workload, progress=True, command_target=target, **more)
         inputs, expected = workload.example()
-        if "dry_run" in flags.said:
-            show(intended(workload, options, inputs, expected), writes, as_json=as_json)
 
         # The compiler is imported last: a mistake in the target is reported at once.
         from pdcompile import driver

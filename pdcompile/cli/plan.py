@@ -56,7 +56,7 @@ def plan(
     from pdcompile.report.plan_table import plan_report
 
     beside = None if output is None else capture_beside(output)
-    _, result = compiled(target, flags, writes=output, as_json=as_json, capture_file=beside)
+    _, result = compiled(target, flags, capture_file=beside)
     made = replace(result.plan, command=(target, *flags.words()))
     if output is not None:
         write_text(output, made.to_json() + "\n")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.dry_run import intended, show
 from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
 from pdcompile.errors import ConfigError
 from pdcompile.options.row import Flag, option
@@ -120,8 +118,6 @@ def run(
     more |= {"resume": saves.folder} if saves.resume else {}
     options = flags.to_options(workload, command_target=target, **more)
     inputs, expected = workload.example()
-    if "dry_run" in flags.said:
-        show(intended(workload, options, inputs, expected), saves.folder, as_json=as_json)
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)
@@ -133,8 +129,7 @@ def run(
     with pipe, compiling(lines=False, title="training") as listener:
         if told.trace is not None:
             pipe.record()
-        looks = Looks(told.every, steps, max(steps - first, 0), listener)
-        done = trained(pipe, minibatches, looks, saves, target)
+        done = trained(pipe, minibatches, steps, told.every, saves, listener, target)
         pipe.flush()
         seconds = time.perf_counter() - done.began
         if told.trace is not None:
@@ -172,15 +167,6 @@ def write_trace(pipe: Any, path: Path) -> None:
         write_text(path, json.dumps(as_trace(made)))
 
 
-class Looks(NamedTuple):
-    """Looks at losses: every n-th step, of so many that are `left` of all, for a listener."""
-
-    every: int
-    steps: int
-    left: int
-    listener: Listener
-
-
 @dataclass
 class Trained:
     """Results of a run: losses by step, when each call ended, and items of some kind."""
@@ -196,21 +182,31 @@ class Trained:
 def trained(
     pipe: Any,
     minibatches: Iterable[tuple[int, tuple[Any, Any]]],
-    looks: Looks,
+    steps: int,
+    every: int,
     saves: Saves,
+    listener: Listener,
     target: str,
 ) -> Trained:
-    """Train on minibatches, each with the number of its step.
+    """Train on minibatches, each with the number of its step; looks at every n-th loss.
 
     Raises:
         ConfigError: there is no loss.
+        PdcompileError: an op cannot take a minibatch.
     """
-    found = Trained(time.perf_counter())
-    looks.listener.steps(0, looks.left, "")
+    from pdcompile.runtime.failure.first_cause import raised_by_op
+
+    found, left = Trained(time.perf_counter()), max(steps - pipe.position.minibatches, 0)
+    listener.steps(0, left, "")
     for step, (inputs, expected) in minibatches:
         args, kwargs = call_of(inputs)
-        with _ops_refusing():
+        try:
             result = pipe.step_call(args, kwargs, expected)
+        except Exception as error:
+            refused = raised_by_op(error)
+            if refused is None:
+                raise
+            raise refused from error
         count, found.what = items_of(args, kwargs, pipe.plan.training.batch_size)
         found.items += count
         if result.loss is None:
@@ -219,28 +215,14 @@ def trained(
                 where=target,
                 remedy="give Workload(..., loss_fn=...), or return the loss from forward",
             )
-        if step % looks.every == 0 or step == looks.steps - 1 or not found.losses:
+        if step % every == 0 or step == steps - 1 or not found.losses:
             found.losses[step] = float(result.loss)
-        if saves.due(step, looks.steps - 1):
+        if saves.due(step, steps - 1):
             found.checkpoint = str(pipe.save(saves.folder, keep=saves.keep))
         found.ended.append(time.perf_counter())
         loss = found.losses[max(found.losses)]
-        looks.listener.steps(len(found.ended), looks.left, f"loss {loss:.4f}")
+        listener.steps(len(found.ended), left, f"loss {loss:.4f}")
     return found
-
-
-@contextmanager
-def _ops_refusing() -> Iterator[None]:
-    """Raises the error of an op that cannot take a minibatch as a bad input's, not as a defect."""
-    from pdcompile.runtime.failure.first_cause import raised_by_op
-
-    try:
-        yield
-    except Exception as error:
-        refused = raised_by_op(error)
-        if refused is None:
-            raise
-        raise refused from error
 
 
 def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> None:

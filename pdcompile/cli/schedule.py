@@ -9,9 +9,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
-from pdcompile.errors import ConfigError, PdcompileError, did_you_mean
-from pdcompile.files import read_limited
-from pdcompile.jsonio import loads
+from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS, flush_schedules, kind_of
 from pdcompile.schedule.written import SUFFIX, Written, check_suffix, read
@@ -151,13 +149,4 @@ def _of_file(source: str, counts: dict[str, int | None]) -> Written:
                 where=option,
                 remedy=f"leave {option} out, or name a schedule",
             )
-    return written_of(Plan.load(path)) if _is_plan(path) else read(path)
-
-
-def _is_plan(path: Path) -> bool:
-    """True for the file of a plan, which has stages."""
-    try:
-        data = loads(read_limited(path), where=str(path))
-    except (OSError, PdcompileError):
-        return False  # `read` says what is wrong
-    return isinstance(data, dict) and "stages" in data
+    return read(path) if path.suffix.lower() == SUFFIX else written_of(Plan.load(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,8 @@ import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
 from pdcompile.hardware import devices
-from pdcompile.options import Options
 from pdcompile.runtime.device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
-from pdcompile.user_plans import check_here
 
 STEPS, BATCH, MICROBATCHES, WIDTH = 4, 16, 4, 32
 TOLERANCE = 1e-4  # of a tensor's largest value, on devices whose sums have no fixed order
@@ -71,34 +69,14 @@ def self_test(
 
     In one process all stages run in it.
     """
-    where, note = usable(ranks, device)
-    return [
-        replace(outcome, said=outcome.said or note)
-        for name in KINDS
-        for outcome in _outcomes(name, rank, ranks, where, said)
-    ]
-
-
-def usable(ranks: int, device: torch.device) -> tuple[torch.device, str]:
-    """The device, or the CPU with the reason why the runtime does not take the device."""
-    if not devices.is_host(device):
+    found = []
+    for name in KINDS:
+        said(f"schedule {name}")
         try:
-            check_here(Options(cluster=_cluster(max(ranks, 2), ranks, device)), None)
-        except PdcompileError as error:
-            return devices.HOST, f"on the CPU: {error.message}"
-    return device, ""
-
-
-def _outcomes(
-    name: str, rank: int, ranks: int, device: torch.device, said: Callable[[str], None]
-) -> Iterator[Outcome]:
-    said(f"schedule {name}")
-    try:
-        found = _trained(name, rank, ranks, device)
-    except PdcompileError as error:  # what is refused is refused on every rank
-        found = Outcome(name, None, said=error.message)
-    if rank == 0:
-        yield found
+            found.append(_trained(name, rank, ranks, device))
+        except PdcompileError as error:  # what is refused is refused on every rank
+            found.append(Outcome(name, None, said=error.message))
+    return found if rank == 0 else []
 
 
 def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:

@@ -47,7 +47,7 @@ def verify(
     from pdcompile.cli.output import EXIT_DIFFERENT, result
     from pdcompile.report.verify_table import verify_report
 
-    _, made = compiled(target, flags, as_json=as_json, verify="full")
+    _, made = compiled(target, flags, verify="full")
     found = made.verification
     assert found is not None, "verify='full' always compares"
     result(document(found), verify_report(found), as_json=as_json)

@@ -5,7 +5,6 @@ The one format of timelines in files, of simulations and of runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -64,19 +63,17 @@ class _Span:
     args: _Arguments
 
 
-def trace(made: Trace | Iterable[Event]) -> dict[str, Any]:
+def trace(made: Trace) -> dict[str, Any]:
     """The JSON object that Perfetto opens: one process a rank, compute and communication tracks."""
-    source = made if isinstance(made, Trace) else Trace(tuple(made))
-    listed = source.events
     records: list[dict[str, Any]] = []
-    for rank in sorted({event.rank for event in listed}):
-        stages = sorted({event.stage for event in listed if event.rank == rank} - {-1})
+    for rank in sorted({event.rank for event in made.events}):
+        stages = sorted({event.stage for event in made.events if event.rank == rank} - {-1})
         name = f"rank {rank} (stage {', '.join(map(str, stages))})"
         records.append(_meta("process_name", rank, 0, name))
         records.append(_meta("thread_name", rank, COMPUTE_TRACK, "compute"))
         records.append(_meta("thread_name", rank, LINK_TRACK, "communication"))
-    records.extend(encode(_span(event)) for event in listed)
-    about = _About(FORMAT, source.measured, source.apart, source.plan)
+    records.extend(encode(_span(event)) for event in made.events)
+    about = _About(FORMAT, made.measured, made.apart, made.plan)
     return {"displayTimeUnit": "ms", "otherData": encode(about), "traceEvents": records}
 
 

@@ -39,6 +39,13 @@ OF_UPDATES: dict[str, tuple[str, Callable[[Any], str]]] = {  # what costs of an 
     "step_moved": ("update moves", lambda x: f"{x:g} x weights"),
     "moving_seconds": ("update moves at", lambda x: format_rate(1 / x) if x else "no cost"),
 }
+FORMATS: tuple[tuple[str, Callable[[Any], str]], ...] = (  # by the end of a name, the longest first
+    ("bytes_per_second", format_rate),
+    ("samples_per_second", lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"),
+    ("seconds", format_seconds),
+    ("bytes", format_bytes),
+    ("bubble", lambda x: f"{100 * x:.1f} %"),
+)
 
 
 def diff_report(found: PlanDiff, a: str, b: str) -> Group:
@@ -84,8 +91,8 @@ def changed_table(rows: Sequence[tuple[str, Changed]]) -> Table:
     """One row a fact; long lists are cut, and say so."""
     table = labels.table("", "", "a", "b", "change")
     for title, one in rows[:MOST_ROWS]:
-        show = _reader(one)
-        table.add_row(title, _label(one.what), show(one.a), show(one.b), _change(one, rows))
+        sides = (_shown(one.what, side) for side in (one.a, one.b))
+        table.add_row(title, _label(one.what), *sides, _change(one, rows))
     if len(rows) > MOST_ROWS:
         table.add_row("…", f"{len(rows) - MOST_ROWS} more: --json lists them", "", "", "")
     return table
@@ -114,33 +121,20 @@ def _stage(stage: int | None) -> str:
     return "not there" if stage is None else f"stage {stage}"
 
 
-def _reader(one: Changed) -> Callable[[Any], str]:
-    """Formats a fact by the unit that its name ends in."""
-    name = one.what
-    formats: tuple[tuple[str, Callable[[float], str]], ...] = (
-        ("bytes_per_second", format_rate),
-        ("samples_per_second", lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"),
-        ("seconds", format_seconds),
-        ("bytes", format_bytes),
-        ("bubble", lambda x: f"{100 * x:.1f} %"),
-    )
-    chosen = next((how for end, how in formats if name.endswith(end)), None)
-    if name.startswith("rank "):
-        chosen = format_bytes
-
-    def show(value: Any) -> str:
-        if value is None:
-            return "-"
-        if name in OF_UPDATES:
-            return OF_UPDATES[name][1](value)
-        if isinstance(value, tuple):
-            return ", ".join("none" if part is None else show(part) for part in value)
-        if name == "schedule":
-            return name_of(value)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return chosen(value) if chosen and number else str(value)
-
-    return show
+def _shown(name: str, value: Any) -> str:
+    """A fact in the unit that its name ends in."""
+    if value is None:
+        return "-"
+    if name in OF_UPDATES:
+        return OF_UPDATES[name][1](value)
+    if isinstance(value, tuple):
+        return ", ".join("none" if part is None else _shown(name, part) for part in value)
+    if name == "schedule":
+        return name_of(value)
+    unit = "bytes" if name.startswith("rank ") else name
+    how = next((how for end, how in FORMATS if unit.endswith(end)), None)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return how(value) if how and number else str(value)
 
 
 def _change(one: Changed, rows: Sequence[tuple[str, Changed]]) -> str:

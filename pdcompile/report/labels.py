@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 #: C0 without tab and line feed, DEL, and C1: what terminals obey
@@ -91,21 +89,6 @@ def change(after: float, before: float) -> str:
         return f"x {after / before:,.0f}"
     percent = 100 * (after / before - 1)
     return f"{percent:+.2g} %" if abs(percent) < 10 else f"{percent:+.0f} %"
-
-
-class Heading:
-    """A word that is divided, with hyphens, where the column has no room for the whole."""
-
-    def __init__(self, *parts: str) -> None:
-        self.word = "".join(parts)
-        self._divided = [*(part + "-" for part in parts[:-1]), parts[-1]]
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(max(map(len, self._divided)), len(self.word))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = len(self.word) <= options.max_width
-        yield Text(self.word if whole else "\n".join(self._divided), justify="right")
 
 
 def table(*columns: str) -> Table:

@@ -22,13 +22,11 @@ LEDGER_LINES = tuple(
     (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
 )
 
-HYPHENATED = {
-    "gradients": ("gradi", "ents"), "optimizer": ("opti", "mizer"),
-    "activations": ("activa", "tions"), "workspace": ("work", "space"),
-    "temporaries": ("tempo", "raries"),
+SHORT = {
+    "gradients": "grads", "optimizer": "optim.", "activations": "activ.", "workspace": "work",
+    "temporaries": "temp.",
 }  # fmt: skip
-NUMBER = len("17.4 MB")
-MOST_LINES = 9  # with more, numbers are written without a space
+MOST_LINES = 9  # with more, headings are short, and numbers are written without a space
 NOTICED = 1.02  # times what is certified
 
 
@@ -80,34 +78,25 @@ def headline(plan: Plan) -> Text:
 
 
 def stage_table(plan: Plan) -> Table:
-    """One row a stage."""
-    rows = stage_rows(plan)
-    _, ranks, _, *numbers = rows[0]
-    table = labels.table(">stage", ranks, "*holds", *(f">{name}" for name in numbers))
-    for row in rows:
-        table.add_row(*row.values())
-    return table
-
-
-def stage_rows(plan: Plan) -> list[dict[str, str]]:
-    """Cells by column; times are per microbatch, in flight counts microbatches."""
+    """One row a stage; times are per microbatch, in flight counts microbatches."""
     ranks = "ranks" if any(stage.replicas > 1 for stage in plan.stages) else "rank"
+    numbers = (">ops", ">parameters", ">forward", ">backward", ">in flight", ">sends")
     recomputed = any(stage.recompute for stage in plan.stages)
-    return [
-        {
-            "stage": str(stage.index),
-            ranks: labels.ranks(stage.ranks),
-            "holds": labels.modules(stage.parameters, stage.ops),
-            "ops": str(len(stage.ops)),
-            "parameters": format_bytes(stage.parameter_bytes),
-            "forward": format_seconds(stage.forward_seconds),
-            "backward": format_seconds(stage.backward_seconds),
-            "in flight": str(in_flight(plan, stage.index)),
-            "sends": _sends(plan, stage.index),
-        }
-        | ({"recomputes": "yes" if stage.recompute else "no"} if recomputed else {})
-        for stage in plan.stages
-    ]
+    table = labels.table(">stage", ranks, "*holds", *numbers, *[">recomputes"] * recomputed)
+    for stage in plan.stages:
+        table.add_row(
+            str(stage.index),
+            labels.ranks(stage.ranks),
+            labels.modules(stage.parameters, stage.ops),
+            str(len(stage.ops)),
+            format_bytes(stage.parameter_bytes),
+            format_seconds(stage.forward_seconds),
+            format_seconds(stage.backward_seconds),
+            str(in_flight(plan, stage.index)),
+            _sends(plan, stage.index),
+            *["yes" if stage.recompute else "no"] * recomputed,
+        )
+    return table
 
 
 def in_flight(plan: Plan, stage: int) -> int:
@@ -150,31 +139,22 @@ def fullest(plan: Plan) -> list[int]:
 
 
 def memory_table(plan: Plan) -> Table:
-    """The memory of each rank at its peak, line by line, against its limit.
-
-    Headings are divided where there are many lines, numbers are not.
-    """
+    """The memory of each rank at its peak, line by line, against its limit."""
     assert plan.forecast is not None
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("memory", no_wrap=True)
-    used = [
-        (name, label)
-        for name, label in LEDGER_LINES
-        if any(getattr(ledger, name) for ledger in plan.forecast.ledgers)
-    ]
+    ledgers, limit_of = plan.forecast.ledgers, limits(plan)
+    used = [line for line in LEDGER_LINES if any(getattr(one, line[0]) for one in ledgers)]
+    many = len(used) > MOST_LINES
 
     def number(count: int) -> str:
-        text = format_bytes(count)
-        return text.replace(" ", "") if len(used) > MOST_LINES else text
+        return format_bytes(count).replace(" ", "" if many else " ")
 
-    least = NUMBER - (len(used) > MOST_LINES)
-    for _, label in used:
-        heading = labels.Heading(*HYPHENATED.get(label, (label,)))
-        table.add_column(heading, justify="right", min_width=least)
-    table.add_column("total", justify="right", style="bold", min_width=least)
-    table.add_column("limit", justify="right", min_width=least)
-    limit_of = limits(plan)
-    for rank, ledger in enumerate(plan.forecast.ledgers):
+    headings = (SHORT.get(label, label) if many else label for _, label in used)
+    table = labels.table("|memory", *(f">{name}" for name in (*headings, "total", "limit")))
+    table.padding = (0, 1, 0, 0)
+    table.columns[-2].style = "bold"
+    for column in table.columns[1:]:
+        column.min_width = len("17.4 MB") - many
+    for rank, ledger in enumerate(ledgers):
         limit = limit_of.get(rank)
         table.add_row(
             f"rank {rank}",

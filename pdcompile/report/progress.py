@@ -40,9 +40,9 @@ def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterat
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24),
             TimeElapsedColumn(), console=console, transient=True,
         ) as bar:  # fmt: skip
-            yield _Bar(bar, title)
+            yield _Shown(console, title, bar=bar)
     else:
-        shown = _Lines(console, title, ended=lines)
+        shown = _Shown(console, title, lines=lines)
         with beating(shown.line, shown.show):
             yield shown
 
@@ -80,16 +80,29 @@ def working(title: str, on: str) -> Iterator[Listener]:
 
 
 class _Shown(Listener):
-    """State of a compilation: its pass, the last word on that, and how many parts are over."""
+    """State of a compilation: its pass, the last word on that, and how many parts are over.
 
-    def __init__(self, title: str) -> None:
-        self._title, self._began = title, time.monotonic()
+    It moves a bar, or else `line`, which a beating thread calls, tells it; with `lines` each pass
+    that has ended is a line too.
+    """
+
+    def __init__(
+        self, console: Console, title: str, *, bar: Progress | None = None, lines: bool = False
+    ) -> None:
+        self._console, self._title, self._began = console, title, time.monotonic()
+        self._bar, self._lines = bar, lines
+        self._task = None if bar is None else bar.add_task(title, total=None)
         self._pass = self._state = ""
         self._done, self._total = 0, 0
 
     def starts(self, name: str) -> None:
         self._pass, self._began = name, time.monotonic()
         self._tell("")
+
+    def ended(self, name: str, seconds: float) -> None:
+        self.starts(f"after {name}")
+        if self._lines:
+            self.show(f"{self._title}: {name} {seconds:.2f} s")
 
     def part(self, done: int, total: int, what: str) -> None:
         kind = "stages" if what.startswith("stage ") else "ops"
@@ -101,35 +114,13 @@ class _Shown(Listener):
     def found(self, text: str) -> None:
         self._tell(text)
 
-    def _tell(self, state: str, done: int = 0, total: int = 0) -> None:
-        self._state, self._done, self._total = state, done, total
-
-    def _said(self, *more: str) -> str:
-        return f"{self._title}: {', '.join(filter(None, (self._pass, self._state, *more)))}"
-
-
-class _Bar(_Shown):
-    def __init__(self, bar: Progress, title: str) -> None:
-        super().__init__(title)
-        self._bar, self._task = bar, bar.add_task(title, total=None)
-
     def better(self, text: str) -> None:
-        self._bar.console.print(f"plan after {text}", soft_wrap=True)
+        if self._lines or self._bar:
+            self.show(f"plan after {text}")
 
     def told(self, text: str) -> None:
-        self._bar.console.print(f"{self._title}: {text}", soft_wrap=True, markup=False)
-
-    def _tell(self, state: str, done: int = 0, total: int = 0) -> None:
-        super()._tell(state, done, total)
-        self._bar.update(self._task, description=self._said(), total=total or None, completed=done)
-
-
-class _Lines(_Shown):
-    """Lines in a log; the methods are called by the compilation, `line` by the beating thread."""
-
-    def __init__(self, console: Console, title: str, *, ended: bool) -> None:
-        super().__init__(title)
-        self._console, self._each = console, ended
+        if self._lines or self._bar:
+            self.show(f"{self._title}: {text}")
 
     def show(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
@@ -146,15 +137,11 @@ class _Lines(_Shown):
             left = f"about {seconds * (self._total / self._done - 1):.0f} s to come"
         return self._said(f"{seconds:.0f} s so far", left)
 
-    def ended(self, name: str, seconds: float) -> None:
-        self.starts(f"after {name}")
-        if self._each:
-            self.show(f"{self._title}: {name} {seconds:.2f} s")
+    def _tell(self, state: str, done: int = 0, total: int = 0) -> None:
+        self._state, self._done, self._total = state, done, total
+        if self._bar is not None and self._task is not None:
+            text = self._said()
+            self._bar.update(self._task, description=text, total=total or None, completed=done)
 
-    def better(self, text: str) -> None:
-        if self._each:
-            self.show(f"plan after {text}")
-
-    def told(self, text: str) -> None:
-        if self._each:
-            self.show(f"{self._title}: {text}")
+    def _said(self, *more: str) -> str:
+        return f"{self._title}: {', '.join(filter(None, (self._pass, self._state, *more)))}"

@@ -135,25 +135,23 @@ def text(events: Iterable[Event], *, width: int = 96, bands: int = 1, times: boo
     `times`: a line with round times ends each band, each after the ``|`` at its place.
     """
     shown = bars(events)
-    ranks = sorted({bar.rank for bar in shown})
-    names = {rank: f"rank {rank} " for rank in ranks}
-    margin = max((len(name) for name in names.values()), default=0)
+    rows = {f"rank {rank} ": rank for rank in sorted({bar.rank for bar in shown})}
+    margin = max(map(len, rows), default=0)
     columns = max(width - margin, 10)
     total = duration(shown)
     count = _bands(shown, columns, bands)
+    lines = [
+        (name, "bold", _line([bar for bar in shown if bar.rank == rank], total, columns, count))
+        for name, rank in rows.items()
+    ]
+    if times and total:
+        lines.append(("", "", Text(_axis(total, columns, count), style="dim")))
     drawing = Text(no_wrap=True)
     for band in range(count):
-        if band:
-            drawing.append("\n")
-        window = (band * columns, (band + 1) * columns)
-        for rank in ranks:
-            drawing.append(names[rank].rjust(margin), style="bold")
-            row = [bar for bar in shown if bar.rank == rank]
-            drawing.append_text(_line(row, total, count * columns, window))
-            drawing.append("\n")
-        if times and total:
-            axis = _axis(total, count * columns, window)
-            drawing.append(f"{' ' * margin}{axis}\n", style="dim")
+        drawing.append("\n" * (band > 0))
+        for name, style, line in lines:
+            drawing.append(name.rjust(margin), style=style)
+            drawing.append_text(line[band * columns : (band + 1) * columns]).append("\n")
     return drawing
 
 
@@ -192,32 +190,31 @@ def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:
     return 1
 
 
-def _axis(total: float, columns: int, window: tuple[int, int]) -> str:
-    """The line of times below the window of all columns."""
-    line = ""
-    for time, label in time_ticks(total, columns // ROOM):
-        at = round(time / total * columns) - window[0]
-        if len(line) <= at and at + len(label) < window[1] - window[0]:
+def _axis(total: float, columns: int, count: int) -> str:
+    """The line of times below all bands, of which each label lies in one."""
+    line, wide = "", columns * count
+    for time, label in time_ticks(total, wide // ROOM):
+        at = round(time / total * wide)
+        if len(line) <= at and at % columns + len(label) < columns:
             line = f"{line.ljust(at)}|{label}"
     return line
 
 
-def _line(row: Sequence[Bar], total: float, columns: int, window: tuple[int, int]) -> Text:
-    """The characters of one rank that lie in the window of all columns."""
-    first, last = window
-    line = Text(no_wrap=True)
-    at = first
+def _line(row: Sequence[Bar], total: float, columns: int, count: int) -> Text:
+    """The characters of one rank over all bands."""
+    line, at, wide = Text(no_wrap=True), 0, columns * count
     for bar in row:
-        start = min(last, max(at, round(bar.start / total * columns))) if total else at
-        end = min(last, max(start, round(bar.end / total * columns))) if total else at
-        if end == start:
+        start, end = (round(time / total * wide) if total else 0 for time in (bar.start, bar.end))
+        start = max(at, start)
+        if end <= start:
             # Too short for a character: better left out than drawn over its neighbour.
             continue
         line.append("·" * (start - at), style="dim")
-        length = end - start
         # A label that does not fit would name another microbatch: 1 of 12 becomes a letter.
-        label = bar.label if len(bar.label) <= length else LETTERS[bar.kind]
-        line.append(label.ljust(length, FILL[bar.kind]), style=STYLES[bar.kind][bar.minibatch % 2])
+        room = min(end - start, columns - start % columns)
+        label = bar.label if len(bar.label) <= room else LETTERS[bar.kind]
+        style = STYLES[bar.kind][bar.minibatch % 2]
+        line.append(label.ljust(end - start, FILL[bar.kind]), style=style)
         at = end
-    line.append("·" * (last - at), style="dim")
+    line.append("·" * (wide - at), style="dim")
     return line

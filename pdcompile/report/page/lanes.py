@@ -1,81 +1,39 @@
-"""The timeline of a page: bars of each rank, and of long ones only their beginning and end."""
+"""The timeline of a page: bars of each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from pdcompile.report.labels import counted
 from pdcompile.report.page.page_data import Lane, Lanes
 from pdcompile.report.palette import WORK
 from pdcompile.report.timeline import Bar, Event, bars, duration, numbered
 
-MOST_BARS = 12_000  # that are embedded: about 500 kB
 KINDS = tuple(WORK)
 
 
-def lanes(
-    events: Iterable[Event],
-    measured: Iterable[Event] = (),
-    *,
-    most: int = MOST_BARS,
-) -> Lanes:
-    """The compute of every rank, predicted and measured.
-
-    Args:
-        measured: of a run, its first start at second 0 too.
-        most: bars that are embedded; of more, those in the middle are left out.
-    """
+def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> Lanes:
+    """The compute of every rank, predicted, and `measured` of a run, whose first start is at
+    second 0 too."""
     predicted, real = bars(events), bars(measured)
-    total = max(duration(predicted), duration(real))
-    share = most // 2 if real else most
-    found = [
-        *_lanes(predicted, share, measured=False),
-        *_lanes(real, share, measured=True),
-    ]
+    found = [*_lanes(predicted, measured=False), *_lanes(real, measured=True)]
     found.sort(key=lambda lane: (lane.rank, lane.measured))
     spans = _minibatches([*predicted, *real])
     return Lanes(
         kinds=KINDS,
         lanes=tuple(found),
-        seconds=total,
+        seconds=max(duration(predicted), duration(real)),
         minibatches=spans,
         shown=len(spans) // 2,
         numbered=numbered(predicted),
-        note=_note(found),
     )
 
 
-def _lanes(shown: Sequence[Bar], most: int, *, measured: bool) -> list[Lane]:
-    begin, end = kept(shown, most)
+def _lanes(shown: Sequence[Bar], *, measured: bool) -> Iterator[Lane]:
     what = "measured, " if measured else ""
-    found = []
     for rank in sorted({bar.rank for bar in shown}):
         own = [bar for bar in shown if bar.rank == rank]
-        middle = [bar for bar in own if begin < bar.end and bar.start < end]
-        out = {id(bar) for bar in middle}
-        stages = ", ".join(str(s) for s in sorted({bar.stage for bar in own}))
-        found.append(
-            Lane(
-                rank,
-                f"rank {rank}, {what}stage {stages}",
-                measured,
-                tuple(_row(bar) for bar in own if id(bar) not in out),
-                ((middle[0].start, middle[-1].end, len(middle)),) if middle else (),
-            )
-        )
-    return found
-
-
-def kept(shown: Sequence[Bar], most: int) -> tuple[float, float]:
-    """Seconds between which bars are left out, so that at most so many remain; (0, 0): none are.
-
-    As many remain before as after.
-    """
-    if len(shown) <= most:
-        return 0.0, 0.0
-    ends = sorted(bar.end for bar in shown)
-    starts = sorted(bar.start for bar in shown)
-    return ends[most // 2], starts[len(starts) - most // 2]
+        stages = ", ".join(map(str, sorted({bar.stage for bar in own})))
+        yield Lane(rank, f"rank {rank}, {what}stage {stages}", measured, tuple(map(_row, own)))
 
 
 def _row(bar: Bar) -> tuple[int, int, int, int, int, float, float]:
@@ -90,13 +48,3 @@ def _minibatches(shown: Sequence[Bar]) -> tuple[tuple[int, float, float], ...]:
         start, end = found.get(bar.minibatch, (bar.start, bar.end))
         found[bar.minibatch] = min(start, bar.start), max(end, bar.end)
     return tuple((number, *found[number]) for number in sorted(found))
-
-
-def _note(found: Sequence[Lane]) -> str:
-    count = sum(out for lane in found for _, _, out in lane.left_out)
-    if not count:
-        return ""
-    return (
-        f"{counted(count, 'bar')} in the middle, which repeat their neighbours, are left out to "
-        "keep this file small, and drawn as one grey bar a rank."
-    )

@@ -31,8 +31,21 @@ class _Box:
     items: list[int] = field(default_factory=list)
 
 
-def model_map(plan: Plan) -> ModelMap:
-    """The graph of a plan; of one without a problem, a box a stage."""
+def model_map(plan: Plan) -> ModelMap | None:
+    """The graph of a plan; None where it has no problem, or other parts of items than that."""
+    problem = plan.problem
+    try:
+        stage_of = assignment(plan)
+    except PlanError:
+        return None
+    assert problem is not None
+    boxes, note = _boxes(problem, stage_of)
+    box_of = {item: n for n, box in enumerate(boxes) for item in box.items}
+    rows: dict[int, int] = defaultdict(int)
+    nodes = []
+    for box in boxes:
+        nodes.append(MapNode(box.stage, rows[box.stage], box.name, _detail(problem, box)))
+        rows[box.stage] += 1
     columns = tuple(
         (
             f"stage {stage.index} · {'ranks' if len(stage.ranks) > 1 else 'rank'} "
@@ -41,20 +54,6 @@ def model_map(plan: Plan) -> ModelMap:
         )
         for stage in plan.stages
     )
-    problem = plan.problem
-    try:
-        stage_of = assignment(plan) if problem is not None else ()
-    except PlanError:  # somebody moved parts of items: stages are all that is known
-        problem, stage_of = None, ()
-    if problem is None:
-        return ModelMap(columns, *_stages_alone(plan))
-    boxes, note = _boxes(problem, stage_of)
-    box_of = {item: n for n, box in enumerate(boxes) for item in box.items}
-    rows: dict[int, int] = defaultdict(int)
-    nodes = []
-    for box in boxes:
-        nodes.append(MapNode(box.stage, rows[box.stage], box.name, _detail(problem, box)))
-        rows[box.stage] += 1
     return ModelMap(columns, tuple(nodes), tuple(_edges(problem, stage_of, box_of)), note)
 
 
@@ -151,28 +150,3 @@ def _edges(
         )
         more = f" and {len(values) - NAMED} more" if len(values) > NAMED else ""
         yield MapEdge(source, target, format_bytes(total), f"a microbatch: {parts}{more}")
-
-
-def _stages_alone(plan: Plan) -> tuple[tuple[MapNode, ...], tuple[MapEdge, ...], str]:
-    nodes = tuple(
-        MapNode(
-            s, 0, f"stage {s}",
-            f"stage {s}: {counted(len(stage.ops), 'op')}, forward "
-            f"{format_seconds(stage.forward_seconds)}, backward "
-            f"{format_seconds(stage.backward_pass_seconds)} a microbatch",
-        )
-        for s, stage in enumerate(plan.stages)
-    )  # fmt: skip
-    crossing: dict[tuple[int, int], list[tuple[str, int, bool]]] = defaultdict(list)
-    for edge in plan.edges:
-        for target in edge.targets:
-            crossing[edge.source, target].append((edge.value, edge.bytes, edge.gradient))
-    edges = tuple(
-        MapEdge(
-            source, target,
-            format_bytes(sum(size * (1 + gradient) for _, size, gradient in values)),
-            "a microbatch: " + ", ".join(name for name, _, _ in values[:NAMED]),
-        )
-        for (source, target), values in sorted(crossing.items())
-    )  # fmt: skip
-    return nodes, edges, "One box a stage: the plan does not say what its modules cost and send."

@@ -36,7 +36,7 @@ function show() {
       note("The chain of work and messages of which each began as soon as the one before it ended: only what shortens it makes a step shorter.")),
     ...(data.measured ? [measuredPanel(data.measured)] : []),
     bindingPanel(data.binding),
-    new ModelMap(data.model, data.stage_colours).panel(),
+    ...(data.model ? [new ModelMap(data.model, data.stage_colours).panel()] : []),
     section("stages", "Stages", table(data.stages, "Times and bytes of a microbatch")),
     memoryPanel(data.memory, data.colours),
     section("traffic", "Traffic of each link", el("p", {}, data.traffic.sentence), strips(data.traffic, "How busy each link is")),

@@ -7,11 +7,8 @@ the start of the timeline.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
-
-from pdcompile.report.labels import Heading
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +35,24 @@ class Grid:
         """A table of the terminal; columns that are set to the right hold numbers."""
         columns = table.columns
         return Grid(
-            tuple(_plain(column.header) for column in columns),
+            tuple(str(column.header) for column in columns),
             tuple(column.justify == "right" for column in columns),
-            tuple(zip(*([_plain(cell) for cell in one.cells] for one in columns), strict=True)),
+            tuple(zip(*(map(str, one.cells) for one in columns), strict=True)),
             note,
         )
-
-
-def _plain(cell: Any) -> str:
-    return cell.word if isinstance(cell, Heading) else str(cell)
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """The compute of one rank.
 
-    `bars`: (index into kinds, stage, minibatch, microbatch, number shown or −1, start, seconds);
-    `left_out`: (start, end, bars) of stretches whose bars are not embedded.
+    `bars`: (index into kinds, stage, minibatch, microbatch, number shown or −1, start, seconds).
     """
 
     rank: int
     name: str
     measured: bool
     bars: tuple[tuple[int, int, int, int, int, float, float], ...]
-    left_out: tuple[tuple[float, float, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,6 @@ class Lanes:
     minibatches: tuple[tuple[int, float, float], ...]  # number, first start, last end
     shown: int  # the minibatch that the page opens with
     numbered: str
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +162,7 @@ class PageData:
     certificate: str
     timeline: Lanes
     critical: Strips
-    model: ModelMap
+    model: ModelMap | None  # None where the plan has no problem
     stages: Grid
     memory: MemoryLanes
     traffic: Strips

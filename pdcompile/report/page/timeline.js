@@ -44,7 +44,7 @@ class Timeline {
     if (many) hints.push("Dark and light: even and odd minibatches; other minibatches than the chosen one are faint.");
     if (measured) hints.push("Dashed boxes below are measured.");
     return section("timeline", "Timeline", tools, this.chooser.frame, this.chooser.said,
-      keys(legend), note(hints.join(" ")), note(this.data.note));
+      keys(legend), note(hints.join(" ")));
   }
 
   picker() {
@@ -204,12 +204,6 @@ class Timeline {
     const current = (this.data.minibatches[this.data.shown] || [0])[0];
     if (!lane.measured) shown.push(words(0, top + height / 2 + 4, `rank ${lane.rank}`, "quiet"));
     shown.push(shape("rect", { class: "idle", x: this.margin, y: top, width: this.room, height }));
-    for (const [from, to, count] of lane.left_out) {
-      const [left, right] = [Math.max(this.margin, this.x(from)), Math.min(this.margin + this.room, this.x(to))];
-      if (right <= left) continue;
-      shown.push(shape("rect", { class: "out", x: left, y: top + 2, width: right - left, height: height - 4 }));
-      if (right - left > 120) shown.push(shape("text", { x: (left + right) / 2, y: top + height / 2 + 4, "text-anchor": "middle" }, `${count} left out`));
-    }
     let drawnTo = -1;
     lane.bars.forEach((bar, i) => {
       const [kind, , minibatch, , number, start, length] = bar;

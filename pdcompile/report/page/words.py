@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 
 from pdcompile.cluster import Cluster, Device
@@ -15,7 +14,6 @@ from pdcompile.units import format_bytes, format_rate
 
 FULL = 0.9  # of a limit, from which memory is mentioned
 EVEN = 1.05  # times the mean, up to which stages are called balanced
-ALIKE = 0.99  # of the slowest stage's load
 FILLING = 0.15  # of a step, from which more microbatches are worth a sentence
 
 
@@ -50,7 +48,7 @@ def what_limits(plan: Plan, path: CriticalPath) -> Iterator[str]:
         yield "No stage and no link takes time in this plan."
     else:
         yield f"{_subject(first)}. Its critical path: {path_in_words(path)}."
-    yield from _balance(plan, -1 if first is None else first.stage)
+    yield from _balance(plan)
     bubble = sum(one.seconds for one in path.shares if one.what in ("fill", "drain"))
     if path.seconds and bubble > FILLING * path.seconds:
         yield (
@@ -69,7 +67,7 @@ def _subject(share: Share) -> str:
     return f"{what.get(share.what, 'Comparing norms of gradients')}{where} limits this plan"
 
 
-def _balance(plan: Plan, decisive: int) -> Iterator[str]:
+def _balance(plan: Plan) -> Iterator[str]:
     loads = [
         (stage.forward_seconds + stage.backward_pass_seconds) / stage.replicas
         for stage in plan.stages
@@ -78,8 +76,6 @@ def _balance(plan: Plan, decisive: int) -> Iterator[str]:
     if len(loads) < 2 or not mean:
         return
     slowest = max(range(len(loads)), key=loads.__getitem__)
-    if decisive >= 0 and loads[decisive] >= ALIKE * loads[slowest]:
-        slowest = decisive
     more = loads[slowest] / mean - 1
     if loads[slowest] <= EVEN * mean:
         yield (
@@ -109,16 +105,6 @@ def proved(plan: Plan) -> str:
     one = plan.certificate
     if one.bound_seconds <= 0:
         return "Nothing is proved of other plans: a faster one may exist."
-    if one.fastest_seconds is not None:
-        slower = percent(one.objective_seconds / one.fastest_seconds - 1)
-        best = replace(one, objective_seconds=one.fastest_seconds)
-        rest = "that one is proved to be the fastest" if not best.gap else (
-            f"no plan saves more than {percent(best.gap)} of that one's time"
-        )  # fmt: skip
-        return (
-            f"Proved: this plan is {slower} slower than the fastest one found, for cuts at borders "
-            f"of modules, and {rest}."
-        )
     if not one.gap:
         return "Proved: among all plans of this kind, with these costs, none is faster."
     return f"Proved: no plan of this kind saves more than {percent(one.gap)} of the time."
