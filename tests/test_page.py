@@ -28,6 +28,7 @@ from pdcompile.report.page.lanes import lanes
 from pdcompile.report.page.measured_run import Run, compared, run_of
 from pdcompile.report.page.memory_lanes import MOST_POINTS, thinned
 from pdcompile.report.page.model_map import MOST_NODES, MOST_ROWS, model_map
+from pdcompile.report.timeline import bars
 from pdcompile.schedule.recorded import RecordedEvent
 from tests.helpers.report_data import plan
 from tests.helpers.schedules import make_plan, plans
