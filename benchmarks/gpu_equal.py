@@ -38,7 +38,7 @@ from pdcompile.batch import flatten_call  # noqa: E402
 from pdcompile.hardware import devices  # noqa: E402
 from pdcompile.options import Options  # noqa: E402
 from tests.helpers import models  # noqa: E402
-from tests.test_device_order import SINGLE, trained  # noqa: E402
+from tests.test_device_order_run import SINGLE, trained  # noqa: E402
 
 TOLERANCE = 1e-6  # of a tensor's largest number, beside the reference
 GPT = partial(models.gpt, tied=True)

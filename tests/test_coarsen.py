@@ -369,7 +369,7 @@ def best_bottleneck(problem: PartitionProblem) -> float:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "low", "high"), [("gpt", 30, 80), ("unet", 8, 20)])
+@pytest.mark.parametrize(("name", "low", "high"), [("gpt", 20, 50), ("unet", 8, 20)])
 def test_real_models_coarsen_to_readable_items(name: str, low: int, high: int) -> None:
     model = getattr(models, name)()
     inputs, target = models.batch_for(model, 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 
@@ -67,27 +66,21 @@ class Inner(nn.Module):
 def assert_harmless(sources, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = set()
-    for cls in stage_classes(sources):
+    for cls in stage_classes(sources):  # which runs the source as it is
         keys |= set(cls().state_dict())
     assert keys == set(model.state_dict())
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "names",
-    [HOSTILE[i::5] for i in range(5)]
-    + [pytest.param([name], marks=pytest.mark.slow) for name in HOSTILE],
-    ids=ascii,
+    "names", [HOSTILE[i::5] for i in range(5)] + [[name] for name in HOSTILE], ids=ascii
 )
 def test_hostile_names_are_names(names, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = Named(names)
     sources, _ = check(model, torch.randn(2, 3), [2], torch.randn(2, 3), mean_square)
     assert_harmless(sources, model, tmp_path, monkeypatch)
-    for file, text in sources.files.items():
-        if file.endswith(".py"):
-            ast.parse(text)
 
 
 def test_all_hostile_names_at_once(tmp_path, monkeypatch):

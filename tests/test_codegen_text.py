@@ -161,7 +161,7 @@ class Outer(nn.Module):
 def test_headings_are_whole():
     """Parentheses close, however long the name and however deep the body."""
     seen = set()
-    for length in range(34, 46):
+    for length in (30, 33, 34, 35, 38):
         model = Outer("m" * length)
         found = captured(model, torch.randn(4, 8), torch.zeros(4, 8), mean_square)[2]
         text = generate(found, cut(found, [2])).files["stage_0.py"]

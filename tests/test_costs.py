@@ -32,8 +32,8 @@ from tests.helpers import models
 from tests.helpers.graphs import B, GraphBuilder, random_graphs
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": models.gpt,
-    "gpt with dropout": lambda: models.gpt(dropout=0.1),
+    "gpt": lambda: models.gpt(layers=1),
+    "gpt with dropout": lambda: models.gpt(layers=1, dropout=0.1),
     "mlp": models.mlp,
     "convnet": models.convnet,
     "unet": models.unet,

@@ -427,6 +427,7 @@ def test_the_workspace_of_products_is_that_of_the_generation(
 # -- the benchmark ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, figures = tmp_path / "page.md", tmp_path / "figures.json"
     command = f"mlp --device cpu --tiny --stages 1 2 --steps 2 --write {page} --json {figures}"

@@ -21,7 +21,7 @@ from tests.helpers.alike import COMMON, PLANNED, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, mlp, unet
 from tests.helpers.simulated_gpu import GPU, Event, SimulatedGpu, Stream
-from tests.test_device_order import LOCAL, SINGLE, trained
+from tests.test_device_order_run import LOCAL, SINGLE, trained
 from tests.test_runtime_distributed import BITWISE, FAILURES, OWN_LOOP
 
 ONE_OF_TWO_CALLS_AGO = "Loss.wait"
@@ -299,7 +299,7 @@ REPLICAS = (
     COMMON
     + """
 import ast
-from tests.test_device_order import trained
+from tests.test_device_order_run import trained
 for name, options in ast.literal_eval(sys.argv[1]):
     trained(getattr(models, name), {"outputs": "all", **options})
 """
@@ -345,7 +345,7 @@ SEALED = (
     + COMMON
     + """
 os.environ["PDCOMPILE_DEBUG"] = "messages"
-from tests.test_device_order import trained
+from tests.test_device_order_run import trained
 trained(models.mlp, {"schedule": "1f1b"})
 """
     + IN_THE_END
@@ -367,7 +367,7 @@ from unittest import mock
 from pdcompile.runtime.device import Deferred, Fetched
 from pdcompile.runtime.device import _Beside
 from pdcompile.runtime.transport.point_to_point import _Received
-from tests.test_device_order import trained
+from tests.test_device_order_run import trained
 
 def at_once(self):
     self._begin()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 def compiled(**options: Any) -> Any:
     torch.manual_seed(0)
-    model = models.gpt()
+    model = models.gpt(layers=1)
     x, y = models.batch_for(model, 8, 0)
     settings: dict[str, Any] = {"stages": 2, "costs": "estimated", "microbatches": 4} | options
     return pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), **settings)

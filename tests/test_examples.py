@@ -131,7 +131,7 @@ def losses_of(done: Run) -> list[list[float]]:
     return [[float(found) for found in re.findall(r": loss ([\d.]+)", part)] for part in parts]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_programs_lower_the_loss(text: str, tmp_path: Path) -> None:
     found = losses_of(program(text, 1, tmp_path))

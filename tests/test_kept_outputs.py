@@ -8,7 +8,6 @@ import json
 import pickle
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import pdcompile
-from pdcompile import Cluster, CutBefore, driver
+from pdcompile import Cluster, CutBefore
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.batch.omitted_output import DROPPED
-from pdcompile.errors import ConfigError, InfeasibleError
+from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import LeftOut, OpCost, OpGraph, Ref, leaves, walk
-from pdcompile.options import Options
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import loss_only, planned
 from pdcompile.passes.trace import capture
-from pdcompile.plan import MemoryLedger, Plan, Training
+from pdcompile.plan import Plan, Training
 from pdcompile.schedule.registry import KINDS
-from pdcompile.units import format_bytes
-from tests.helpers.alike import COMMON
-from tests.helpers.launch import processes
 from tests.helpers.llama import batch, llama
 from tests.helpers.pipelines import by_hand, states_equal
 
@@ -399,169 +393,3 @@ def test_what_cannot_be_sent_is_an_output_of_evaluation() -> None:
     with pipe:
         assert isinstance(pipe.step(x, target=y).outputs["chosen"], pdcompile.OmittedOutput)
         assert torch.equal(pipe.predict(x)["chosen"], model.eval()(x)["chosen"])
-
-
-class Large(nn.Module):
-    """Whose outputs are most of what its last rank holds, or very little."""
-
-    captured_once = True
-
-    def __init__(self, width: int, aside: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 256))
-        self.scale = nn.Parameter(torch.ones(width))
-        self.aside = aside
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.layers(x)
-        loss = nn.functional.mse_loss(hidden.sum(1), labels)
-        made = hidden[:, :1] * self.scale
-        return {"loss": loss + made.mean(), "made": made.exp() if self.aside else made}
-
-
-def planned_for_ranks(model: nn.Module, **options: Any) -> Plan:
-    """As ``pdcompile plan --cluster 1x2`` makes it."""
-    example = example_call(model, large_batch())
-    given: dict[str, Any] = {
-        "cluster": "1x2", "costs": "estimated", "microbatches": 4, "progress": False,
-        "optimizer": partial(torch.optim.SGD, lr=0.1), "verify": "off",
-        "constraints": [] if options.keys() & {"plan", "stages"} else [CutBefore("layers.1")],
-    }  # fmt: skip
-    return driver.build(model, example, Options.given(given | options)).plan
-
-
-def ledger_of(plan: Plan) -> MemoryLedger:
-    """Of the last rank."""
-    assert plan.forecast is not None
-    return plan.forecast.ledgers[-1]
-
-
-def large_batch() -> dict[str, Tensor]:
-    return {"x": torch.ones(8, 4), "labels": torch.ones(8)}
-
-
-def of_dropped(plan: Plan) -> list[str]:
-    return [note for note in plan.notes if note.startswith(DROPPED)]
-
-
-@pytest.mark.parametrize("aside", [False, True])
-def test_outputs_that_take_little_are_kept_by_default_and_others_dropped(aside: bool) -> None:
-    """Of plans for several ranks; the ledger is that of what is kept."""
-    plan, named = (
-        planned_for_ranks(Large(4096, aside), **more) for more in ({}, {"outputs": "last"})
-    )
-    (note,) = of_dropped(plan)
-    taken = ledger_of(named).outputs_bytes
-    assert taken > 0.02 * ledger_of(named).total_bytes
-    assert format_bytes(taken) in note
-    assert "outputs='last' (--outputs last)" in note
-    assert ledger_of(plan).outputs_bytes == 0
-    assert ledger_of(plan).total_bytes <= ledger_of(named).total_bytes - taken
-    assert not plan.training.keeps_outputs
-    plan, named = (planned_for_ranks(Large(8, aside), **more) for more in ({}, {"outputs": "last"}))
-    assert not of_dropped(plan)
-    assert plan.training.keeps_outputs
-    assert 0 < ledger_of(plan).outputs_bytes <= 0.02 * ledger_of(plan).total_bytes
-    assert (plan.stages, plan.forecast) == (named.stages, named.forecast)
-
-
-def test_outputs_are_not_sent_between_replicas_by_default() -> None:
-    plan = planned_for_ranks(Large(8), replicas=2, stages=1)
-    assert not plan.training.keeps_outputs
-    assert "sent between replicas" in of_dropped(plan)[0]
-
-
-def test_a_plan_fits_without_outputs_that_nobody_names() -> None:
-    most = ledger_of(planned_for_ranks(Large(4096))).total_bytes + 100_000
-    plan = planned_for_ranks(Large(4096), memory=most)
-    assert of_dropped(plan)
-    assert ledger_of(plan).total_bytes <= most
-    with pytest.raises(InfeasibleError):
-        planned_for_ranks(Large(4096), memory=most, outputs="last")
-
-
-def test_one_process_keeps_what_a_plan_for_ranks_drops() -> None:
-    assert planned_for_ranks(Large(4096), cluster=Cluster.local(2)).training.keeps_outputs
-    plan = Plan.from_json(planned_for_ranks(Large(4096)).to_json())
-    assert of_dropped(plan)
-    for outputs in (None, "none"):
-        with pdcompile.compile(
-            Large(4096), large_batch(), plan=plan, progress=False, verify="off", outputs=outputs,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        ) as pipe:  # fmt: skip
-            assert not of_dropped(pipe.plan)
-            result = pipe.step(**large_batch()).outputs
-            assert result is None if outputs else result["made"].shape == (8, 4096)
-    again = planned_for_ranks(Large(4096), plan=plan, cluster="auto", microbatches="auto")
-    assert of_dropped(again) == of_dropped(plan)
-
-
-RANKS = (
-    COMMON
-    + """
-import pdcompile
-import warnings
-from tests.test_kept_outputs import Large, Layers, examples, large_batch, of_logits
-for given in ({"stages": 2}, {"stages": 1, "replicas": 2}):
-    for outputs in ("last", "everything"):
-        torch.manual_seed(0)
-        common = dict(loss_fn=of_logits, optimizer=partial(torch.optim.SGD, lr=0.1), microbatches=2)
-        eager = reference(Layers(4, 15), **common)
-        torch.manual_seed(0)
-        x, y = examples()
-        pipe = pdcompile.compile(Layers(4, 15), x, example_target=y, costs="estimated",
-                                 outputs=outputs, **given, **common)
-        for kind in ("step", "forward_backward"):
-            ours, theirs = (getattr(one, kind)(x, target=y) for one in (pipe, eager))
-            assert abs(float(ours.loss) - float(theirs.loss)) < 2e-5
-        first = pipe.plan.stages[-1].ranks[0]
-        if rank == first:
-            torch.testing.assert_close(ours.outputs.logits, theirs.outputs.logits)
-            kinds = [type(ours.outputs.hidden[f"layer_{i}"][0]).__name__ for i in range(4)]
-            omits = outputs == "last" and len(pipe.plan.stages) > 1
-            assert ("OmittedOutput" in kinds) == omits, kinds
-            assert "Tensor" in kinds
-        else:
-            assert ours.outputs is None
-        pipe.close()
-made = None
-for more, kept in ({}, False), ({"outputs": "last"}, True), ({"width": 8}, True), ({}, False):
-    more = {"width": 4096, "outputs": None, **more, "plan": made}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        pipe = pdcompile.compile(
-            Large(more.pop("width")), large_batch(), costs="estimated", microbatches=4, **more,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        )
-    notes = [one for one in (str(w.message) for w in told) if "keep no outputs" in one]
-    assert len(notes) == (rank == 0 and not kept), notes
-    result = pipe.step(**large_batch())
-    float(result.loss)
-    assert pipe.plan.training.keeps_outputs == kept
-    if rank == 0:
-        assert result.outputs is None
-    elif kept:
-        assert result.outputs["made"].shape[0] == 8
-    else:
-        for _ in range(2):
-            try:
-                result.outputs
-                say("has outputs")
-            except ConfigError as error:
-                assert type(error).__name__ == "OmittedOutputError", error
-                assert "% of what rank 1 would hold" in str(error)
-                assert 'outputs="last"' in str(error)
-    assert (pipe.predict(**large_batch()) is None) == (rank == 0)
-    made = pipe.plan if more["outputs"] is None and made is None and not kept else None
-    pipe.close()
-say("equal")
-"""
-)
-
-
-@pytest.mark.slow
-def test_on_two_ranks(tmp_path: Path) -> None:
-    run = processes(RANKS, 2, tmp_path)
-    assert run.code == 0, run
-    assert run.output.count("equal") == 2, run
-    assert "has outputs" not in run.output, run

@@ -134,6 +134,8 @@ def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
             assert now[name][1] == content
 
 
+#: modules whose models are told apart by what they print and their numbers
+KNOWN = (models.__name__, "tests.helpers.exported", "pdcompile.cli.self_test")
 _ONCE: dict[Any, tuple[Capture, nn.Module]] = {}
 
 
@@ -142,8 +144,8 @@ def capture_once(
 ) -> Capture:
     """`capture`, shared by all calls with equal shapes of models that look alike.
 
-    Only for those whose ops follow from their modules, numbers and shapes: those of `models` and
-    `exported`, and classes with `captured_once`.  Any other is captured each time.
+    Only for those whose ops follow from their modules, numbers and shapes: those of `KNOWN`, and
+    classes with `captured_once`.  Any other is captured each time.
     """
     if not all(_follows(type(module)) for module in model.modules()):
         return capture(model, flat, layout, loss_fn, **options)
@@ -163,8 +165,7 @@ def capture_once(
 
 def _follows(kind: type) -> bool:
     home = kind.__module__
-    known = home in (models.__name__, "tests.helpers.exported") or home.startswith("torch.nn.")
-    return known or "captured_once" in vars(kind)
+    return home in KNOWN or home.startswith("torch.nn.") or "captured_once" in vars(kind)
 
 
 def _numbers(module: nn.Module) -> tuple[Any, ...]:

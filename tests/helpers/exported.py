@@ -17,8 +17,8 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.export import Export, export
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
-from pdcompile.passes.trace import capture
 from tests.helpers import models
+from tests.helpers.captures import capture_once
 
 BATCH = 8
 
@@ -38,7 +38,7 @@ def planned(workload: Workload, stages: int, **options: Any) -> Plan:
 def graph_with_loss(workload: Workload) -> OpGraph:
     inputs, target = workload.example()
     flat = example_call(workload.model, inputs, target)
-    found = capture(
+    found = capture_once(
         workload.model, flat, resolve_batch(flat, 0), workload.loss_fn, microbatch_size=2
     )
     return found.train

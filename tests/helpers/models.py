@@ -148,7 +148,7 @@ class ReturnsLoss(nn.Module):
 def gpt(
     tied: bool = True,
     dropout: float = 0.0,
-    layers: int = 4,
+    layers: int = 2,
     width: int = 32,
     heads: int = 4,
     vocab: int = 64,

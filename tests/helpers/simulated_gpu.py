@@ -18,54 +18,28 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pdcompile.cluster import Device
 from pdcompile.hardware import devices
-from pdcompile.releases.torch_internals import gloo_options
 from pdcompile.runtime import device as runtime_device
 from pdcompile.runtime.device import Deferred, QueuedDevice
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.launch import World
+from tests.helpers.simulated_groups import Gloo, nccl
+from tests.helpers.vector_clocks import Actor, Clock, Event, Memory, Stream
 
 GPU = torch.device("cpu", 0)  # as an argument it is another device than "cpu"; tensors are alike
-Clock = dict[str, int]
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim")
 _CROSSES = ("copy_", "_to_copy")
-
-
-@dataclass
-class Memory:
-    """A storage: which kind, of which stream, and who touched it."""
-
-    kind: str  # host, pinned, device
-    owner: Clock  # the clock of its stream, as it goes on
-    wrote: tuple[str, int] | None = None
-    read: Clock = field(default_factory=dict)
-    alive: Any = None
-
-
-class Actor:
-    """A stream, or a thread of the host."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.clock = name, {name: 0}
-
-    def learn(self, clock: Clock) -> None:
-        for name, count in clock.items():
-            self.clock[name] = max(self.clock.get(name, 0), count)
-
-    def work(self) -> None:
-        self.clock[self.name] += 1
+_OWN = ("simulated_gpu.py", "simulated_groups.py", "vector_clocks.py", "contextlib.py")
 
 
 class SimulatedGpu(TorchDispatchMode):
@@ -284,7 +258,7 @@ class SimulatedGpu(TorchDispatchMode):
         enter(patch(QueuedDevice, "pinned_like", lambda _, tensor: self.pinned_like(tensor)))
         connected = World._connected
         enter(patch(World, "_connected", lambda *given: Gloo(self, connected(*given))))
-        enter(patch(device_groups, "connected", partial(_nccl, self)))
+        enter(patch(device_groups, "connected", partial(nccl, self)))
         enter(patch(torch.distributed, "is_nccl_available", lambda: True))
         for name in ("numpy", "tolist"):
             enter(patch(torch.Tensor, name, _reading(self, name)))
@@ -329,134 +303,6 @@ class SimulatedGpu(TorchDispatchMode):
         self._stack.close()
 
 
-class Stream(Actor):
-    def __init__(self, gpu: SimulatedGpu, name: str) -> None:
-        super().__init__(name)
-        self._gpu = gpu
-
-    def wait_event(self, event: Event) -> None:
-        self.learn(event.clock)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.learn(other.clock)
-
-
-class Event:
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        self._gpu, self.clock = gpu, Clock()
-
-    def record(self, stream: Stream) -> None:
-        self.clock = dict(stream.clock)
-
-    def query(self) -> bool:
-        known = self._gpu.host.clock
-        return all(known.get(name, 0) >= count for name, count in self.clock.items())
-
-    def synchronize(self) -> None:
-        self._gpu.waited(self.clock)
-
-
-class Gloo:
-    """A gloo group that looks at the memory that it gets."""
-
-    def __init__(self, gpu: SimulatedGpu, group: Any) -> None:
-        self._gpu, self._group = gpu, group
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return self._work(tensors, self._group.send(tensors, peer, tag), writes=False)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return self._work(tensors, self._group.recv(tensors, peer, tag), writes=True)
-
-    def allreduce(self, tensors: list[Tensor]) -> Any:
-        return self._work(tensors, self._group.allreduce(tensors), writes=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def _work(self, tensors: list[Tensor], work: Any, *, writes: bool) -> Any:
-        gpu, memory = self._gpu, self._gpu.memory(tensors[0])
-        if memory.kind == "device":
-            gpu.violations.append("gloo gets memory of the device")
-        actor = Actor(gpu.numbered("gloo"))
-        actor.learn(gpu.host.clock)
-        actor.work()
-        if memory.kind == "pinned":
-            gpu.touch(memory, actor, "gloo", writes=writes)
-        return Work(gpu, work, {actor.name: 1})
-
-
-class Nccl:
-    """A NCCL group: a stream of its own, whose work is that of a gloo group."""
-
-    def __init__(self, gpu: SimulatedGpu, group: Any) -> None:
-        self._gpu, self._group = gpu, group
-        self._stream, self._program = Stream(gpu, gpu.numbered("nccl")), gpu.host
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        assert tag == 0
-        self._queue(tensors, writes=False)
-        return self._work(self._group.send(tensors, peer, tag))
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        assert tag == 0
-        self._queue(tensors, writes=True)
-        return self._work(self._group.recv(tensors, peer, tag))
-
-    def allreduce(self, tensors: list[Tensor]) -> Any:
-        self._queue(tensors, writes=True)
-        return self._work(self._group.allreduce(tensors))
-
-    def abort(self) -> None:
-        """Whatever of its work the program has not seen the end of is lost, here and at its peers;
-        a thread of its own calls this."""
-        stream, self._group = self._stream, None
-        if self._program.clock.get(stream.name, 0) < stream.clock[stream.name]:
-            self._gpu.violations.append(f"a group is freed while {stream.name} has work")
-
-    def _queue(self, tensors: list[Tensor], *, writes: bool) -> None:
-        """It begins after what the present stream has queued."""
-        gpu, memory = self._gpu, self._gpu.memory(tensors[0])
-        if memory.kind != "device":
-            gpu.violations.append(f"NCCL gets memory of the {memory.kind}")
-        gpu._present.learn(gpu.host.clock)
-        self._stream.learn(gpu._present.clock)
-        self._stream.work()
-        gpu.ops["nccl"] += 1
-        gpu.touch(memory, self._stream, "nccl", writes=writes)
-
-    def _work(self, work: Any) -> Any:
-        return QueuedWork(self._gpu, work, dict(self._stream.clock))
-
-
-class QueuedWork:
-    def __init__(self, gpu: SimulatedGpu, work: Any, clock: Clock) -> None:
-        self._gpu, self._work, self._clock = gpu, work, clock
-
-    def wait(self) -> None:
-        """The present stream waits, and the host goes on."""
-        self._work.wait()
-        self._gpu._present.learn(self._clock)
-
-
-def _nccl(
-    gpu: SimulatedGpu, store: Any, rank: int, ranks: tuple[int, ...], _: Any, timeout: Any
-) -> Nccl:
-    options = gloo_options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return Nccl(gpu, dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), options))
-
-
-class Work:
-    def __init__(self, gpu: SimulatedGpu, work: Any, clock: Clock) -> None:
-        self._gpu, self._work, self._clock = gpu, work, clock
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._gpu.host.learn(self._clock)
-
-
 def _plain(one: Any) -> bool:
     return isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta
 
@@ -480,7 +326,7 @@ def _frames() -> Iterator[tuple[str, str]]:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and not name.endswith(("simulated_gpu.py", "contextlib.py")):
+        if "/torch/" not in name and not name.endswith(_OWN):
             yield name, frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else ""
         frame = frame.f_back
 
