@@ -20,6 +20,7 @@ from pdcompile.runtime.device import RankDevice, device_of
 from tests.helpers.alike import PLANNED, compiled
 from tests.helpers.models import mlp
 from tests.helpers.simulated_gpu import SimulatedGpu
+from tests.test_house import dotted
 from tests.test_imports import modules
 
 
@@ -95,8 +96,8 @@ def names_of_devices(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if re.fullmatch(r"(cpu|cuda)(:.*)?", node.value):
                 yield node.value
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda"):
-            yield ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and dotted(node).startswith("torch.cuda"):
+            yield dotted(node)
 
 
 def test_one_module_of_the_runtime_and_one_of_the_passes_name_devices() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -71,9 +71,9 @@ def too_large(lines: Mapping[str, int]) -> dict[str, int]:
     return {room: count for room, count in counts.items() if count > ROOMS[room][1]}
 
 
-def too_long(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Names and lines of the classes and function bodies of a file that are too long."""
-    for node in ast.walk(tree):
+def too_long(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Names and lines of the classes and function bodies among nodes that are too long."""
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > LINES_OF_A_CLASS:
@@ -94,10 +94,10 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def internals(tree: ast.Module) -> Iterator[str]:
+def internals(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Private names of torch's modules that a file imports or reads, but for those of operators."""
     of_torch = {"torch"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [(alias.asname or "torch", alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -110,7 +110,7 @@ def internals(tree: ast.Module) -> Iterator[str]:
                 of_torch.add(name)
                 if _is_private(full):
                     yield full
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             full = dotted(node)
             if full.partition(".")[0] in of_torch and _is_private(full):
@@ -138,13 +138,17 @@ def dependencies() -> dict[str, set[str]]:
     return {n: (runtime_imports(path) & known.keys()) - {n} for n, path in known.items()}
 
 
+def nodes_of(text: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(text))]
+
+
 @cache
 def found_in_files() -> dict[str, tuple[list[str], list[str]]]:
     """Parts of each module that are too long, and internals of torch that it names."""
     found = {}
     for module, path in modules().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        found[module] = [name for name, _ in too_long(tree)], [*internals(tree)]
+        nodes = nodes_of(path.read_text(encoding="utf-8"))
+        found[module] = [name for name, _ in too_long(nodes)], [*internals(nodes)]
     return found
 
 
@@ -183,8 +187,8 @@ def test_internals_of_torch_are_named_in_one_file() -> None:
 
 def test_the_measures_notice() -> None:
     lines = "    x = 1\n" * 61
-    assert list(too_long(ast.parse(f'def f():\n    """Says so."""\n{lines}'))) == [("f", 61)]
-    assert list(too_long(ast.parse("class A:\n" + lines * 5))) == [("A", 306)]
+    assert list(too_long(nodes_of(f'def f():\n    """Says so."""\n{lines}'))) == [("f", 61)]
+    assert list(too_long(nodes_of("class A:\n" + lines * 5))) == [("A", 306)]
     assert too_large({"passes/verify/a.py": 400, "passes/verify/b/c.py": 50_000}) == {
         "verify": 50_400
     }
@@ -193,7 +197,7 @@ def test_the_measures_notice() -> None:
         room_of("elsewhere/x.py")
     uses = "from torch import nn\nfrom torch.utils._pytree import x\nnn.init._no_grad\n"
     uses += "torch._C._nn.gelu\ntorch.ops.aten._to_copy\nself._x\ntorch.__version__\n"
-    assert set(internals(ast.parse(uses))) == {
+    assert set(internals(nodes_of(uses))) == {
         "torch.utils._pytree.x", "nn.init._no_grad",
         "torch._C", "torch._C._nn", "torch._C._nn.gelu",
     }  # fmt: skip

@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -47,38 +48,47 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def is_type_checking(test: ast.expr) -> bool:
-    return "TYPE_CHECKING" in ast.unparse(test)
+@dataclass(frozen=True)
+class Import:
+    """One name that a statement imports, "" for the module itself."""
+
+    module: str
+    name: str
+    at_top: bool  # importing the file executes it
+    for_types: bool  # only a type checker does
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
 
 
 @functools.cache
-def imported(path: Path, name: str, *, top_level: bool = False) -> set[str]:
-    """Dotted names that a file imports; `top_level`: only what importing the file executes."""
-    found: set[str] = set()
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+def imports_of(path: Path) -> list[Import]:
+    """Every import of a file, by one look at its statements."""
+    found: list[Import] = []
 
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and is_type_checking(node.test):
-            children: list[ast.AST] = [] if top_level else list(node.body)
-            for child in [*children, *node.orelse]:
-                visit(child)
-            return
-        if top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            return
+    def visit(node: ast.AST, at_top: bool, for_types: bool) -> None:
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            found.extend(Import(alias.name, "", at_top, for_types) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
+            assert not node.level, path  # an absolute name says where a module is
+            home = str(node.module)
+            found.extend(Import(home, alias.name, at_top, for_types) for alias in node.names)
+        at_top = at_top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        checked = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                of_checker = checked and child in node.body  # type: ignore[attr-defined]
+                visit(child, at_top and not of_checker, for_types or of_checker)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")))
+    visit(ast.parse(path.read_text(encoding="utf-8")), True, False)
     return found
+
+
+def imported(path: Path, *, top_level: bool = False) -> set[str]:
+    """Dotted names that a file imports; `top_level`: only what importing the file executes."""
+    found = [one for one in imports_of(path) if one.at_top or not top_level]
+    return {one.dotted for one in found} | {one.module for one in found}
 
 
 def layer(name: str) -> str:
@@ -116,7 +126,7 @@ def offences(name: str, imports: set[str]) -> list[str]:
 
 
 def test_imports_point_one_way() -> None:
-    found = {name: offences(name, imported(path, name)) for name, path in modules().items()}
+    found = {name: offences(name, imported(path)) for name, path in modules().items()}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
@@ -130,7 +140,7 @@ def test_the_layers_are_told_apart() -> None:
 
 @pytest.mark.parametrize("name", sorted(TORCH_FREE))
 def test_data_modules_do_not_name_torch_at_the_top(name: str) -> None:
-    heavy = {i.split(".")[0] for i in imported(modules()[name], name, top_level=True)}
+    heavy = {i.split(".")[0] for i in imported(modules()[name], top_level=True)}
     assert not heavy & {"torch", "ortools", "sympy", "matplotlib"}
 
 
@@ -152,7 +162,7 @@ def test_import_pdcompile_is_light() -> None:
 def test_one_name_for_one_module() -> None:
     """`import passes` would make a second copy of every class."""
     for name, path in modules().items():
-        tops = {other.split(".")[0] for other in imported(path, name)}
+        tops = {other.split(".")[0] for other in imported(path)}
         assert not tops & {"passes", "runtime"}, name
 
 
@@ -164,36 +174,14 @@ def test_costs_know_nothing_of_codegen(room: str) -> None:
     waiting = list(reached)
     while waiting:
         name = waiting.pop()
-        found = {other for other in imported(known[name], name) if other in known} - reached
+        found = {other for other in imported(known[name]) if other in known} - reached
         reached |= found
         waiting += found
     assert not [name for name in reached if below(name, "pdcompile.passes.codegen")]
 
 
-def test_no_file_is_longer_than_700_lines() -> None:
-    lengths = {n: len(p.read_text(encoding="utf-8").splitlines()) for n, p in modules().items()}
-    assert {name: length for name, length in lengths.items() if length > 700} == {}
-
-
 def runtime_imports(path: Path) -> set[str]:
     """The modules whose names a file takes, not the packages that they are in."""
-    found: set[str] = set()
     known = modules()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and is_type_checking(node.test):
-            children: list[ast.stmt] = node.orelse
-        elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found.update(name if name in known else str(node.module) for name in names)
-            return
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-            return
-        else:
-            children = list(ast.iter_child_nodes(node))  # type: ignore[arg-type]
-        for child in children:
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
-    return found
+    taken = [one for one in imports_of(path) if not one.for_types]
+    return {one.dotted if one.dotted in known else one.module for one in taken}
