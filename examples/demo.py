@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def main() -> int:
 
 def worker(steps: int, out: Path, kind: str) -> int:
     first = os.environ["RANK"] == "0"
-    cluster = pdcompile.Cluster.auto().each(kind=kind)
+    cluster = pdcompile.Cluster.auto()
+    cluster = replace(cluster, devices=(pdcompile.Device(kind),) * len(cluster.devices))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     for schedule in SCHEDULES:
         workload = gpt.build()

@@ -3,7 +3,6 @@
 ``import pdcompile`` costs no torch.
 """
 
-import re as _re
 import sys as _sys
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
@@ -66,15 +65,32 @@ if _TYPE_CHECKING:  # all public names, which `__getattr__` imports when they ar
     from pdcompile.workload import Workload as Workload
     from pdcompile.workload import load_target as load_target
 
-# The module of each public name, as the imports above have it.
-_HOME: dict[str, str] = {
-    name: home
-    for home, name in _re.findall(
-        r"^    from (pdcompile\.\S+) import (\w+) as \2$",
-        _Path(__file__).read_text(encoding="utf-8"),
-        _re.MULTILINE,
-    )
+# The public names of each module, as the imports above have them.
+_NAMES = {
+    "pdcompile.batch.omitted_output": "OmittedOutput",
+    "pdcompile.checkpoint.conversion": "load_checkpoint",
+    "pdcompile.cluster": "Cluster Device Level",
+    "pdcompile.driver": "compile",
+    "pdcompile.errors": (
+        "CheckpointError ClosedError ClusterError ConfigError ContractError CostError "
+        "DeadlockError InfeasibleError InputError LaunchError NonFiniteError NotFoundError "
+        "NotPrepared PdcompileError PlanError RankError ScheduleError SourceError TraceError "
+        "VerifyError"
+    ),
+    "pdcompile.export": "export",
+    "pdcompile.integrations.meter": "Meter",
+    "pdcompile.ir.graph": "OpGraph",
+    "pdcompile.passes.costs.symbolic": "SymbolicCosts symbolic_costs",
+    "pdcompile.passes.profile": "Profile",
+    "pdcompile.passes.trace": "trace",
+    "pdcompile.plan": "Certificate Plan",
+    "pdcompile.problem.constraints": "Apart CutAt CutBefore Forbid MaxStages Pin Together",
+    "pdcompile.reference": "reference",
+    "pdcompile.runtime.pipeline": "Pipeline",
+    "pdcompile.schedule": "Schedule",
+    "pdcompile.workload": "Workload load_target",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOME]
 
 

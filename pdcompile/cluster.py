@@ -249,29 +249,6 @@ class Cluster:
         except ConfigError as error:  # a unit: the parser of units knows no clusters
             raise ClusterError(error.message, where=error.where, remedy=error.remedy) from error
 
-    def each(
-        self,
-        *,
-        kind: str | None = None,
-        memory: int | str | None = None,
-        speed: float | None = None,
-    ) -> Cluster:
-        """The cluster with another kind, memory limit or speed of every device; None: as it is.
-
-        Raises:
-            ClusterError: another spelling of a known kind, or a speed that is not above 0.
-            ConfigError: `memory` is not a number of bytes.
-        """
-        if speed is not None:
-            _check_speed(speed, "speed")
-        fields = {
-            "kind": kind,
-            "memory_bytes": None if memory is None else parse_bytes(memory, what="memory"),
-            "speed": speed,
-        }
-        given: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
-        return replace(self, devices=tuple(replace(one, **given) for one in self.devices))
-
     def to_toml(self) -> str:
         """Canonical text; `from_toml` gives an equal cluster."""
         lines = []

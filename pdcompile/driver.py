@@ -23,7 +23,7 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import note_on_region
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
-from pdcompile.ir.graph import Capture
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
@@ -63,17 +63,25 @@ from pdcompile.user_plans import (
 )
 from pdcompile.warn import each_once, warn
 
+Replan = Callable[[Plan, OpGraph], Plan]
+
 
 def build(
     model: nn.Module,
     flat: FlatCall,
     options: Options,
     num_ranks: int | None = None,
+    *,
+    replan: Replan | None = None,
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
-    `num_ranks` is the number of processes, None for one process.  A plan or sources given in the
-    options take the place of the passes that would make them, and are checked instead.
+    A plan or sources given in the options take the place of the passes that would make them, and
+    are checked instead.
+
+    Args:
+        num_ranks: the number of processes; None: one.
+        replan: makes another plan of the one that comes of this, and of the training graph.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
@@ -83,7 +91,7 @@ def build(
 
         def run(options: Options) -> Compiled:
             with places_in_its_file(options):
-                return run_passes(model, flat, options, num_ranks, PassRunner(listener))
+                return run_passes(model, flat, options, num_ranks, PassRunner(listener), replan)
 
         try:
             return run(with_saved_plan(options, num_ranks))
@@ -133,6 +141,7 @@ def run_passes(
     options: Options,
     num_ranks: int | None,
     step: PassRunner,
+    replan: Replan | None = None,
 ) -> Compiled:
     """`build`, every pass run by `step`, which times it and writes its form."""
     apply_overrides(model)
@@ -145,8 +154,8 @@ def run_passes(
         placed = in_place(options, captured.train)
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
-    if options.replan is not None:
-        plan = options.replan(plan, captured.train)
+    if replan is not None:
+        plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     notes = (

@@ -12,6 +12,7 @@ import math
 import re
 import tomllib
 import types
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -48,25 +49,7 @@ def loads(
     Raises:
         error: with the reason, and line and column where there is one.
     """
-    text = _text(text, where, error, remedy)
-    try:
-        data = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            parse_int=_small,
-        )
-        _check_tree(data)
-    except json.JSONDecodeError as wrong:
-        reason = "the file is empty" if not text.strip() else f"not JSON: {wrong.msg.lower()}"
-        place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
-        raise error(reason, where=place, remedy=remedy) from wrong
-    except RecursionError as wrong:
-        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where, remedy=remedy) from wrong
-    except _Refused as wrong:
-        raise error(str(wrong), where=where, remedy=remedy) from wrong
-    return data
+    return _parsed(text, _json, where, error, remedy)
 
 
 def loads_toml(
@@ -74,25 +57,50 @@ def loads_toml(
 ) -> Any:
     """Parse TOML within the same limits: of size, of levels, and of 63 bits a number.
 
-    `remedy`: what to do where it is not.
-
-    Raises:
-        error: with the reason, and line and column where there is one.
+    `remedy` and errors are as of `loads`.
     """
+    return _parsed(text, _toml, where, error, remedy)
+
+
+def _parsed(
+    text: str | bytes,
+    parse: Callable[[str], Any],
+    where: str,
+    error: type[PdcompileError],
+    remedy: str | None,
+) -> Any:
     text = _text(text, where, error, remedy)
     try:
-        if _LONG_KEY.search(text):  # which takes time by the square of its parts
-            raise _Refused(f"a key has more than {MAX_DEPTH} parts")
-        data = tomllib.loads(text)
+        data = parse(text)
         _check_tree(data)
     except RecursionError as wrong:
         raise error(f"nested deeper than {MAX_DEPTH} levels", where=where, remedy=remedy) from wrong
     except _Refused as wrong:
         raise error(str(wrong), where=where, remedy=remedy) from wrong
+    except json.JSONDecodeError as wrong:
+        reason = "the file is empty" if not text.strip() else f"not JSON: {wrong.msg.lower()}"
+        place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
+        raise error(reason, where=place, remedy=remedy) from wrong
     except ValueError as wrong:  # TOMLDecodeError, and a number of thousands of digits
         reason = f"the file is not TOML: {str(wrong).lower()}"
         raise error(reason, where=where, remedy=remedy) from wrong
     return data
+
+
+def _json(text: str) -> Any:
+    return json.loads(
+        text,
+        object_pairs_hook=_unique,
+        parse_constant=_no_constant,
+        parse_float=_finite,
+        parse_int=_small,
+    )
+
+
+def _toml(text: str) -> Any:
+    if _LONG_KEY.search(text):  # which takes time by the square of its parts
+        raise _Refused(f"a key has more than {MAX_DEPTH} parts")
+    return tomllib.loads(text)
 
 
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
@@ -146,7 +154,7 @@ def encode(value: Any) -> Any:
         return result
     if isinstance(value, tuple | list):
         return [encode(part) for part in value]
-    if isinstance(value, dict):
+    if isinstance(value, dict) and kind is not _Row:
         return {key: encode(part) for key, part in value.items()}
     return value
 

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
-from pdcompile.plan.other_model import absent_weight, first_difference, made_of
+from pdcompile.plan.other_model import absent_weight, made_of
 from pdcompile.problem.constraints import Pin
 from pdcompile.runtime.pipeline import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
@@ -209,19 +208,21 @@ def user_plan(
     plan = _plan_of(options)
     assert plan is not None
     needed = planned(graph, plan.training)
-    if plan.fingerprint.split(".")[0] != fingerprint(needed)[:FINGERPRINT_DIGITS]:
+    try:
+        check_plan(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+    except PlanError as error:
+        if plan.fingerprint.split(".")[0] == fingerprint(needed)[:FINGERPRINT_DIGITS]:
+            raise
         raise PlanError(
             f"the plan is of another model: {made_of(plan)}, and this is {graph.model}: "
-            f"{first_difference(plan, needed)}",
-            where=options.plan_file,
+            f"{error.message}",
+            where=error.where,
             remedy=ANOTHER_MODEL,
-        )
-    check_plan(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+        ) from None
     plan = _with_outputs(plan, chosen, options, graph)
     notes = (
         *(note for note in plan.notes if not note.startswith(DROPPED)),  # which may be kept now
         *_more_state(plan.training, options.optimizer),
-        *_other_links(options, chosen, plan),
         *_other_costs(options),
     )
     plan = replace(plan, notes=notes)
@@ -279,22 +280,6 @@ def _more_state(training: Training, optimizer: Any) -> Iterator[str]:
             f"the optimizer keeps {factor:g} bytes for each byte of weights, and it was planned "
             f"with one that keeps {training.optimizer_factor:g}: memory is more than forecast"
         )
-
-
-def _other_links(options: Options, chosen: Configuration, plan: Plan) -> Iterator[str]:
-    """A note on a cluster whose links are not those that the plan was made for."""
-    given, own = chosen.cluster, Cluster.from_toml(plan.cluster, where="plan: cluster")
-    if options.cluster == "auto" or given.in_process or plan.num_columns > len(given.devices):
-        return
-    for a, b in pairwise(sorted({rank for ranks in plan.ranks for rank in ranks})):
-        if replace(given.level_between(a, b), name="", size=0) != replace(
-            own.level_between(a, b), name="", size=0
-        ):
-            yield (
-                f"times are forecast for the links in the plan; from rank {a} to {b} the cluster "
-                "that was given has another one: plan again for that"
-            )
-            return
 
 
 def _other_costs(options: Options) -> Iterator[str]:

@@ -112,8 +112,7 @@ class Workload:
         """``(inputs, target)`` to capture with; inputs and target are of one batch.
 
         Raises:
-            ConfigError: as `example_target`; or the first batch has another form than the example.
-            InputError: one of them does not fit the model's forward.
+            ConfigError: as `example_target`.
         """
         if self.loss_fn is None:
             return self.example_inputs, None
@@ -126,9 +125,7 @@ class Workload:
                 remedy="give Workload(..., batches=function) that yields (inputs, target), or "
                 "example_target=",
             )
-        inputs, target = next(self.stream())
-        _compare(self.model, self.example_inputs, inputs)
-        return inputs, target
+        return next(self.stream())
 
     def stream(self) -> Iterator[tuple[Any, Any]]:
         """Minibatches without end: `batches` from the start again whenever it is used up.
@@ -167,39 +164,6 @@ def _quoting(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         if batch is end:
             return
         yield batch
-
-
-def _compare(model: torch.nn.Module, example_inputs: Any, inputs: Any) -> None:
-    """Raise ConfigError where the first batch's inputs have another form than the example's; warn
-    where they only have other sizes."""
-    from pdcompile.batch import example_call
-    from pdcompile.warn import warn
-
-    example, first = (example_call(model, one).leaves for one in (example_inputs, inputs))
-    for path in dict.fromkeys((*example, *first)):
-        (kind, size), (other, of_batch) = _form(example, path), _form(first, path)
-        found = (
-            f"{path} is {kind}{size or ''} in example_inputs and {other}{of_batch or ''} in the "
-            "first batch"
-        )
-        if kind != other or len(size) != len(of_batch):
-            raise ConfigError(
-                found,
-                where="Workload.example_inputs",
-                remedy="give the inputs of one minibatch, as batches() yields them",
-            )
-        if size != of_batch:
-            warn(f"{found}: plans and figures are for minibatches as batches() yields them")
-            return
-
-
-def _form(leaves: Mapping[str, Any], path: str) -> tuple[str, list[int]]:
-    """The dtype of a tensor, else the type, and the shape."""
-    if path not in leaves:
-        return "not there", []
-    leaf = leaves[path]
-    shape = getattr(leaf, "shape", None)
-    return (type(leaf).__name__, []) if shape is None else (str(leaf.dtype), list(shape))
 
 
 def load_target(target: str) -> Workload:

@@ -22,10 +22,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule
-from pdcompile.plan import Certificate, Plan
+from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import measure, violations
-from pdcompile.problem import ANY_CUT, PartitionProblem
+from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.schedule.registry import kind_of
 from tests.helpers.derived_plan import check_derived
@@ -248,44 +248,6 @@ def test_other_clusters_and_costs() -> None:
         check_plan(plan, replace(graph, ops=tuple(ops)), cluster)
     with pytest.raises(PlanError, match="not a fingerprint"):
         check_plan(replace(plan, fingerprint="x"), graph, cluster)
-
-
-def worse(number: int) -> Plan:
-    """An allowed plan that is not optimal, with everything recomputed, which claims a bound."""
-    from pdcompile.passes.stages.assemble import assemble
-
-    graph, cluster, _, _ = SETTINGS[number]
-    good = plan_of(number)
-    problem = truth(good, number)
-    best = measure(problem, assignment(good)).objective
-    n, stages = len(problem.items), range(len(problem.stages))
-    cuts = itertools.combinations(range(1, n), len(stages) - 1)
-    found = None
-    for cut in cuts:
-        stage_of = tuple(sum(i >= c for c in cut) for i in range(n))
-        if not violations(problem, stage_of):
-            one = measure(problem, stage_of)
-            if one.objective > best * 1.02 and (found is None or one.objective < found.objective):
-                found = one
-    assert found is not None
-    claim = Certificate(found.objective, found.objective, "optimal", "CP-SAT", 0.1, ANY_CUT)
-    plan = assemble(graph, problem, found, claim, good.training, cluster)
-    return replace(plan, problem=problem)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("number", [0, 2, 3, 4])
-def test_a_bound_that_a_neighbour_refutes(number: int) -> None:
-    graph, cluster, _, _ = SETTINGS[number]
-    with pytest.raises(PlanError, match="is refuted: with"):
-        check_plan(worse(number), graph, cluster)
-    modest = worse(number)
-    lower = certified(
-        modest,
-        bound_seconds=plan_of(number).certificate.bound_seconds,
-        status="feasible",
-    )
-    check_plan(lower, graph, cluster)
 
 
 @pytest.mark.sample(2)

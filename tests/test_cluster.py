@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
-from pdcompile.errors import ClusterError, ConfigError
+from pdcompile.errors import ClusterError
 
 TWO_HOSTS = """
 [[devices]]
@@ -170,17 +170,6 @@ def test_toml_comes_back(
     cluster = Cluster(devices, levels, notes=('a "note"\n\x7f',))
     assert Cluster.from_toml(cluster.to_toml()) == cluster
     assert Cluster.from_toml(cluster.to_toml()).to_toml() == cluster.to_toml()
-
-
-def test_all_devices_are_changed() -> None:
-    cluster = Cluster.parse("2").each(kind="a100-80", memory="3 GB", speed=0.5)
-    assert cluster.devices == (Device("a100-80", 3 * 10**9, 0.5),) * 2
-    assert cluster.each() == cluster
-    with pytest.raises(ConfigError, match="memory"):
-        cluster.each(memory="three")
-    for speed in (0.0, -1.0, math.nan, "fast"):
-        with pytest.raises(ClusterError, match="not above 0"):
-            cluster.each(speed=speed)  # type: ignore[arg-type]
 
 
 def test_no_such_device() -> None:

@@ -79,55 +79,80 @@ def test_a_row_is_a_line() -> None:
     assert sum(line.startswith('   {"name": ') for line in lines) >= 10
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "where", "message"),
-    [
-        ("items", [], "problem", "without stages or items"),
-        ("stages", [], "problem", "without stages or items"),
-        ("surprise", 1, "problem", "unknown key"),
-        ("items.0.ops", ["a"], "stages[0].ops", "'b' is in no item"),
-        ("items.1.ops", ["c", "a"], "problem.items[1].ops", "'a' is also in items[0]"),
-        ("items.1.ops", ["c", "z"], "problem.items[1].ops", "'z' is on no stage"),
-        ("items.0.forward_seconds", -1, "problem.items[0].forward_seconds", "negative"),
-        ("items.0.forward_seconds", "x", "problem.items[0].forward_seconds", "not a number"),
-        ("items.0.trainable_bytes", 9, "problem.items[0]", "9 trainable of 8"),
-        ("traffic.0.producer", 3, "problem.traffic[0]", "no item 3"),
-        ("traffic.0.consumers", [-1], "problem.traffic[0]", "negative"),
-        ("traffic.0.forward_bytes", 0.5, "problem.traffic[0].forward_bytes", "whole number"),
-        ("stages.0.speed", 0, "problem.stages[0].speed", "speed is 0"),
-        ("stages.0.bytes_per_second", 0, "problem.stages[0].bytes_per_second", "is 0.0"),
-        ("pins.0", [2], "problem.pins[0]", "not a list of 2"),
-        ("pins.0", [7, 0], "problem.pins[0]", "no item 7"),
-        ("pins.0", [2, 2], "problem.pins[0]", "no stage 2"),
-        ("apart", [[0, 9]], "problem.apart[0]", "no item 9"),
-        ("together", [[0, 9, 1]], "problem.together[0]", "no item 9"),
-        ("order", [[9, 1]], "problem.order[0]", "no item 9"),
-        ("forbidden", [[9, 1]], "problem.forbidden[0]", "no item 9"),
-        ("forbidden", [[0, 5]], "problem.forbidden[0]", "no stage 5"),
-        ("max_stages", 0, "problem.max_stages", "max_stages is 0"),
-        ("wishes", [{"text": "Pin", "pins": [[9, 0]]}], "problem.wishes[0].pins[0]", "no item 9"),
-        ("num_microbatches", 0, "problem.num_microbatches", "is 0"),
-        ("memory", {"in_flight": [1]}, "problem.memory.in_flight", "on 2 stages"),
-        ("memory", {"in_flight": [1, 0]}, "problem.memory.in_flight", "on 2 stages"),
-        ("memory", {"versions": [3, 2, 1]}, "problem.memory.versions", "on 2 stages"),
-        ("memory", {"versions": [2, 0]}, "problem.memory.versions", "on 2 stages"),
-        ("memory", {"versions": "2"}, "problem.memory.versions", "not a whole number"),
-        ("memory", {"gradient_buffers": [1]}, "problem.memory.gradient_buffers", "on 2 stages"),
-        ("objective", "speed", "problem.objective", "not one of"),
-    ],
-)
-def test_nonsense_is_named(path: str, value: Any, where: str, message: str) -> None:
+def edited(path: str, value: Any) -> str:
     data = json.loads(plan_with(PROBLEM).to_json())
-    part = data["problem"]
+    part = data
     *way, last = path.split(".")
     for step in way:
         part = part[int(step) if isinstance(part, list) else step]
     part[int(last) if isinstance(part, list) else last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "where", "message"),
+    [
+        ("surprise", 1, "problem", "unknown key"),
+        ("items.0.forward_seconds", -1, "problem.items[0].forward_seconds", "negative"),
+        ("items.0.forward_seconds", "x", "problem.items[0].forward_seconds", "not a number"),
+        ("items.0.trainable_bytes", 9, "problem.items[0]", "9 trainable of 8"),
+        ("traffic.0.forward_bytes", 0.5, "problem.traffic[0].forward_bytes", "whole number"),
+        ("stages.0.speed", 0, "problem.stages[0].speed", "speed is 0"),
+        ("pins.0", [2], "problem.pins[0]", "not a list of 2"),
+        ("memory", {"versions": "2"}, "problem.memory.versions", "not a whole number"),
+        ("objective", "speed", "problem.objective", "not one of"),
+    ],
+)
+def test_nonsense_is_named(path: str, value: Any, where: str, message: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan.from_json(json.dumps(data))
+        Plan.from_json(edited(f"problem.{path}", value))
     assert message in caught.value.message
     assert where in str(caught.value.where)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("problem.items", []),
+        ("problem.items.1.ops", ["c", "a"]),
+        ("problem.items.0.forward_seconds", 1.5),
+        ("problem.traffic.0.producer", 3),
+        ("problem.stages.0.memory_bytes", 100),
+        ("problem.pins.0", [7, 0]),
+        ("problem.wishes", [{"text": "Pin", "pins": [[9, 0]]}]),
+        ("certificate.bound_seconds", 0.9),
+        ("certificate.prover", "nobody"),
+        ("certificate.scope", "all plans"),
+        ("training.warmup", [1, 0]),
+        ("seal", ""),
+    ],
+)
+def test_what_is_sealed_cannot_be_edited(path: str, value: Any) -> None:
+    certificate = {} if path != "certificate.bound_seconds" else {"status": "feasible"}
+    data = json.loads(edited(path, value))
+    data["certificate"] |= certificate
+    with pytest.raises(PlanError, match="was edited") as caught:
+        Plan.from_json(json.dumps(data))
+    assert "make the plan again" in str(caught.value.remedy)
+
+
+def test_what_the_remedies_say_is_read() -> None:
+    data = json.loads(plan_with(PROBLEM).to_json())
+    nothing = {"bound_seconds": 0.0, "status": "feasible", "scope": "mine"}
+    without = Plan.from_json(json.dumps(data | {"problem": None}))
+    assert without.certificate == plan_with(None).certificate
+    modest = data | {"certificate": data["certificate"] | nothing}
+    assert Plan.from_json(json.dumps(modest)).problem == PROBLEM
+    del modest["problem"], modest["seal"]
+    assert Plan.from_json(json.dumps(modest)).certificate.scope == "mine"
+
+
+def test_what_is_not_sealed_can_be_edited() -> None:
+    for path, value in (
+        ("stages.0.ops", ["a"]), ("training.seed", 7), ("notes", ["mine"]),
+    ):  # fmt: skip
+        assert Plan.from_json(edited(path, value)).problem == PROBLEM
 
 
 def test_nonsense_is_not_written() -> None:
@@ -147,6 +172,11 @@ def test_a_torn_item_is_a_plan_but_no_assignment() -> None:
         assignment(plan, "p.json")
     assert caught.value.where == "p.json: stages[1].ops"
     assert "move all 2 ops" in str(caught.value.remedy)
+
+
+def test_an_op_on_no_stage_is_no_assignment() -> None:
+    with pytest.raises(PlanError, match=r"op 'b' of 'h\.0' is on no stage"):
+        assignment(plan_with(PROBLEM, ("a",), ("c",)))
 
 
 def test_another_number_of_stages_is_no_assignment() -> None:

@@ -36,14 +36,13 @@ from pdcompile.passes.planning.whatif import command, whatif
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation, measure, violations
-from pdcompile.plan.rivals import neighbours
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Pin
 from pdcompile.problem.scenario import Scenario
 from pdcompile.problem.space import SearchSpace
 from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
-from tests.helpers.planned import moved, planned
+from tests.helpers.planned import moved, neighbours, planned
 from tests.helpers.problems import chain_problem, random_problem
 
 

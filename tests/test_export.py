@@ -481,4 +481,4 @@ def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
     path.write_text(exported.planned(exported.mlp(), 2).to_json(), encoding="utf-8")
     with pytest.raises(PlanError, match="the plan is of another model") as caught:
         export(path, f"{HERE}:crossing", to="megatron", folder=tmp_path / "out")
-    assert caught.value.where == str(path)
+    assert caught.value.where == f"{path}: stages[0].ops[0]"

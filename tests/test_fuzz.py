@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from pdcompile.checkpoint.conversion import convert
 from pdcompile.checkpoint.extra_states import generator_states, states_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, Device
 from pdcompile.errors import (
     CheckpointError,
     ClusterError,
@@ -33,6 +33,7 @@ from pdcompile.files import read_limited
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.targets import resolve
 from pdcompile.plan import Plan
+from pdcompile.plan.seal import seal_of
 from pdcompile.schedule import written
 from pdcompile.weights import TensorFiles
 from tests.helpers.file_formats import MAKERS, Training
@@ -260,8 +261,10 @@ def test_hostile_text_in_a_plan_is_shown_and_does_nothing(
     cluster = Cluster.from_toml(plan.cluster)
     levels = tuple(replace(level, name=HOSTILE) for level in cluster.levels)
     data = hostile(json.loads(plan.to_json()))
-    data["cluster"] = replace(cluster.each(kind=HOSTILE), levels=levels, notes=(HOSTILE,)).to_toml()
-    data["notes"] = [HOSTILE]
+    data["cluster"] = replace(
+        cluster, devices=(Device(HOSTILE),) * 3, levels=levels, notes=(HOSTILE,)
+    ).to_toml()
+    data["notes"], data["seal"] = [HOSTILE], seal_of(data)
     place, whole = tmp_path / "plan.json", tmp_path / "whole.json"
     place.write_text(json.dumps(data))
     whole.write_text(plan.to_json())

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import pdcompile
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pdcompile"
 
@@ -157,6 +159,15 @@ def test_import_pdcompile_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_see_the_names_that_are_imported_later() -> None:
+    tree = ast.parse((ROOT / "pdcompile/__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    seen = {one.names[0].asname: one.module for one in imports}
+    assert {name: seen.get(name) for name in pdcompile._HOME} == pdcompile._HOME
+    ours = {name for name, home in seen.items() if name and str(home).startswith("pdcompile.")}
+    assert ours == {*pdcompile.__all__}
 
 
 def test_one_name_for_one_module() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,22 +64,6 @@ def test_hash_is_of_the_contents() -> None:
     assert Plan.from_json(PLAN.to_json()).hash() == PLAN.hash()
     assert Plan.from_json(edited("training.seed", 1)).hash() != PLAN.hash()
     assert len(PLAN.hash()) == 64
-
-
-def test_a_plan_of_the_version_before_is_read_with_a_note() -> None:
-    data = json.loads(PLAN.to_json())
-    data["schema"] = "pdcompile.plan/1"
-    for name in ("step", "keeps_outputs"):
-        del data["training"][name]
-    for part in (*data["stages"], *data["forecast"]["ledgers"]):
-        for name in ("step_bytes", "input_bytes", "output_bytes"):
-            part.pop(name, None)
-        for name in ("temporaries_bytes", "inputs_bytes", "outputs_bytes"):
-            part.pop(name, None)
-    read = Plan.from_json(json.dumps(data))
-    assert "made by an earlier version" in read.notes[-1]
-    assert replace(read, notes=PLAN.notes) == PLAN
-    assert Plan.from_json(read.to_json()) == read
 
 
 def test_ledger_and_gap() -> None:

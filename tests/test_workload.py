@@ -12,7 +12,6 @@ from torch import nn
 
 from pdcompile import ConfigError, Workload, load_target
 from pdcompile.cli.options import Flags
-from pdcompile.errors import InputError
 
 GOOD = """
 import torch
@@ -170,37 +169,6 @@ def test_an_error_of_batches_has_its_own_line() -> None:
         next(stream)
     assert str(caught.value.where).startswith(f"{__file__}:")
     assert isinstance(caught.value.__cause__, OSError)
-
-
-@pytest.mark.parametrize(
-    ("example", "message"),
-    [
-        (torch.ones(4, 3, dtype=torch.float64), "torch.float64.* and torch.float32"),
-        (torch.ones(3), r"input is torch.float32\[3\] in .* torch.float32\[4, 3\] in the first"),
-    ],
-)
-def test_an_example_of_another_form_than_the_batches(example: torch.Tensor, message: str) -> None:
-    x = torch.ones(4, 3)
-    workload = Workload(nn.Linear(3, 3), example, nn.functional.mse_loss, lambda: [(x, x)])
-    with pytest.raises(ConfigError, match=message) as caught:
-        workload.example()
-    assert caught.value.where == "Workload.example_inputs"
-
-
-def test_an_example_of_another_size_is_told() -> None:
-    x = torch.ones(4, 3)
-    workload = Workload(
-        nn.Linear(3, 3), torch.ones(64, 3), nn.functional.mse_loss, lambda: [(x, x)]
-    )
-    with pytest.warns(UserWarning, match=r"\[64, 3\] in example_inputs .* as batches\(\) yields"):
-        assert workload.example()[0] is x
-
-
-def test_keywords_of_the_example_have_to_be_those_of_forward() -> None:
-    x = torch.ones(4, 3)
-    workload = Workload(nn.Linear(3, 3), {"inpt": x}, nn.functional.mse_loss, lambda: [(x, x)])
-    with pytest.raises(InputError, match="does not fit"):
-        workload.example()
 
 
 def test_it_takes_what_a_training_is() -> None:

@@ -1,15 +1,14 @@
 """check_plan(plan, graph, cluster): a plan held against the graph that it is for.
 
-From the graph and the plan's own cut comes the plan that the compiler makes of that cut, and from
-its groups of ops the problem that the planner was given: what differs there from the plan is named
-by its place.  The objective is computed again by the clock that searches use, and plans next to
-this one must not be faster than its bound.  So a plan that was edited by hand, or made for another
-model, is refused with the first thing that is not so.
+From the graph and the plan's own cut comes the plan that the compiler makes of that cut: what
+differs there from the plan is named by its place.  The objective is computed again by the clock
+that searches use.  So a plan that was edited by hand, or made for another model, is refused with
+the first thing that is not so.  The problem and the bound that was proved of it are under the seal
+of the plan's file (see `pdcompile.plan.seal`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -19,23 +18,24 @@ from pdcompile.cluster import Cluster
 from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError, some
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.coarsen.items import Assembly
-from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
-from pdcompile.passes.planning.solved_problem import with_problem
+from pdcompile.passes.coarsen.spans import Groups, join_spans
 from pdcompile.passes.stages.assemble import plan_of_cut
-from pdcompile.plan import Plan, StagePlan, rivals
+from pdcompile.plan import Plan, StagePlan
 from pdcompile.plan.diff import CLOSE, differences, named, other_prints
 from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
-from pdcompile.problem import OUTPUT_WISH, PartitionProblem, StageLimits, Wish
+from pdcompile.problem import StageLimits
 
 AGAIN = "make the plan again for this model and cluster"
-PRINTS = {"model": "another model", "costs": "other costs", "cluster": "another cluster"}
+PRINTS = {  # parts of a fingerprint
+    "model": "another graph, in which an argument of an op or a shape inside a stage is another",
+    "costs": "other costs",
+    "cluster": "another cluster",
+}
 DERIVED = ("parameters", "parameter_bytes", "trainable_bytes", "step_bytes", "update_seconds",
            "forward_seconds", "backward_seconds")  # of a stage  # fmt: skip
-MEASURED = ("name", "forward_seconds", "backward_seconds", "saved_bytes", "workspace_bytes")
 
 
 def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
@@ -43,14 +43,14 @@ def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
 
     For a stream with replicas, and for half-duplex links under a flush, which only the simulator
     can time, the objective must lie between the closed form and what all work takes one after the
-    other.  For a graph without costs the seconds of stages and items are taken as the plan gives
-    them.  Memory is left to the ledger of the schedule.
+    other.  For a graph without costs the seconds of stages are taken as the plan gives them.
+    Memory is left to the ledger of the schedule.
 
     Raises:
         PlanError: an op is missing or misplaced, a stage, an edge or a tied parameter is not what
             the graph makes, the certificate's objective cannot be reproduced, the plan's
-            fingerprint or problem is of another graph or cluster, or a plan next to it is faster
-            than the certificate's bound.  `where` is the place in the plan.
+            fingerprint is of another graph or cluster, or the plan tears apart what its problem
+            keeps together.  `where` is the place in the plan.
     """
     validate(plan, "plan")
     stage_of = _stage_of(plan, graph)
@@ -59,8 +59,7 @@ def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
         _summed(plan, graph, stage_of),
         _cut(plan, graph, stage_of, cluster),
         _objective(plan, graph, cluster),
-        () if plan.problem is None else _problem(plan, plan.problem, graph, cluster),
-        rivals.findings(plan, cluster),
+        _kept(plan),
     ):
         raise PlanError(message, where=f"plan: {path}", remedy=remedy)
 
@@ -142,12 +141,6 @@ def _cut(
     derived, prints = [*DERIVED], made.fingerprint.split(".")
     if not _costed(graph):
         derived, prints[1:2] = derived[:-2], plan.fingerprint.split(".")[1:2]
-    for part in other_prints(plan.fingerprint, ".".join(prints)):
-        known = f"the plan was made for {PRINTS.get(part)}"
-        unknown = f"{plan.fingerprint!r} is not a fingerprint"
-        yield "fingerprint", known if part in PRINTS else unknown, AGAIN
-    if Cluster.from_toml(plan.cluster, where="plan: cluster").to_toml() != made.cluster:
-        yield "cluster", "the plan is for another cluster", AGAIN
     stages = tuple(
         replace(given, **{name: getattr(own, name) for name in derived})
         for given, own in zip(plan.stages, made.stages, strict=True)
@@ -157,6 +150,12 @@ def _cut(
     yield from _differences(plan.stages, stages, "stages")
     yield from _differences(plan.edges, made.edges, "edges")
     yield from _differences(plan.tied, tuple(tied), "tied")
+    for part in other_prints(plan.fingerprint, ".".join(prints)):
+        known = f"the plan was made for {PRINTS.get(part)}"
+        unknown = f"{plan.fingerprint!r} is not a fingerprint"
+        yield "fingerprint", known if part in PRINTS else unknown, AGAIN
+    if Cluster.from_toml(plan.cluster, where="plan: cluster").to_toml() != made.cluster:
+        yield "cluster", "the plan is for another cluster", AGAIN
 
 
 def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
@@ -219,86 +218,14 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float
         raise PlanError(str(error), where="plan: training.warmup", remedy=AGAIN) from None
 
 
-def _problem(
-    plan: Plan, problem: PartitionProblem, graph: OpGraph, cluster: Cluster
-) -> Iterator[Finding]:
-    """The problem is what the coarsener makes of its groups of ops; its demands are kept.
-
-    The certificate's bound is about the problem: if that were not the graph's and the cluster's,
-    the bound would be of something else.
-    """
-    groups = _groups(problem, graph)
-    count = len(groups.members())
-    close_cycles(graph, groups)
-    if len(groups.members()) < count:
-        yield "problem.items", "two of them read what the other makes", AGAIN
+def _kept(plan: Plan) -> Iterator[Finding]:
+    """Items of the problem that the plan tears apart, and demands that it does not meet."""
+    if plan.problem is None:
         return
-    made = with_problem(plan, _made_of(groups, plan, problem, graph), cluster)
-    yield from _differences(problem, made.problem, "problem")
-    yield from _scope(plan.certificate.scope, problem)
     try:
         stage_of = assignment(plan)
     except PlanError as error:
         yield "stages", error.message, error.remedy or AGAIN
         return
-    for message in Evaluation(problem.without_memory_limits(), stage_of).violations():
+    for message in Evaluation(plan.problem.without_memory_limits(), stage_of).violations():
         yield "stages", message, "move it back, or plan again"
-
-
-def _groups(problem: PartitionProblem, graph: OpGraph) -> Groups:
-    """The ops of each item of the problem, and what the graph returns beside its last one."""
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    groups = Groups(len(graph.ops) + 1)
-    output = {item for one in problem.wishes if one.text == OUTPUT_WISH for item, _ in one.pins}
-    for i, item in enumerate(problem.items):
-        members = [position[name] for name in item.ops]
-        groups.join([*members, len(graph.ops)] if i in output else members, "")
-    return groups
-
-
-def _made_of(
-    groups: Groups, plan: Plan, problem: PartitionProblem, graph: OpGraph
-) -> PartitionProblem:
-    """The problem of the graph for these groups of ops and for the wishes of the plan's problem."""
-    b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    assembly, kept = Assembly.of(graph, groups, b), list[str]()
-    kept += [] if _costed(graph) else MEASURED
-    kept += [] if any(plan.training.step) else ["trained_sizes"]  # earlier versions have none
-    given = {item.ops: item for item in problem.items}
-    items = [
-        replace(one, **{name: getattr(given.get(one.ops, one), name) for name in kept})
-        for one in assembly.items()
-    ]
-    wishes = problem.wishes
-    counts = [one.max_stages for one in wishes if one.max_stages is not None]
-
-    def asked(name: str) -> Any:
-        """Entries of all wishes, in the order of the problem where these are the same."""
-        own, every = getattr(problem, name), {part for one in wishes for part in getattr(one, name)}
-        return own if set(own) == every else tuple(sorted(every))
-
-    return replace(
-        problem,
-        items=tuple(items),
-        traffic=assembly.traffic(),
-        shared=assembly.shared(),
-        order=assembly.order(),
-        pins=asked("pins"), together=asked("together"), apart=asked("apart"),
-        forbidden=asked("forbidden"),
-        max_stages=min(counts, default=None),
-        allow_empty=any(count < len(problem.stages) for count in counts),
-    )  # fmt: skip
-
-
-def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:
-    """The scope says what was kept together and what was asked for."""
-    path, ops = "certificate.scope", sum(len(item.ops) for item in problem.items)
-    said = re.search(r"(\d+) groups of the (\d+) ops", scope)
-    if said is None and any(len(item.ops) > 1 for item in problem.items):
-        yield path, f"says nothing of the {len(problem.items)} groups of the {ops} ops", AGAIN
-    if said is not None and said.groups() != (str(len(problem.items)), str(ops)):
-        yield path, f"{said.group()}, and the problem has {len(problem.items)} of {ops}", AGAIN
-    for wish in problem.wishes:
-        own = wish == Wish(OUTPUT_WISH, pins=wish.pins[:1])
-        if wish.text not in scope and not own:
-            yield path, f"does not say that it holds under {wish.text}", AGAIN

@@ -94,12 +94,12 @@ def export(
         return rounding[0].after
 
     result = driver.build(
-        workload.model,
-        call,
+        workload.model, call,
         Options.given(dict(workload.options) | {
             "loss_fn": workload.loss_fn, "plan": given, "plan_file": where, "progress": progress,
-            "weights": workload.weights, "capture_file": beside, "replan": replan,
+            "weights": workload.weights, "capture_file": beside,
         }),
+        replan=replan,
     )  # fmt: skip
     found = targets.KINDS[to].make(
         Subject(

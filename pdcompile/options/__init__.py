@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,6 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
     capture_file: Path | None = None  # beside a plan: read where that is given, else written
-    replan: Callable[[Any, Any], Any] | None = None  # another plan, of one and the graph
     plan_file: str = "plan"  # where a plan that was read comes from
     command_target: str = "TARGET"  # of the command line, for commands that remedies name
     alone: bool = False  # one process runs what is made: it keeps outputs that nobody names

@@ -1,17 +1,16 @@
 """The problem inside a plan: what the planner was given, so that it can be asked again.
 
 A plan says which op runs where; `Plan.problem` says what the planner knew when it chose: items
-(ops that it keeps together) with their costs, what passes between them, and the limits.  The
-file must hold exactly the plan's ops in its items, or it is of another model.  Which stage an
-item is on is not written twice: it follows from the ops of the stages, so a plan in which a
-person moved whole items can still be explained.  One in which an item was torn apart is still
-a plan (`check` decides that), but the planner cannot speak of it: `assignment` says so.
+(ops that it keeps together) with their costs, what passes between them, and the limits.  In a file
+it is sealed (see `pdcompile.plan.seal`).  Which stage an item is on is not written twice: it
+follows from the ops of the stages, so a plan in which a person moved whole items can still be
+explained.  One in which an item was torn apart is no such plan: `assignment` says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,8 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
 
     Raises:
         PlanError: there is no problem, it is of another number of stages, an item is torn
-            apart, or one is on an earlier stage than what it reads; `where` names the op.
+            apart, an op of it is on no stage, or one is on an earlier stage than what it reads;
+            `where` names the op.
     """
     problem = problem_of(plan, where)
     if len(problem.stages) != len(plan.stages):
@@ -107,6 +107,12 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
     stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
     found = []
     for item in problem.items:
+        if absent := [op for op in item.ops if op not in stage_of]:
+            raise PlanError(
+                f"op {absent[0]!r} of {item.name!r} is on no stage",
+                where=f"{where}: stages",
+                remedy="add it to the ops of one stage, or plan again",
+            )
         stages = [stage_of[op] for op in item.ops]
         for op, stage in zip(item.ops, stages, strict=True):
             if stage != stages[0]:
@@ -128,17 +134,6 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
                 remedy=f"move {early!r} to stage {found[first]} or later, or plan again",
             )
     return tuple(found)
-
-
-def findings(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """What is wrong with an embedded problem; `stages` are the ops of the plan's stages."""
-    if not problem.stages or not problem.items:
-        yield "problem", "a problem without stages or items", AGAIN
-    yield from inconsistencies(problem)
-    for path, (_, stage) in _placed(problem):
-        if stage >= len(problem.stages):
-            yield f"problem.{path}", f"there is no stage {stage}", "name an existing stage"
-    yield from _ops(problem, stages)
 
 
 def unusable_numbers(part: Any, path: str) -> Iterator[Finding]:
@@ -229,20 +224,3 @@ def _placed(problem: PartitionProblem) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _each(parts: tuple[Any, ...]) -> list[tuple[int, Any]]:
     return list(enumerate(parts))
-
-
-def _ops(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """Items hold every op of the plan once, and no other."""
-    stage_of = {op: s for s, ops in enumerate(stages) for op in ops}
-    seen: dict[str, int] = {}
-    for i, item in enumerate(problem.items):
-        for op in item.ops:
-            path = f"problem.items[{i}].ops"
-            if op in seen:
-                yield path, f"op {op!r} is also in items[{seen[op]}]", AGAIN
-            if op not in stage_of:
-                yield path, f"op {op!r} is on no stage", f"add {op!r} to a stage; or {AGAIN}"
-            seen[op] = i
-    for op, s in stage_of.items():
-        if op not in seen:
-            yield f"stages[{s}].ops", f"op {op!r} is in no item of the problem", AGAIN

@@ -8,24 +8,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal
+from typing import Literal
 
 from pdcompile.errors import PlanError, ScheduleError
 from pdcompile.files import read_limited
-from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
+from pdcompile.jsonio import COMPACT, canonical, decode, dumps, encode, loads
+from pdcompile.plan.seal import check_seal, seal_of
 from pdcompile.plan.validate import pipeline, validate
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
 from pdcompile.schedule.spec import PipelineSpec
 
-SCHEMA = "pdcompile.plan/2"
+SCHEMA = "pdcompile.plan/3"
 COPIED = 2.0  # bytes moved per byte that is copied: read, and written
 CLIPPED = 3.0  # read for the norm, then read and written once more
-EARLIER = {  # versions that are read as well, and what they do not know
-    "pdcompile.plan/1": "made by an earlier version: its memory is without temporaries of the "
-    "optimizer's step, copies of inputs and kept outputs",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +303,8 @@ class Plan:
             PlanError: a number is NaN or infinite, or the plan is nonsense (see `validate`).
         """
         validate(self, "plan")
-        return dumps(self)
+        data = encode(self)
+        return dumps(data | {"seal": seal_of(data)})
 
     @staticmethod
     def from_json(text: str | bytes, where: str = "plan.json") -> Plan:
@@ -325,16 +323,16 @@ class Plan:
                 remedy="give it as schedule= (--schedule on the command line)",
             )
         schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
-        if isinstance(schema, str) and schema in EARLIER:
-            data = {**data, "schema": SCHEMA, "notes": _noted(data.get("notes", []), schema)}
-        elif schema != SCHEMA:
+        if schema != SCHEMA:
             raise PlanError(
                 f"schema {schema!r} is not {SCHEMA!r}",
                 where=f"{where}: schema",
                 remedy="make the plan again with this version of pdcompile",
             )
+        seal = data.pop("seal", None) if isinstance(data, dict) else None
         plan = decode(Plan, data, where=where)
         validate(plan, where)
+        check_seal(data, seal, where)
         return plan
 
     @staticmethod
@@ -368,8 +366,3 @@ def ranks_of(stages: Sequence[StagePlan]) -> list[tuple[int, ...]]:
         following = max(given) + 1
         found.append(given)
     return found
-
-
-def _noted(notes: Any, schema: str) -> Any:
-    """The notes of a plan file, and one on its version; what are not notes is refused later."""
-    return [*notes, EARLIER[schema]] if isinstance(notes, list) else notes

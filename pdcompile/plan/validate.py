@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
-from pdcompile.plan import embedded
 from pdcompile.plan.embedded import Finding, unusable_numbers
 from pdcompile.schedule.registry import (
     KINDS,
@@ -48,8 +47,6 @@ def _problems(plan: Plan) -> Iterator[Finding]:
     yield from _training(plan)
     yield from _cluster(plan)
     yield from _certificate(plan)
-    if plan.problem is not None:
-        yield from embedded.findings(plan.problem, [stage.ops for stage in plan.stages])
 
 
 def _stages(plan: Plan) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
@@ -11,7 +12,7 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.times import times_of
-from pdcompile.problem import StageLimits
+from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Constraint
 from pdcompile.problem.space import SearchSpace
 
@@ -72,3 +73,27 @@ def with_warmup(plan: Plan, depths: Sequence[int]) -> Plan:
         plan.certificate, objective_seconds=period, bound_seconds=0.0, status="feasible"
     )
     return replace(plan, certificate=certificate)
+
+
+def neighbours(
+    problem: PartitionProblem, stage_of: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(item, assignment) with the item, and what must stay with it, one stage further."""
+    before: dict[int, set[int]] = defaultdict(set)
+    after: dict[int, set[int]] = defaultdict(set)
+    pairs = [(t.producer, c) for t in problem.traffic for c in t.consumers]
+    for a, b in [*pairs, *problem.order]:
+        before[b].add(a)
+        after[a].add(b)
+    groups = {i: set(group) for group in problem.together for i in group}
+    last = len(problem.stages) - 1
+    for i, s in enumerate(stage_of):
+        moving = groups.get(i, {i})
+        for step, around in ((1, after), (-1, before)):
+            fixed = any(
+                stage_of[other] == s and other not in moving
+                for one in moving
+                for other in around[one]
+            )
+            if 0 <= s + step <= last and not fixed:
+                yield i, tuple(s + step if j in moving else t for j, t in enumerate(stage_of))
