@@ -132,7 +132,7 @@ def test_no_cut_between_parts_is_faster(data: st.DataObject) -> None:
     )
     assert found.after_seconds == pytest.approx(best, rel=1e-9)
     assert found.percent >= -1e-6
-    assert all(len(one) <= 1 for one in stages_of_parts(graph, found.after).values())
+    assert all(len(one) == 1 for one in stages_of_parts(graph, found.after).values())
 
 
 def first_item(graph: OpGraph, problem: Any, path: str) -> int:

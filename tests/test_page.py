@@ -299,11 +299,8 @@ def test_one_process_is_compared_stage_by_stage(tmp_path: Path) -> None:
 
 def test_runs_of_other_plans_are_refused(tmp_path: Path) -> None:
     made = with_problem()
-    path = written(measured(make_plan("1f1b", 3, 4)), tmp_path)
-    with pytest.raises(ConfigError, match="stage 2 on rank 2 is in one of them only"):
-        run_of(path, made)
-    path = written(measured(make_plan("1f1b", 2, 3)), tmp_path)
-    with pytest.raises(ConfigError, match="3 microbatches, and the plan has 4"):
+    path = written(measured(replace(made, fingerprint="other")), tmp_path)
+    with pytest.raises(ConfigError, match="the run is of another plan"):
         run_of(path, made)
     path = written(chrome.Trace(drained(made, 1)), tmp_path)
     with pytest.raises(ConfigError, match="not of a run"):

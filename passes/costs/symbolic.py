@@ -143,9 +143,9 @@ class SymbolicCosts:
 
     def __str__(self) -> str:
         lines = [
-            f"{op.name}: {op.target} [{', '.join(map(str, op.shape))}] flops {op.flops}, "
-            f"output bytes {op.output_bytes}, saved bytes {op.saved_bytes}"
-            f"{'' if op.symbolic else '  (concrete)'}"
+            f"{op.name}: {op.target} [{', '.join(map(str, op.shape))}] forward "
+            f"{shown_flops(op.flops)}, output {shown_bytes(op.output_bytes)}, saved "
+            f"{shown_bytes(op.saved_bytes)}{'' if op.symbolic else '  (concrete)'}"
             for op in self.ops
         ]
         return "\n".join([*lines, *self.summary()])

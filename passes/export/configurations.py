@@ -15,14 +15,15 @@ Each follows what the project's own code reads (looked up in November 2026):
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pdcompile.errors import ConfigError
+from torch import Tensor, nn
+
 from pdcompile.passes.export.model_parts import (
     is_numbered,
     part_at,
     runs_of_parts,
-    spread_parts,
+    stages_of_parts,
     whole_parts,
 )
 from pdcompile.passes.export.pruned_model import check_pruned
@@ -30,19 +31,16 @@ from pdcompile.passes.export.subject import Exported, Subject, refused
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
 
-LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict")
-
 
 def torchtitan(subject: Subject) -> Exported:
     """``parallelism.toml``: the names of the modules of each stage.
 
     Raises:
-        ConfigError: a module lies deeper than torchtitan looks, a tied weight is on two stages,
-            more than one value crosses a boundary, or the model is another one without the modules
-            of other stages.
+        ConfigError: a tied weight is on two stages, or the model is another one without the
+            modules of other stages.
     """
-    plan, graph = subject.plan, subject.capture.train
-    placed = whole_parts(graph, plan)
+    plan = subject.plan
+    placed = stages_of_parts(subject.capture.train, plan)
     for one in plan.tied:
         raise refused(
             "torchtitan",
@@ -51,18 +49,7 @@ def torchtitan(subject: Subject) -> Exported:
             "--to torch-pipelining sums its gradients; or untie it in the model, or plan with "
             "Together for its holders",
         )
-    _refuse_more_values(plan, "torchtitan")
-    for path in placed:
-        parent = path.rpartition(".")[0]
-        if parent and ("." in parent or graph.classes.get(parent, ("",))[0] not in LISTS):
-            raise refused(
-                "torchtitan",
-                f"module {path!r} is neither a child of the model nor an entry of a ModuleList or "
-                "ModuleDict among these, and torchtitan keeps or deletes nothing else",
-                "--to torch-pipelining; or give the model's class its layers directly",
-            )
-    on = {path: (stage,) for path, stage in placed.items()} | spread_parts(graph, plan)
-    stages = [[path for path, held in on.items() if k in held] for k in range(len(plan.stages))]
+    stages = [[path for path, on in placed.items() if k in on] for k in range(len(plan.stages))]
     training, replicas = plan.training, plan.stages[0].replicas
     rows = "".join(f"    {json.dumps(names)},\n" for names in stages)
     text = (
@@ -96,7 +83,6 @@ def megatron(subject: Subject) -> Exported:
         ConfigError: the model is no list of blocks between an embedding and a head.
     """
     plan, placed = subject.plan, whole_parts(subject.capture.train, subject.plan)
-    _refuse_more_values(plan, "megatron")
     numbered = [path for path in placed if is_numbered(path)]
     for reason, remedy in _unlike_megatrons(subject, placed, numbered):
         raise refused("megatron", reason, remedy)
@@ -171,9 +157,19 @@ def _unlike_megatrons(
 def _shared(subject: Subject) -> dict[str, list[str]]:
     """The names of each tensor that has several, by its canonical one."""
     holders: dict[str, list[str]] = {}
-    for name, canonical in subject.tensors.items():
+    for name, canonical in tensor_names(subject.model).items():
         holders.setdefault(canonical, []).append(name)
     return {canonical: names for canonical, names in holders.items() if len(names) > 1}
+
+
+def tensor_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters and buffers in ``state_dict()``, each with the first of its tensor."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)  # not extra state
+    }
 
 
 def accelerate(subject: Subject) -> Exported:
@@ -196,7 +192,7 @@ def accelerate(subject: Subject) -> Exported:
         for fqn in op.used_tensors
         if op.name in stage_of
     }
-    notes = list(_with_tensors(devices, subject.tensors, read))
+    notes = list(_with_tensors(devices, tensor_names(subject.model), read))
     notes.append(
         "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
         "from_pretrained; it runs one device after the other, and does not pipeline"
@@ -253,51 +249,6 @@ def _left_out(plan: Plan, to: str) -> Iterator[str]:
             f"set in {to} yourself what the plan reckons with: {', '.join(found)}; memory, times "
             "and gradients are others without"
         )
-
-
-def _refuse_more_values(plan: Plan, to: str) -> None:
-    """Refuse what goes past a stage, or beside the one value that a stage hands to the next."""
-    for k in range(len(plan.stages)):
-        sent = [edge for edge in plan.edges if edge.gradient and edge.source == k]
-        far = [edge for edge in sent if edge.targets[-1] > k + 1]
-        if far:
-            raise refused(
-                to,
-                f"value {far[0].value!r} goes from stage {k} to stage {far[0].targets[-1]}, and "
-                f"{to} sends nothing past a stage (a skip connection)",
-                "--to torch-pipelining hands it on from stage to stage",
-            )
-        if len(sent) > 1:
-            raise refused(
-                to,
-                f"{len(sent)} values go from stage {k} to stage {k + 1} "
-                f"({', '.join(edge.value for edge in sent[:3])}), and stages of {to} hand on one",
-                "--to torch-pipelining",
-            )
-
-
-def refused_plans(to: str, *, pipelines: bool = True) -> Callable[[Plan], Iterator[ConfigError]]:
-    """Checks of a plan alone for what a target has no lines for: replicas that are not equal, and
-    where it `pipelines` microbatches of several sizes."""
-
-    def found(plan: Plan) -> Iterator[ConfigError]:
-        counts, training = {stage.replicas for stage in plan.stages}, plan.training
-        if len(counts) > 1:
-            yield refused(
-                to,
-                f"stages have {sorted(counts)} replicas, and those of {to} all have equally many",
-                "plan with replicas='equal' or a number",
-            )
-        if pipelines and training.batch_size % (training.num_microbatches * max(counts)):
-            yield refused(
-                to,
-                f"{training.batch_size} samples in {training.num_microbatches} microbatches on "
-                f"{max(counts)} replicas are not of one size",
-                "plan with a number of microbatches that divides the minibatch, and that the "
-                "replicas divide",
-            )
-
-    return found
 
 
 def _places(plan: Plan) -> int:

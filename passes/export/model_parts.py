@@ -60,47 +60,38 @@ def views(graph: OpGraph) -> frozenset[str]:
 
 
 def stages_of_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The stages on which each part computes something, ascending; parts in order of running."""
-    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
-    part_of, idle = parts_of_ops(graph), views(graph)
-    found: dict[str, set[int]] = {path: set() for path in part_paths(graph)}
-    for op in graph.ops:
-        if part_of[op.name] and op.name in stage_of and op.name not in idle:
-            found[part_of[op.name]].add(stage_of[op.name])
-    return {path: tuple(sorted(stages)) for path, stages in found.items()}
-
-
-def whole_parts(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of each part.  A part that computes nothing is where the part before it is; one
-    without tensors that runs on several stages (an activation) is left out (`spread_parts`).
+    """The stage of each part, in order of running; one that computes nothing is where the part
+    before it is.  A part without tensors (an activation) may have several: each can have a copy.
 
     Raises:
         ConfigError: a part with tensors runs on several stages.
     """
-    found: dict[str, int] = {}
-    last, spread = 0, spread_parts(graph, plan)
-    for path, stages in stages_of_parts(graph, plan).items():
-        if path in spread:
-            continue
-        if len(stages) > 1:
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
+    part_of, idle = parts_of_ops(graph), views(graph)
+    held = {part_of[op.name] for op in graph.ops if op.parameters or op.buffers_read}
+    on: dict[str, set[int]] = {path: set() for path in part_paths(graph)}
+    for op in graph.ops:
+        if part_of[op.name] and op.name in stage_of and op.name not in idle:
+            on[part_of[op.name]].add(stage_of[op.name])
+    found: dict[str, tuple[int, ...]] = {}
+    last: tuple[int, ...] = (0,)
+    for path, stages in on.items():
+        found[path] = tuple(sorted(stages)) or last
+        if len(stages) > 1 and path in held:
             raise ConfigError(
-                f"module {path!r} runs on stages {', '.join(map(str, stages))}, and this target "
-                "places each module once",
+                f"module {path!r} runs on stages {', '.join(map(str, found[path]))}, and this "
+                "target places each module once",
                 where="plan: stages",
                 remedy="--to torch-pipelining, whose stages hold what they run; or plan with "
                 f"Together({path!r}) (--together {path})",
             )
-        last = stages[0] if stages else last
-        found[path] = last
+        last = found[path] if len(found[path]) == 1 else last
     return found
 
 
-def spread_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Parts without tensors that run on several stages, which each of them can have a copy of."""
-    part_of = parts_of_ops(graph)
-    held = {part_of[op.name] for op in graph.ops if op.parameters or op.buffers_read}
-    found = stages_of_parts(graph, plan)
-    return {p: stages for p, stages in found.items() if len(stages) > 1 and p not in held}
+def whole_parts(graph: OpGraph, plan: Plan) -> dict[str, int]:
+    """The stage of each part that has one alone.  Raises ConfigError as `stages_of_parts`."""
+    return {path: on[0] for path, on in stages_of_parts(graph, plan).items() if len(on) == 1}
 
 
 def runs_of_parts(graph: OpGraph) -> dict[str, int]:

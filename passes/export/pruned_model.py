@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,19 +25,20 @@ def check_pruned(model: nn.Module, call: FlatCall, stages: Sequence[Collection[s
     Raises:
         ConfigError: a stage fails without the modules of the others, or the results differ.
     """
-    args, kwargs, _ = call.unflatten(call.leaves)
+    leaves = dict(call.leaves)
     with torch.no_grad(), preserved_rng(), in_mode(model, False):
+        args, kwargs, _ = call.unflatten(leaves)
         expected = model(*args, **kwargs)
-        value: Any = None
         for k, names in enumerate(stages):
-            given = (args, kwargs) if k == 0 else _with_first(args, kwargs, value)
+            args, kwargs, _ = call.unflatten(leaves)
             try:
-                value = pruned(model, names)(*given[0], **given[1])
+                value = pruned(model, names)(*args, **kwargs)
             except Exception as error:
                 raise _another_model(
                     f"without the modules of others, stage {k} raised {type(error).__name__}: "
                     f"{error}"
                 ) from error
+            leaves[next(iter(leaves))] = value  # the first input of the next one
     try:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     except (AssertionError, TypeError) as error:
@@ -62,19 +62,11 @@ def pruned(model: nn.Module, names: Collection[str]) -> nn.Module:
     return found
 
 
-def _with_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with another first argument."""
-    if args:
-        return (value, *args[1:]), kwargs
-    return args, {name: value if i == 0 else one for i, (name, one) in enumerate(kwargs.items())}
-
-
 def _another_model(message: str) -> ConfigError:
     return refused(
         "torchtitan",
-        f"torchtitan runs the model's whole forward on every stage: {message}",
-        "--to torch-pipelining; or have forward do nothing beside its modules, and pass by those "
-        "that are None",
+        "torchtitan runs the model's whole forward on every stage, of whose children and entries "
+        f"of their ModuleList or ModuleDict all but the stage's are None: {message}",
+        "--to torch-pipelining; or give the model's class its layers directly, and have forward do "
+        "nothing beside them, pass by those that are None, and hand on one value",
     )

@@ -8,13 +8,11 @@ a model's own forward runs where the part is.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import OpCost, OpGraph
-from pdcompile.passes.coarsen.constraints import between_borders
 from pdcompile.passes.export.model_parts import part_paths, parts_of_ops, views
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.branch_and_bound import best_plan
@@ -23,7 +21,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import problem_of
-from pdcompile.problem import Item, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits, Wish
 
 WISH = "cuts between modules"
 
@@ -90,30 +88,17 @@ def _groups(graph: OpGraph, problem: PartitionProblem) -> list[tuple[int, ...]]:
     An item lies where its ops compute; views that it keeps beside them may be of the next part.
     """
     idle, part_of = views(graph), parts_of_ops(graph)
-    item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
-    runs: list[set[str]] = [set()]
-    begun = False
-    for run in between_borders(graph, part_paths(graph)):
-        names = {graph.ops[position].name for position in run}
-        inside = bool(part_of[next(iter(names))])
-        if inside and begun:
-            runs.append(set())
-        runs[-1] |= names
-        begun = begun or inside
-    found: list[tuple[int, ...]] = []
-    taken: set[int] = set()
-    for names in runs:
-        items = {item_of[name] for name in names if name in item_of} - taken
-        here = {i for i in items if _computes_in(problem.items[i], names, idle)}
-        taken |= here
-        if len(here) > 1:
-            found.append(tuple(sorted(here)))
-    return found
-
-
-def _computes_in(item: Item, names: Collection[str], idle: Collection[str]) -> bool:
-    busy = [name for name in item.ops if name not in idle] or item.ops
-    return any(name in names for name in busy)
+    begun: dict[str, int] = {}  # parts that have begun when an op runs, the one before it included
+    last, count = "", 0
+    for op in graph.ops:
+        part = part_of[op.name] or last
+        count += bool(last) and part != last
+        last, begun[op.name] = part, count
+    groups: dict[int, list[int]] = {}
+    for i, item in enumerate(problem.items):
+        busy = [name for name in item.ops if name not in idle] or item.ops
+        groups.setdefault(min(begun[name] for name in busy), []).append(i)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def _solved(

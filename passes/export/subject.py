@@ -39,8 +39,6 @@ class Subject:
         source: for scripts.
         optimizer: for scripts, as ``torch.optim.AdamW(parameters, lr=0.0003)``.
         model, call: as given to the capture, with their values.
-        tensors: names of the model's parameters and buffers as ``state_dict()`` has them, each
-            with its canonical name (tied ones have the same).
     """
 
     capture: Capture
@@ -50,16 +48,14 @@ class Subject:
     optimizer: str
     model: nn.Module
     call: FlatCall
-    tensors: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Text files by name, and notes for the reader; `stages`: the generated ones go with them."""
+    """Text files by name, and notes for the reader."""
 
     files: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    stages: bool = False
 
 
 def refused(to: str, message: str, remedy: str) -> ConfigError:

@@ -35,7 +35,7 @@ def torch_pipelining(subject: Subject) -> Exported:
     for error in _refused_models(subject, stages):
         raise error
     text = train_file(subject.capture, subject.plan, stages, subject.source, subject.optimizer)
-    return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)), stages=True)
+    return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)))
 
 
 def refused_plans(plan: Plan) -> Iterator[ConfigError]:
@@ -58,17 +58,10 @@ def refused_plans(plan: Plan) -> Iterator[ConfigError]:
             "the plan scales losses for float16, and the script has no GradScaler of all stages",
             "plan with autocast='bfloat16' and without grad_scaler (--grad-scaler)",
         )
-    if training.batch_size % training.num_microbatches:
-        yield _refused(
-            f"{training.batch_size} samples in {training.num_microbatches} microbatches: torch "
-            "wants microbatches of one size",
-            "plan with a number of microbatches that divides the minibatch",
-        )
 
 
 def _refused_models(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
     """Refuses what such a script would get wrong of this model."""
-    yield from refused_plans(subject.plan)
     yield from _refused_inputs(stages)
     yield from _refused_loss(stages[-1])
     yield from _refused_ops(subject, stages)

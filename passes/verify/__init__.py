@@ -114,7 +114,7 @@ def _ops_alone(
         raise difference_error(found, [one.first for one in found], capture.train)
     notes = capture.train.notes if mode == "full" else ()
     return Verification(
-        capture.train.batch_size, 0, 0, 0, True, sources.edited, tuple(found), reason, ops=count,
+        capture.train.batch_size, (), True, sources.edited, tuple(found), reason, count,
         notes=notes, places=tuple(dict.fromkeys(one.first for one in found)),
     )  # fmt: skip
 
@@ -129,8 +129,7 @@ def _compared(
     plan, layout, loss_fn = comparison.plan, comparison.layout, comparison.loss_fn
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1
-    steps = comparison.run(step_inputs(flat, layout, capture.train, count))
-    report = comparison.report(steps)
+    report = comparison.run(step_inputs(flat, layout, capture.train, count))
     if comparison.found and not sources.edited:
         raise difference_error(comparison.found, report.places, capture.train)
     if comparison.found or (large and not full):

@@ -59,17 +59,14 @@ class Comparison:
     def exact(self) -> bool:
         return devices.is_host(self.device) and not self.rounded
 
-    def run(self, calls: list[FlatCall]) -> int:
-        """Runs one step for each call.
-
-        Returns the number of steps: a step that differs is the last one.
+    def run(self, calls: list[FlatCall]) -> Verification:
+        """Runs one step for each call; a step that differs is the last one.
 
         Raises:
             VerifyError: the model or a stage raises.
             SourceError: a source cannot be loaded.
         """
         chains = self._chains(self.sources)
-        done = 0
         with restored_weights(self.model):
             for step, call in enumerate(calls):
                 try:
@@ -78,27 +75,13 @@ class Comparison:
                     if step == 0:
                         raise
                     break  # inputs after the first may be made up, and ones that the model refuses
-                done += 1
                 if self.found or step + 1 == len(calls):
                     break
                 advance(self.model, eager[0].gradients, eager[0].buffers)
-        return done
-
-    def report(self, steps: int) -> Verification:
-        """The report after this many steps."""
-        first = [row for row in self.rows if row.step == 0]
         return Verification(
-            microbatch_size=self.capture.train.batch_size,
-            outputs=sum(row.outputs for row in first),
-            gradients=sum(row.gradients for row in first),
-            buffers=sum(row.buffers for row in first),
-            exact=self.exact,
-            edited=self.sources.edited,
-            differences=tuple(self.found),
-            steps=steps,
-            rows=tuple(self.rows),
-            places=tuple(dict.fromkeys(self.places)),
-        )
+            self.capture.train.batch_size, tuple(self.rows), self.exact, self.sources.edited,
+            tuple(self.found), places=tuple(dict.fromkeys(self.places)),
+        )  # fmt: skip
 
     def _chains(self, sources: Sources) -> list[Chain]:
         """Those of training and of evaluation."""

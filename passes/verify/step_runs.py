@@ -80,22 +80,16 @@ def step_inputs(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int)
     only, the same samples in another order, or for a single sample the same numbers in another
     order.  So all values come from the minibatch.
     """
-    size = graph.batch_size
-    found = [resize(flat, layout, size)]
-    if count > 1:
-        found.append(_other(flat, layout, graph))
-    return found
+    first = resize(flat, layout, graph.batch_size)
+    return [first, _other(flat, layout, graph)] if count > 1 else [first]
 
 
 def _other(flat: FlatCall, layout: BatchLayout, graph: OpGraph) -> FlatCall:
     size, rows = graph.batch_size, layout.size
-    if layout.splits and rows > size:
-        last = microbatch_sizes(rows, -(-rows // size))[-1]
-        if not graph.sizes.holds(last):
-            last = size
-        return resize(_rolled(flat, layout, last), layout, last)
     if layout.splits and rows > 1:
-        return resize(_rolled(flat, layout, max(rows // 2, 1)), layout, size)
+        last = microbatch_sizes(rows, -(-rows // size))[-1]
+        last = last if graph.sizes.holds(last) else size
+        return resize(_rolled(flat, layout, last if rows > size else rows // 2), layout, last)
     leaves = {
         path: _reordered(leaf) if isinstance(leaf, Tensor) else leaf
         for path, leaf in flat.leaves.items()

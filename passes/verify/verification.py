@@ -59,29 +59,29 @@ class Compared:
 class Verification:
     """The result of a verification; sources that nobody edited have no differences.
 
-    `outputs`, `gradients` and `buffers` count the tensors of one step, training and evaluation
-    together.  `steps` follow each other, with updated weights and buffers, each on its own
-    inputs.  `ops` counts those that were compared with the capture's, in the sources of all stages;
+    `rows` count the tensors of each step and mode; steps follow each other, with updated weights
+    and buffers, each on its own inputs.  `ops` counts those that were compared with the capture's,
+    in the sources of all stages;
     `unverified` says why no numbers were.  `casts_of` is the autocast region of a
     GPU, where model and stages were compared on the CPU, with its casts.  `notes` are intended
-    differences from one full-batch step of eager, and hints at a wrong option.  `rows` count the
-    tensors of each step, `places` the ops where differences begin.
+    differences from one full-batch step of eager, and hints at a wrong option.  `places` are the
+    ops where differences begin.
     """
 
     microbatch_size: int
-    outputs: int
-    gradients: int
-    buffers: int
-    exact: bool  # compared bit for bit; otherwise within rounding (not on a CPU)
+    rows: tuple[Compared, ...] = ()
+    exact: bool = True  # compared bit for bit; otherwise within rounding (not on a CPU)
     edited: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
     unverified: str = ""
-    steps: int = 1
     ops: int = 0
     casts_of: str = ""
     notes: tuple[str, ...] = ()
-    rows: tuple[Compared, ...] = ()
     places: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return len({row.step for row in self.rows})
 
     def __str__(self) -> str:
         edited = f"edited ({', '.join(self.edited)}): " if self.edited else ""
@@ -108,8 +108,7 @@ class Verification:
         """The number of differences, of how many ops or of tensors in all steps."""
         if self.unverified:
             return f"{len(self.differences)} places of {self.ops} ops, no numbers were compared"
-        each = self.rows or (self,)
-        total = sum(one.outputs + one.gradients + one.buffers for one in each)
+        total = sum(one.outputs + one.gradients + one.buffers for one in self.rows)
         return f"{len(self.differences)} places of {total} compared"
 
     @property
@@ -118,9 +117,11 @@ class Verification:
         if self.unverified:
             return f"{self.ops} ops, training and evaluation: {self.unverified}"
         steps = f"{self.steps} steps on {self.steps} inputs, " if self.steps > 1 else ""
+        first = [row for row in self.rows if row.step == 0]
         return (
-            f"{self.outputs} outputs and losses, {self.gradients} gradients, "
-            f"{self.buffers} buffers, training and evaluation, {steps}"
+            f"{sum(row.outputs for row in first)} outputs and losses, "
+            f"{sum(row.gradients for row in first)} gradients, "
+            f"{sum(row.buffers for row in first)} buffers, training and evaluation, {steps}"
             f"microbatch of {self.microbatch_size}"
         )
 

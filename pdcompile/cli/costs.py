@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, Target
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from pdcompile.passes.costs.symbolic import SymbolicCosts
 
 _SIZES = "b=8,s=512"
 
@@ -46,7 +40,7 @@ def costs(
     workload = load_target(target)
     inputs, expected = workload.example()
 
-    from pdcompile.cli.output import result, stdout
+    from pdcompile.cli.output import result
     from pdcompile.passes.costs.symbolic import symbolic_costs
     from pdcompile.report.progress import working
 
@@ -56,8 +50,7 @@ def costs(
         )
     if at is not None:
         found = found.at(**sizes)
-    shown = (*_shown(stdout(), found), "\n".join(found.summary()))
-    result(json.loads(found.to_json()), *shown, as_json=as_json)
+    result(json.loads(found.to_json()), str(found), as_json=as_json)
 
 
 def sizes_of(text: str) -> dict[str, int]:
@@ -79,38 +72,3 @@ def sizes_of(text: str) -> dict[str, int]:
     if "b" not in found:
         raise ConfigError(f"--at {text!r} gives no microbatch size", remedy=f"as in {_SIZES}")
     return found
-
-
-def _rows(found: SymbolicCosts) -> list[tuple[str, ...]]:
-    from pdcompile.passes.costs.symbolic import shown_bytes, shown_flops
-
-    return [
-        (
-            op.name, " x ".join(map(str, op.shape)), shown_flops(op.flops),
-            shown_bytes(op.output_bytes), shown_bytes(op.saved_bytes),
-            "" if op.symbolic else "concrete",
-        )
-        for op in found.ops
-    ]  # fmt: skip
-
-
-def _shown(console: Console, found: SymbolicCosts) -> Iterator[RenderableType]:
-    """A table where its lines fit, else a few lines for each op: formulas are not cut."""
-    from rich.text import Text
-
-    from pdcompile.report import labels
-
-    rows = _rows(found)
-    marked = any(row[-1] for row in rows)
-    heads = ("op", "shape", ">forward", ">output", ">saved", *([""] if marked else []))
-    table = labels.table(*heads)
-    for row in rows:
-        table.add_row(*map(Text, row[: len(heads)]))
-    unbounded = console.options.update(width=10_000)
-    if console.measure(table, options=unbounded).maximum <= console.width:
-        yield table
-        return
-    for name, shape, flops, output, saved, mark in rows:
-        yield f"{name}  {shape}{f'  {mark}' if mark else ''}"
-        for line in (f"forward {flops}", f"output {output}", f"saved for backward {saved}"):
-            yield f"    {line}"

@@ -43,14 +43,17 @@ def verify(
 
       pdcompile verify examples/gpt.py:build --sources stages/ --allow-edited
     """
+    from rich.text import Text
+
     from pdcompile.cli.options import compiled
     from pdcompile.cli.output import EXIT_DIFFERENT, result
-    from pdcompile.report.verify_table import verify_report
 
     _, made = compiled(target, flags, verify="full")
     found = made.verification
     assert found is not None, "verify='full' always compares"
-    result(document(found), verify_report(found), as_json=as_json)
+    style = "bold red" if found.differences else "yellow" if found.unverified else "green"
+    verdict, *rest = str(found).splitlines()
+    result(document(found), Text(verdict, style=style), *map(Text, rest), as_json=as_json)
     if found.differences:
         raise typer.Exit(EXIT_DIFFERENT)
 

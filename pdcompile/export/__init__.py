@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdcompile import driver
 from pdcompile.batch import example_call
@@ -20,10 +20,6 @@ from pdcompile.passes.export.rounding import Rounding, rounded
 from pdcompile.passes.export.subject import Exported, Source, Subject
 from pdcompile.plan import Plan
 from pdcompile.workload import Workload, load_target
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 PLAN = "plan.json"
 
@@ -83,7 +79,13 @@ def export(
     given = _accepted(plan, to, folder)
     chosen = optimizer_call(optimizer, lr)
     workload = load_target(target)
-    _refuse_without_values(workload.model, to)
+    if targets.KINDS[to].trains and any(p.is_meta for p in workload.model.parameters()):
+        raise ConfigError(
+            "the model is on the meta device, and the script compares it with plain PyTorch",
+            where=f"--to {to}",
+            remedy="plan and export a model that has values; a smaller one of the same class will "
+            "do",
+        )
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
     beside = None if isinstance(plan, Plan) else capture_beside(Path(plan))
@@ -110,17 +112,16 @@ def export(
             chosen,
             workload.model,
             call,
-            tensor_names(workload.model),
         )
     )
-    files = dict(found.files)
-    if found.stages:
+    files, names = dict(found.files), {*found.files, PLAN}
+    if targets.KINDS[to].trains:
         result.dump(str(folder), workload.model)
-        files |= result.sources.files
+        names |= {*result.sources.files}
     else:
         files[PLAN] = result.sources.files[PLAN]
-    _write(Path(folder), found.files if found.stages else files)
-    return Export(Path(folder), tuple(sorted(files)), rounding[0], found.notes)
+    _write(Path(folder), files)
+    return Export(Path(folder), tuple(sorted(names)), rounding[0], found.notes)
 
 
 def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan:
@@ -142,16 +143,6 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
         )
     targets.check_plan(given, to)
     return given
-
-
-def _refuse_without_values(model: nn.Module, to: str) -> None:
-    if targets.KINDS[to].compares and any(p.is_meta for p in model.parameters()):
-        raise ConfigError(
-            "the model is on the meta device, and the script compares it with plain PyTorch",
-            where=f"--to {to}",
-            remedy="plan and export a model that has values; a smaller one of the same class will "
-            "do",
-        )
 
 
 def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
@@ -184,16 +175,6 @@ def source_of(target: str, folder: Path) -> Source:
         return Source(place, function, False)
     relative = os.path.relpath(Path(place).resolve(), folder.resolve())
     return Source(Path(relative).as_posix(), function, True)
-
-
-def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters and buffers in ``state_dict()``, each with the first of its tensor."""
-    first: dict[Any, str] = {}
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "untyped_storage"):  # not extra state
-            found[name] = first.setdefault(id(tensor), name)
-    return found
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

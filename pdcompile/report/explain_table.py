@@ -83,22 +83,10 @@ def deciding(found: Explanation) -> Text:
             f"a rank of stage {use.stage} decides: {BINDS[use.binds]} takes {busy} of its "
             f"{_objective(found)}; the rest is transfers, sums of gradients and waiting"
         )
-    alike: dict[tuple[int, float], list[StageUse]] = {}
-    for one in found.stages:
-        if one.forwards or one.backwards:
-            alike.setdefault((one.forwards, one.backwards), []).append(one)
-    parts = []
-    for (ahead, back), uses in alike.items():
-        stages = ", ".join(labels.ranges({one.stage for one in uses}))
-        where = f"stage {stages}" if len(uses) == 1 else f"each of stages {stages}"
-        seconds = format_seconds(sum(one.critical_seconds for one in uses))
-        back = int(back) if back == int(back) else back  # half of one that is split
-        work = f"{labels.counted(ahead, 'forward')} and {labels.counted(back, 'backward')}"
-        parts.append(f"{work} of {where} ({seconds})")
-    parts.append(f"transfers ({format_seconds(found.transfer_seconds)})")
+    own, sent = format_seconds(use.critical_seconds), format_seconds(found.transfer_seconds)
     return Text(
-        f"stage {use.stage} decides; the longest chain of a step, {_objective(found)}, is "
-        + labels.listed(parts)
+        f"stage {use.stage} decides; the longest chain of a step, {_objective(found)}, "
+        f"has {own} of its work and {sent} of transfers"
     )
 
 

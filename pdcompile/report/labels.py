@@ -76,11 +76,6 @@ def counted(number: float, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def listed(parts: Sequence[str]) -> str:
-    """``a, b and c``."""
-    return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
-
-
 def change(after: float, before: float) -> str:
     """``+1.2 %``, ``x 25``; ``±0 %`` for what is too small to see."""
     if before <= 0 or abs(after / before - 1) < 5e-6:

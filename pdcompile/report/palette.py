@@ -21,7 +21,6 @@ LINK = "#d0a47c"
 WEIGHTS = "#ada3ea"
 SPARE = "#b9c0c9"  # of no lasting meaning: temporaries
 IDLE = "#eef0f3"
-LIMIT = "#c62828"
 
 #: what memory is full of
 MEMORY: dict[str, str] = {

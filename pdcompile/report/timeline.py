@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 from rich.text import Text
 
+from pdcompile.passes.simulate import TimelineEvent
 from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import WORK
+from pdcompile.schedule.recorded import RecordedEvent
 
 Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "step"]
 
@@ -43,23 +45,7 @@ STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
 }
 
 
-class Event(Protocol):
-    """One instruction on one rank: what `simulate` and a measured run record."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def action(self) -> str: ...
-    @property
-    def minibatch(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def start_seconds(self) -> float: ...
-    @property
-    def end_seconds(self) -> float: ...
+Event: TypeAlias = TimelineEvent | RecordedEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +65,6 @@ class Bar:
     def label(self) -> str:
         """``F3``, ``B3``, ``U``."""
         return LETTERS[self.kind] + (str(self.number) if self.number >= 0 else "")
-
-    def describe(self) -> str:
-        where = f"stage {self.stage}, minibatch {self.minibatch}"
-        if self.kind == "step":
-            return f"optimizer step, {where}"
-        return f"{self.kind}, {where}, microbatch {self.microbatch}"
 
 
 def bars(events: Iterable[Event]) -> tuple[Bar, ...]:
