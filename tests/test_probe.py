@@ -18,7 +18,6 @@ from pdcompile.passes.costs.machines import Machine
 from pdcompile.passes.probe.levels import (
     PairTimes,
     block_sizes,
-    drawn,
     level_names,
     level_pairs,
     levels,
@@ -26,7 +25,6 @@ from pdcompile.passes.probe.levels import (
 )
 from pdcompile.passes.probe.links import DeviceSpeed
 from pdcompile.passes.probe.probed import devices_of
-from pdcompile.units import format_seconds
 from tests.helpers import launch
 from tests.helpers.alike import Call
 
@@ -128,17 +126,6 @@ def test_levels_are_named_after_what_they_join() -> None:
     assert level_names((2, 4), ["a", "a", "b", "b"]) == ["host", "network"]
     assert level_names((2, 4, 8), ["a"] * 4 + ["b"] * 4) == ["host1", "host2", "network"]
     assert level_names((2,), ["a", "b"]) == ["network"]
-
-
-def test_the_matrix_is_drawn() -> None:
-    text = drawn(times_of((2, 4), (1e10, 1e8), 0.0, 0), format_seconds)
-    assert "0 is 101 us, 9 is 10.0 ms" in text
-    assert text.splitlines()[1:3] == ["    0 . 0 9 9", "    1 0 . 9 9"]
-    alike = drawn(times_of((4,), (1e10,), 0.0, 0), format_seconds)
-    assert "9 is" not in alike
-    assert set(alike.splitlines()[1].split()) == {"0", "."}
-    one = PairTimes([[0.0]], [[0.0]], [[0.0]])
-    assert drawn(one, format_seconds) == "one device: no links"
 
 
 def speed(factor: float, memory: int = 16 * 10**9) -> DeviceSpeed:

@@ -9,7 +9,7 @@ clustering (Sneath 1957), cut at its gaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -156,28 +156,3 @@ def level_names(sizes: Sequence[int], hosts: Sequence[str]) -> list[str]:
 def _rounded(number: float) -> float:
     """Three digits: more is noise."""
     return float(f"{number:.3g}")
-
-
-def drawn(times: PairTimes, format_time: Callable[[float], str]) -> str:
-    """The matrix as text: one digit a pair, 0 for the fastest links and 9 for the slowest, by the
-    logarithm of a message's time."""
-    n = times.size
-    seconds = [[times.seconds(a, b) if a != b else 0.0 for b in range(n)] for a in range(n)]
-    among = [one for row in seconds for one in row if one > 0]
-    if not among:
-        return "one device: no links"
-    low, high = min(among), max(among)
-    span = math.log(high / low) or 1.0
-    rows = [
-        f"{a:>5} " + " ".join(
-            "." if a == b else str(min(9, int(10 * math.log(seconds[a][b] / low) / span)))
-            if high > JUMP * low else "0"
-            for b in range(n)
-        )
-        for a in range(n)
-    ]  # fmt: skip
-    head = f"a message of {MESSAGE_BYTES // 10**6} MB from rank (row) to rank (column): "
-    scale = f"0 is {format_time(low)}" + (
-        f", 9 is {format_time(high)}" if high > JUMP * low else ""
-    )
-    return "\n".join([head + scale, *rows])

@@ -25,8 +25,8 @@ def probe(
     """Measure devices and links of a torchrun job, and describe them as a cluster.
 
     Speed and memory of every device; latency and bandwidth between every pair of ranks, while all
-    others wait, and again while all send at once. Levels (inside a host, between hosts) are found
-    by where the times of messages jump; the matrix is drawn. Bandwidth is that of all at once where
+    others wait, and again while all send at once; --json has them. Levels (inside a host, between
+    hosts) are found by where the times of messages jump. Bandwidth is that of all at once where
     it is more than a fifth below that of a pair alone (half duplex: of a pair whose ends both
     send); notes in the file have all three.
 
@@ -60,7 +60,6 @@ def probe(
 
 def lines(found: Probed) -> list[str]:
     """Lines of a report on the measurements."""
-    from pdcompile.passes.probe.levels import drawn
     from pdcompile.units import format_bytes, format_flops, format_rate, format_seconds
 
     shown = []
@@ -72,8 +71,6 @@ def lines(found: Probed) -> list[str]:
             f"{format_seconds(one.machine.call_seconds)} an op; "
             f"speed {found.cluster.devices[rank].speed:g}"
         )
-    if found.times is not None:
-        shown.append(drawn(found.times, format_seconds))
     for level in found.cluster.levels if found.times is not None else ():
         duplex = "full" if level.full_duplex else "half"
         shown.append(

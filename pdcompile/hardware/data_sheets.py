@@ -18,38 +18,31 @@ class Sheet(NamedTuple):
     bfloat16_tera: float
     float64_tera: float
     memory_gigabytes_per_second: float
+    words: tuple[str, ...]  # of a driver's name
 
 
 SHEETS = {  # float32, float16, bfloat16, float64; memory
-    "v100": Sheet(15.7, 125, 0, 7.8, 900),
-    "t4": Sheet(8.1, 65, 0, 0.25, 320),
-    "a10": Sheet(31.2, 125, 125, 0.49, 600),
-    "a10g": Sheet(35, 70, 70, 0.55, 600),
-    "l4": Sheet(30.3, 121, 121, 0.47, 300),
-    "l40s": Sheet(91.6, 362, 362, 1.4, 864),
-    "rtx-3090": Sheet(35.6, 71, 71, 0.56, 936),
-    "rtx-4090": Sheet(82.6, 165, 165, 1.3, 1008),
-    "a100-40": Sheet(19.5, 312, 312, 9.7, 1555),
-    "a100-80": Sheet(19.5, 312, 312, 9.7, 2039),
-    "h100": Sheet(67, 989, 989, 34, 3350),
-    "h200": Sheet(67, 989, 989, 34, 4800),
+    "v100": Sheet(15.7, 125, 0, 7.8, 900, ("v100",)),
+    "t4": Sheet(8.1, 65, 0, 0.25, 320, ("t4",)),
+    "a10": Sheet(31.2, 125, 125, 0.49, 600, ("a10",)),
+    "a10g": Sheet(35, 70, 70, 0.55, 600, ("a10g",)),
+    "l4": Sheet(30.3, 121, 121, 0.47, 300, ("l4",)),
+    "l40s": Sheet(91.6, 362, 362, 1.4, 864, ("l40s",)),
+    "rtx-3090": Sheet(35.6, 71, 71, 0.56, 936, ("3090",)),
+    "rtx-4090": Sheet(82.6, 165, 165, 1.3, 1008, ("4090",)),
+    "a100-40": Sheet(19.5, 312, 312, 9.7, 1555, ("a100",)),
+    "a100-80": Sheet(19.5, 312, 312, 9.7, 2039, ("a100", "80gb")),
+    "h100": Sheet(67, 989, 989, 34, 3350, ("h100",)),
+    "h200": Sheet(67, 989, 989, 34, 4800, ("h200",)),
 }
-#: words of a driver's name -> kind; the first row whose words are all there holds
-_ROWS = (
-    (("h200",), "h200"), (("h100",), "h100"), (("a100", "80gb"), "a100-80"),
-    (("a100",), "a100-40"), (("v100",), "v100"), (("a10g",), "a10g"), (("a10",), "a10"),
-    (("l40s",), "l40s"), (("l4",), "l4"), (("t4",), "t4"), (("4090",), "rtx-4090"),
-    (("3090",), "rtx-3090"),
-)  # fmt: skip
 
 
 def kind_of_name(name: str) -> str:
     """``NVIDIA A100-SXM4-80GB`` → ``a100-80``; a name that is not known, in small letters."""
-    words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    for wanted, kind in _ROWS:
-        if words.issuperset(wanted):
-            return kind
-    return "-".join(re.findall(r"[a-z0-9]+", name.lower())) or "device"
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    fitting = [kind for kind, sheet in SHEETS.items() if set(words).issuperset(sheet.words)]
+    unknown = "-".join(words) or "device"
+    return max(fitting, key=lambda kind: len(SHEETS[kind].words), default=unknown)
 
 
 def meant_by(kind: str) -> tuple[str, ...]:
