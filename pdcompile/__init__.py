@@ -44,7 +44,6 @@ if _TYPE_CHECKING:  # all public names, which `__getattr__` imports when they ar
     from pdcompile.errors import TraceError as TraceError
     from pdcompile.errors import VerifyError as VerifyError
     from pdcompile.export import export as export
-    from pdcompile.integrations.meter import Meter as Meter
     from pdcompile.ir.graph import OpGraph as OpGraph
     from pdcompile.passes.costs.symbolic import SymbolicCosts as SymbolicCosts
     from pdcompile.passes.costs.symbolic import symbolic_costs as symbolic_costs
@@ -78,7 +77,6 @@ _NAMES = {
         "VerifyError"
     ),
     "pdcompile.export": "export",
-    "pdcompile.integrations.meter": "Meter",
     "pdcompile.ir.graph": "OpGraph",
     "pdcompile.passes.costs.symbolic": "SymbolicCosts symbolic_costs",
     "pdcompile.passes.profile": "Profile",
