@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from pdcompile import weights
 from pdcompile.batch import BatchLayout
 from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.checkpoint.contents import Contents
@@ -43,6 +42,7 @@ from pdcompile.problem.constraints import Pin
 from pdcompile.runtime.pipeline import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
+from pdcompile.weights import source as weights
 
 ANOTHER_MODEL = "plan again for this model, or give the target that the plan was made of"
 # Of a model that nobody has looked at.

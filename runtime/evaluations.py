@@ -33,7 +33,7 @@ from pdcompile.runtime.watch.attribute_watch import AttributeWatch
 from pdcompile.runtime.watch.same_model import forward_allowed
 from pdcompile.schedule.spec import with_edges
 from pdcompile.warn import warn
-from pdcompile.weights import set_tensor
+from pdcompile.weights.source import set_tensor
 
 #: values whose text is all of them
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)

@@ -107,7 +107,6 @@ class Saving(PipelineState):
         folder: Folder,
         *,
         keep: int | None = None,
-        verify: bool = False,
         schedulers: Any = (),
     ) -> Path:
         """Write a checkpoint into a folder of its own in `folder`, and return its path.
@@ -119,7 +118,6 @@ class Saving(PipelineState):
 
         Args:
             keep: how many of this training's last checkpoints stay there; None: all.
-            verify: read everything back and compare.
             schedulers: this rank's learning-rate schedulers: one, a list, or a dict by name.
 
         Raises:
@@ -140,7 +138,7 @@ class Saving(PipelineState):
             apart = [row._replace(tensor=row.tensor.clone()) for row in buffers]
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
-            asked = Asked(keep, verify, named, self._own)
+            asked = Asked(keep, named, self._own)
             try:
                 return save(session, self._told(session), place, self.position, asked, apart)
             finally:  # each replica goes on with its own
@@ -306,7 +304,8 @@ class Saving(PipelineState):
             )
         self.flush()
         with self._call("recorded") as session:
-            return together(self._told(session).gather(recording.text()))
+            texts = self._told(session).everywhere(recording.text())
+            return together(texts) if 0 in session.ranks else ()
 
     def _told(self, session: Session) -> Exchange:
         if self._exchange is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
-from pdcompile.checkpoint.named_optimizer import settings
 from pdcompile.compiled import Compiled
 from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
@@ -86,9 +83,7 @@ class Session(Guarded):
         self.optimizer = make_optimizer(
             options.optimizer, self.state.optimized(alone=world is None)
         )
-        self.made_groups: list[dict[str, Any]] = []  # values, before schedulers and checkpoints
         if self.optimizer is not None:
-            self.made_groups = [copy.deepcopy(settings(g)) for g in self.optimizer.param_groups]
             scaled = plan.training.linear_lr_scaling
             counts = list(map(len, self.spec.ranks)) if scaled else []
             scales = [count / counts[0] for count in counts]

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pdcompile.checkpoint import folder
-from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.manifest import MANIFEST, Holding, HoldingKind
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.errors import CheckpointError, PdcompileError
@@ -81,7 +80,7 @@ def last(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """In any file of a checkpoint, and in the pointer; of a tensor the name is said."""
+    """In any file of a checkpoint; of a tensor the name is said."""
     outcome = flipped_bits(tmp_path, 180, seed=0)
     assert outcome.wrong == []
     assert outcome.found == 180
@@ -104,11 +103,11 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing shard": (lambda p: (p / "stage-001.safetensors").unlink(), "is missing"),
     "a shard of another checkpoint": (
         lambda p: shutil.copy(p.parent / "save-0001-minibatch-2/stage-001.safetensors", p),
-        "is of another checkpoint",
+        "or of another checkpoint",
     ),
     "a shard that was written anew": (
         lambda p: save_file(load_file(p / "stage-000.safetensors"), p / "stage-000.safetensors"),
-        "header of this file is damaged",
+        "bytes, .* were written",
     ),
     "a shard that is cut off": (
         lambda p: (p / "stage-000.safetensors").write_bytes(
@@ -117,7 +116,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "bytes, .* were written",
     ),
     "a shard that is empty": (
-        lambda p: (p / "stage-000.safetensors").write_bytes(b""), "no safetensors file",
+        lambda p: (p / "stage-000.safetensors").write_bytes(b""), "has 0 bytes, .* were written",
     ),
     "a shard that is a link": (
         lambda p: (
@@ -126,8 +125,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "no plain file",
     ),
-    "no manifest": (lambda p: (p / MANIFEST).unlink(), "pointer to the last checkpoint"),
-    "no pointer's target": (lambda p: shutil.rmtree(p), "pointer to the last checkpoint"),
+    "no manifest": (lambda p: (p / MANIFEST).unlink(), "no readable manifest"),
 }  # fmt: skip
 
 
@@ -148,24 +146,13 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a key too many": (lambda d: d.update(code="print()"), "unknown key"),
     "a key too few": (lambda d: d.pop("stages"), "'stages' is missing"),
     "a wrong type": (lambda d: d.update(minibatches="3"), "is not a whole number"),
-    "a negative position": (lambda d: d.update(minibatches=-1), "counts are negative"),
     "a stage twice": (lambda d: d["stages"].append(d["stages"][0]), "in the place of stage"),
-    "a name twice in a file": (
-        lambda d: rename_tensor(d, d["stages"][0]["weights"]["tensors"][1]["name"]), "is twice in",
-    ),
-    "a name in two files": (
-        lambda d: rename_tensor(d, d["stages"][1]["weights"]["tensors"][0]["name"]),
-        "is in two files",
-    ),
     "a path that leaves the folder": (
         lambda d: d["stages"][0]["weights"].update(name="../../stage-000.safetensors"),
         "not the name of a safetensors file",
     ),
     "an absolute path": (
         lambda d: d["stages"][0]["weights"].update(name="/etc/passwd"), "not the name of",
-    ),
-    "a file twice": (
-        lambda d: d["stages"][1].update(weights=d["stages"][0]["weights"]), "is there twice",
     ),
     "another model's name": (lambda d: rename_tensor(d, "nobody"), "nobody|last.weight is no"),
     "another shape": (
@@ -202,7 +189,6 @@ def test_manifests_that_lie(what: str, copy: Path, target: Any) -> None:
     """With the right checksum: whoever wrote it meant it."""
     change, message = MANIFESTS[what]
     rewritten(last(copy), change)
-    (copy / LATEST).unlink()  # it has a checksum of the manifest
     refused(target, copy, message, str(last(copy)))
 
 
@@ -220,25 +206,12 @@ def test_manifests_that_lie(what: str, copy: Path, target: Any) -> None:
 )
 def test_manifests_that_are_none(text: str, message: str, copy: Path, target: Any) -> None:
     (last(copy) / MANIFEST).write_text(text)
-    (copy / LATEST).unlink()
     refused(target, copy, message, MANIFEST)
 
 
 def test_an_edited_manifest_is_refused(copy: Path, target: Any) -> None:
     rewritten(last(copy), lambda d: d.update(minibatches=4), honest=False)
-    (copy / LATEST).unlink()
     refused(target, copy, "changed after it was written", MANIFEST)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "save-0001-minibatch-2 00000000\n", "../x 00000000\n", "\xff"]
-)
-def test_a_damaged_pointer_is_refused_with_what_there_is(
-    text: str, copy: Path, target: Any
-) -> None:
-    (copy / LATEST).write_text(text)
-    error = refused(target, copy, "pointer to the last checkpoint is damaged", LATEST)
-    assert "save-0002-minibatch-3" in (error.remedy or "")
 
 
 def test_where_nothing_is(tmp_path: Path, target: Any) -> None:
@@ -266,7 +239,6 @@ def test_places_of_tensors_are_a_format() -> None:
 def test_a_manifest_that_is_older_than_some_keys_is_read(copy: Path, saved: Path) -> None:
     new = ("seed", "scheduler_types", "extra_states", "loss_scale")
     rewritten(last(copy), lambda d: [d.pop(key) for key in new])
-    (copy / LATEST).unlink()
     pipe = pipeline("2bw", 2, tied=True)
     assert pipe.load(copy) == last(copy)
     other = pipeline("2bw", 2, tied=True)
@@ -274,22 +246,23 @@ def test_a_manifest_that_is_older_than_some_keys_is_read(copy: Path, saved: Path
     assert train(pipe, 3, 4) == train(other, 3, 4)
 
 
-def test_a_pointer_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said not to be saved is not there; what a killed process left goes."""
+def test_a_name_that_cannot_be_brought_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said not to be saved is not there."""
     pipe = pipeline("1f1b")
     place = pipe.save(tmp_path)
-    (tmp_path / f".{LATEST}.1.tmp").write_text("left")
-    whole = folder.write_whole
+    synced = folder.synced
 
-    def full(path: Path, data: bytes) -> None:
-        if path.name == LATEST:
+    def full(path: Path) -> None:
+        if path == tmp_path:
             raise OSError(28, "No space left on device")
-        whole(path, data)
+        synced(path)
 
-    monkeypatch.setattr(folder, "write_whole", full)
+    monkeypatch.setattr(folder, "synced", full)
     with pytest.raises(CheckpointError, match="No space left"):
         pipe.save(tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == [LATEST, place.name]
+    assert [*tmp_path.iterdir()] == [place]
     assert pipe.load(tmp_path) == place
 
 
@@ -339,7 +312,7 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
 
     pipe = make()
     train(pipe, 0, 2)
-    pipe.save(tmp_path, verify=True)
+    pipe.save(tmp_path)
     other = make()
     assert states_equal(other.full_state_dict(), pipe.full_state_dict())
     other.load(tmp_path)

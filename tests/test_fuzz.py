@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import random
 import re
 from collections.abc import Callable
@@ -15,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from pdcompile.checkpoint.conversion import convert
 from pdcompile.checkpoint.extra_states import generator_states, states_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.cluster import Cluster, Device
@@ -35,7 +32,7 @@ from pdcompile.ir.targets import resolve
 from pdcompile.plan import Plan
 from pdcompile.plan.seal import seal_of
 from pdcompile.schedule import written
-from pdcompile.weights import TensorFiles
+from pdcompile.weights.tensor_files import TensorFiles
 from tests.helpers.file_formats import MAKERS, Training
 from tests.helpers.fuzzing import Format, TooSlow, fuzz
 from tests.helpers.graphs import residual
@@ -280,36 +277,6 @@ def test_hostile_text_in_a_plan_is_shown_and_does_nothing(
         assert "<script>alert" not in page.read_text()
         page.unlink()
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("state", [{"open": "b"}, (None, {"open": "b"})])
-@pytest.mark.parametrize(
-    "place",
-    ["pathlib PosixPath", "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING"],
-)
-def test_metadata_changes_no_class(place: str, state: Any, tmp_path: Path) -> None:
-    """A pickle can set attributes of what it names."""
-    module, name = place.split()
-    text = pickle.dumps(state, protocol=2).removesuffix(b".")
-    (tmp_path / "dcp").mkdir()
-    data = f"c{module}\n{name}\n".encode() + text + b"b."
-    (tmp_path / "dcp" / ".metadata").write_bytes(data)
-    before = Path.open
-    with pytest.raises(CheckpointError, match="which no metadata needs"):
-        convert(tmp_path / "dcp", tmp_path / "x.safetensors")
-    assert Path.open is before
-
-
-def test_metadata_that_leads_out_of_its_folder(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    place = tmp_path / "dcp" / ".metadata"
-    metadata = pickle.loads(place.read_bytes())
-    ((key, one),) = metadata.storage_data.items()
-    (tmp_path / one.relative_path).write_bytes((tmp_path / "dcp" / one.relative_path).read_bytes())
-    metadata.storage_data = {key: replace(one, relative_path=f"../{one.relative_path}")}
-    place.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"'\.\./.*' is no name or no file in it"):
-        convert(tmp_path / "dcp", tmp_path / "x.safetensors")
 
 
 def test_an_index_that_names_what_no_file_is_called(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pdcompile.errors import ConfigError
-from pdcompile.weights import check, materialise, open_source, read, slots
+from pdcompile.weights.source import check, materialise, open_source, read, slots
 from tests.helpers.checkpoints import (
     Bare,
     Net,
@@ -219,16 +218,6 @@ def test_two_files_with_one_name_are_refused(tmp_path: Path) -> None:
     places = [saved(tmp_path, {"norm.bias": torch.zeros(4)}, f"{n}.safetensors") for n in "ab"]
     with pytest.raises(ConfigError, match=r"norm\.bias is in two files"):
         open_source(places)
-
-
-def test_without_the_library_the_remedy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = saved(tmp_path, state_of(Net()))
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError) as caught:
-        open_source(place)
-    assert "pip install safetensors" in str(caught.value)
 
 
 # A function.

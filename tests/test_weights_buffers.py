@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError
-from pdcompile.weights import materialise, open_source, slots
+from pdcompile.weights.source import materialise, open_source, slots
 from tests.helpers.checkpoints import (
     Bare,
     Net,

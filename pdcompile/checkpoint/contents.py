@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +20,43 @@ from pdcompile.checkpoint.manifest import (
     Manifest,
     StageState,
     StoredFile,
+    StoredScheduler,
     StoredTensor,
     read_manifest,
 )
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
-from pdcompile.checkpoint.scheduler_states import SchedulerPart
 from pdcompile.errors import CheckpointError, os_errors_as, some
 from pdcompile.files import read_limited
 from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
 
 
-class OptimizerStates(ABC):
+class OptimizerStates:
     """States of the optimizers of all stages: of a checkpoint, or gathered.
+
+    Args:
+        tensor: reads a tensor of a stage's optimizer; one that it has in two places is one again.
 
     Raises:
         CheckpointError: everywhere, for what is malformed or missing.
     """
 
-    def __init__(self, place: Path | str, stages: Sequence[StageState]) -> None:
-        self.place, self._stages = place, stages
-
-    @abstractmethod
-    def tensors_of(self, stage: StageState) -> Callable[[str], Tensor] | None:
-        """Reads tensors of a stage's optimizer: one that it has in two places is one again."""
+    def __init__(
+        self,
+        place: Path | str,
+        stages: Sequence[StageState],
+        tensor: Callable[[StageState, str], Tensor],
+    ) -> None:
+        self.place, self._stages, self._tensor = place, stages, tensor
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """State that the optimizer keeps of a parameter; {}: none."""
         where = f"{self.place}: optimizer state of {name}"
         for stage in self._stages:
             if name in stage.state:
-                tensors = self.tensors_of(stage)
-                return _dict(stage.state[name], where, "the optimizer's state is", tensors)
+                read = partial(self._tensor, stage)
+                return _dict(stage.state[name], where, "the optimizer's state is", read)
         return {}
 
     def groups(self) -> list[NamedGroup]:
@@ -61,8 +65,8 @@ class OptimizerStates(ABC):
         for stage in self._stages:
             for n, group in enumerate(stage.groups):
                 where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
-                tensors = self.tensors_of(stage)
-                values = _dict(group.values, where, "the optimizer's settings are", tensors)
+                read = partial(self._tensor, stage)
+                values = _dict(group.values, where, "the optimizer's settings are", read)
                 found.append(NamedGroup(n, group.names, values, group.kind))
         return found
 
@@ -76,7 +80,7 @@ class Contents(OptimizerStates):
 
     def __init__(self, place: Path) -> None:
         self.manifest: Manifest = read_manifest(place)
-        super().__init__(place, self.manifest.stages)
+        super().__init__(place, self.manifest.stages, self._of_optimizer)
         self.place: Path = place
         self._files: dict[str, TensorFile] = {}
         self._read: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by file
@@ -98,12 +102,19 @@ class Contents(OptimizerStates):
         """Names of all parameters and buffers, tied ones under their first name alone."""
         return [*self._weights]
 
-    def check_model(self, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """Compare with a model: every name in its state dict, with shape and dtype.
+    def stored_names(
+        self, model: Mapping[str, tuple[Sequence[str], tuple[int, ...], str]]
+    ) -> dict[str, str]:
+        """The name under which each tensor of a model is stored.
+
+        Args:
+            model: by any name, its keys in a state dict, its shape and its dtype.
 
         Raises:
-            CheckpointError: a name is missing on one side, or a shape or dtype is another.
+            CheckpointError: a key is missing on one side, a shape or dtype is another, or tensors
+                are tied on one side alone.
         """
+        tensors = {key: kind for keys, *kind in model.values() for key in keys}
         missing = [name for name in tensors if name not in self._first]
         unknown = [name for name in self._weights if not self._of_model(name, tensors)]
         if missing or unknown:
@@ -120,6 +131,7 @@ class Contents(OptimizerStates):
             stored = self._weights[self._first[name]]
             if (stored.shape, stored.dtype) != (shape, dtype):
                 raise self._unlike(name, (stored.dtype, stored.shape), (dtype, shape))
+        return {name: self._first_name(keys) for name, (keys, *_) in model.items()}
 
     def _unlike(self, name: str, stored: tuple[Any, Any], own: tuple[Any, Any]) -> CheckpointError:
         return CheckpointError(
@@ -132,14 +144,12 @@ class Contents(OptimizerStates):
         names = [name, *(alias for alias, first in self.manifest.aliases if first == name)]
         return any(one in tensors for one in names)
 
-    def first_name(self, names: Sequence[str]) -> str:
-        """The name under which a tensor of these names is stored."""
-        found = {self._first[name] for name in names if name in self._first}
+    def _first_name(self, names: Sequence[str]) -> str:
+        found = {self._first[name] for name in names}
         if len(found) != 1:
-            what = "is none" if not found else f"are {len(found)}"
             raise CheckpointError(
-                f"{some(names)} {'are' if len(names) > 1 else 'is'} one tensor in the model, and "
-                f"there {what} in the checkpoint",
+                f"{some(names)} are one tensor in the model, and there are {len(found)} in the "
+                "checkpoint",
                 where=str(self.place),
                 remedy="load a checkpoint of this model, with the same tied parameters",
             )
@@ -182,39 +192,46 @@ class Contents(OptimizerStates):
         alike = self.manifest.optimizer  # of groups that do not say of which class they are
         return [one._replace(kind=one.kind or alike) for one in super().groups()]
 
-    def tensors_of(self, stage: StageState) -> Callable[[str], Tensor] | None:
+    def _of_optimizer(self, stage: StageState, name: str) -> Tensor:
         stored = self.manifest.stages[stage.stage].optimizer
         if stored is None:
-            return None
-        file, read = self._file(stored), self._read.setdefault(stored.name, {})
+            raise CheckpointError(f"{name} is in no file", where=str(self.place), remedy=ANOTHER)
+        read = self._read.setdefault(stored.name, {})
+        if name not in read:
+            read[name] = self._file(stored).tensor(name)
+        return read[name]
 
-        def tensor(name: str) -> Tensor:
-            if name not in read:
-                read[name] = file.tensor(name)
-            return read[name]
-
-        return tensor
-
-    def schedulers(self) -> dict[str, Any]:
-        """States of the learning-rate schedulers that were handed over, by name."""
-        return self._inline(self.manifest.schedulers, "schedulers")
+    def schedulers(self) -> dict[str, list[StoredScheduler]]:
+        """Each scheduler that was handed over, stage by stage, as the rank of that had it."""
+        stages, first = self.manifest.stages, self._by_name(self.manifest.schedulers, "schedulers")
+        groups = [tuple(group.names for group in stage.groups) for stage in stages]
+        parts = {
+            name: [StoredScheduler(name, own, state) for own in groups]
+            for name, state in first.items()
+        }
+        for stage in stages:
+            for one in stage.schedulers:
+                if one.name in parts:
+                    parts[one.name][stage.stage] = one
+        return parts
 
     def extra_states(self) -> dict[str, Any]:
         """Values that modules keep beside tensors, by their keys in a state dict."""
-        return self._inline(self.manifest.extra_states, "extra_states")
+        found = self._by_name(self.manifest.extra_states, "extra_states")
+        return {name: decode(one, f"{self.place}: extra_states") for name, one in found.items()}
 
-    def _inline(self, data: Any, kind: str) -> dict[str, Any]:
-        """Values of the manifest by name."""
-        where = f"{self.place}: {kind}"
+    def _by_name(self, data: Any, kind: str) -> dict[str, Any]:
+        """JSON of the manifest by name."""
         if not isinstance(data or {}, dict):
+            where = f"{self.place}: {kind}"
             raise CheckpointError(f"{kind} are malformed", where=where, remedy=ANOTHER)
-        return {name: decode(one, where) for name, one in (data or {}).items()}
+        return dict(data or {})
 
     # -- files ---------------------------------------------------------------------------------
 
     def _file(self, stored: StoredFile) -> TensorFile:
         if stored.name not in self._files:
-            self._files[stored.name] = TensorFile(self.place, stored, self.manifest.identity)
+            self._files[stored.name] = TensorFile(self.place, stored)
         return self._files[stored.name]
 
     def plan_text(self) -> str:
@@ -264,9 +281,7 @@ class Contents(OptimizerStates):
             file.close()
 
 
-def _dict(
-    data: Any, where: str, what: str, tensors: Callable[[str], Tensor] | None
-) -> dict[str, Any]:
+def _dict(data: Any, where: str, what: str, tensors: Callable[[str], Tensor]) -> dict[str, Any]:
     """Values by key.  Raises CheckpointError where `data` has others."""
     found = decode(data, where, tensors)
     if not isinstance(found, dict):
@@ -274,26 +289,11 @@ def _dict(
     return found
 
 
-def scheduler_parts(contents: Contents) -> dict[str, list[SchedulerPart]]:
-    """Each scheduler that was handed over, stage by stage, as the rank of that had it."""
-    stages, parts = contents.manifest.stages, {}
-    for name, state in contents.schedulers().items():
-        groups = [tuple(group.names for group in stage.groups) for stage in stages]
-        parts[name] = [SchedulerPart(own, state) for own in groups]
-    for stage in stages:
-        where = f"{contents.place}: stages[{stage.stage}].schedulers"
-        for one in stage.schedulers:
-            if one.name in parts:
-                part = SchedulerPart(one.groups, decode(one.state, where))
-                parts[one.name][stage.stage] = part
-    return parts
-
-
 def open_checkpoint(folder: Path) -> Contents:
     """The checkpoint that a folder stands for: itself, or the last one in it.
 
     Raises:
-        CheckpointError: there is none, or its manifest or the pointer to it is damaged.
+        CheckpointError: there is none, or its manifest is damaged.
     """
     place = newest(folder)
     if place is None:

@@ -129,7 +129,7 @@ def convert(
         typer.Argument(
             metavar="FOLDER",
             show_default=False,
-            help="What pipe.save wrote, or torch.distributed.checkpoint.save.",
+            help="What pipe.save wrote, or one of them.",
         ),
     ],
     output: Annotated[
@@ -142,13 +142,6 @@ def convert(
             help="A .safetensors file, or a folder for several with their index.",
         ),
     ],
-    prefix: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT",
-            help="Of names in a torch.distributed.checkpoint: only these, without it (model.).",
-        ),
-    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Write the weights in FOLDER as plain safetensors, under the model's names.
@@ -156,15 +149,13 @@ def convert(
     transformers reads them (from_pretrained, with the model's config.json beside them), and so
     does --weights. Of tied parameters there is one.
 
-    Examples:
+    Example:
 
       pdcompile checkpoint convert checkpoints -o model.safetensors
-
-      pdcompile checkpoint convert dcp_folder --prefix model. -o model/
     """
     from pdcompile.checkpoint.conversion import convert as converted
     from pdcompile.cli.output import result
 
-    names = converted(source, output, prefix)
+    names = converted(source, output)
     document = {"status": "done", "output": str(output), "tensors": len(names)}
     result(document, f"{len(names)} tensors in {output}", as_json=as_json)

@@ -12,7 +12,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options, option_checks
 from pdcompile.options.chosen_schedule import microbatches_of
 from pdcompile.schedule.registry import DEFAULT, find
-from pdcompile.weights import materialise, open_source
+from pdcompile.weights.source import materialise, open_source
 
 
 def chosen_model(model: nn.Module, options: Options) -> nn.Module:

@@ -1,21 +1,54 @@
-"""Safetensors files of a model: the file of each name, and one tensor at a time."""
+"""Safetensors files: one tensor at a time, and the file of each name in a model's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pdcompile.errors import ConfigError
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.files import read_limited
 from pdcompile.jsonio import loads
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+class OpenFile:
+    """A safetensors file whose tensors are read one at a time.
+
+    Args:
+        error: raised, with `remedy`, where it is none or a tensor cannot be read.
+    """
+
+    def __init__(self, path: Path, error: type[PdcompileError], remedy: str) -> None:
+        self._path, self._error, self._remedy = path, error, remedy
+        with self._errors("this is not a readable safetensors file"):
+            self._open: Any = safe_open(path, framework="pt", device="cpu")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._open.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its name; its memory may be the library's."""
+        with self._errors(f"{name} cannot be read"):
+            found: Tensor = self._open.get_tensor(name)
+        return found
+
+    @contextmanager
+    def _errors(self, message: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the library has several kinds
+            said = f"{message}: {error}"
+            raise self._error(said, where=str(self._path), remedy=self._remedy) from error
 
 
 class TensorFiles:
@@ -32,7 +65,7 @@ class TensorFiles:
 
     def __init__(self, given: Iterable[str | os.PathLike[str]]) -> None:
         self.files: dict[str, Path] = {}  # name of a tensor -> its file
-        self._open: tuple[Path, Any] | None = None
+        self._open: tuple[Path, OpenFile] | None = None
         for place in given:
             for name, file in _contents(Path(place)).items():
                 if self.files.setdefault(name, file) != file:
@@ -53,17 +86,11 @@ class TensorFiles:
         Raises:
             ConfigError: shape or dtype do not fit, or the file lacks a tensor of its index.
         """
-        import torch
-
         file = self.files[name]
-        try:
-            found = self._handle(file).get_tensor(name)
-        except Exception as error:  # the library has several kinds
-            raise ConfigError(
-                f"{name} cannot be read: {error}",
-                where=str(file),
-                remedy="copy the file again, with the index that belongs to it",
-            ) from error
+        if self._open is None or self._open[0] != file:
+            self._open = None  # of two files one at a time is in memory
+            self._open = file, _opened(file)
+        found = self._open[1].tensor(name)
         if found.shape != like.shape:
             raise ConfigError(
                 f"{name} has shape {tuple(found.shape)} in the checkpoint, and the model "
@@ -85,17 +112,9 @@ class TensorFiles:
         """Closes the file that was read last."""
         self._open = None
 
-    def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file:
-            self._open = None
-            self._open = file, _opened(file)
-        return self._open[1]
 
-
-def _fits(found: Any, wanted: Any) -> bool:
+def _fits(found: torch.dtype, wanted: torch.dtype) -> bool:
     """True if every value of the first dtype can be represented in the other."""
-    import torch
-
     if found == wanted:
         return True
     same_kind = (
@@ -133,7 +152,7 @@ def _contents(place: Path) -> dict[str, Path]:
         raise ConfigError(
             f"{place.name} is not a safetensors file", where=f"weights: {place}", remedy=_CONVERT
         )
-    return dict.fromkeys(_opened(place).keys(), place)
+    return dict.fromkeys(_opened(place).names, place)
 
 
 _CONVERT = "write one once: safetensors.torch.save_file(state_dict, 'model.safetensors')"
@@ -169,20 +188,6 @@ def _index(place: Path) -> dict[str, Path]:
     return {name: place.parent / file for name, file in found.items()}
 
 
-def _opened(file: Path) -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigError(
-            "reading weights from files needs the package safetensors, which is not installed",
-            where="weights",
-            remedy="pip install safetensors",
-        ) from error
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except Exception as error:  # the library has several kinds
-        raise ConfigError(
-            f"this is not a readable safetensors file: {error}",
-            where=str(file),
-            remedy="copy it again; " + _CONVERT,
-        ) from error
+def _opened(file: Path) -> OpenFile:
+    remedy = f"copy it again, with the index that belongs to it; or {_CONVERT}"
+    return OpenFile(file, ConfigError, remedy)

@@ -21,7 +21,7 @@ from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.runtime.stage.gradients import Numbering, StageGradients
-from pdcompile.weights import set_tensor
+from pdcompile.weights.source import set_tensor
 
 
 class StageWeights(StageGradients):

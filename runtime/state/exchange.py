@@ -39,13 +39,12 @@ class Exchange:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._number = 0
-        self._announced: list[str] = []  # keys that all ranks have read when they meet again
         self._channels: dict[tuple[Any, ...], int] = {}  # by rank, name, dtype and shape
 
     # -- values --------------------------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on rank 0; elsewhere []."""
+    def everywhere(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
         world, text = self._session.world, json.dumps(value)
         if world is None:
             return [json.loads(text)]
@@ -53,30 +52,11 @@ class Exchange:
         world.store.set(self._key(world.rank), text)
         others = range(1, world.size)
         self._meet([Broadcast(Kind.STATE, _MEETING, rank, rank, (0,)) for rank in others])
-        if world.rank:
-            return []
+        if others:
+            self._meet([Broadcast(Kind.STATE, _MEETING, 0, 0, tuple(others))])
         found = [json.loads(world.store.get(self._key(rank))) for rank in range(world.size)]
-        for key in (*map(self._key, range(world.size)), *self._announced):
-            world.store.delete_key(key)
-        self._announced.clear()
-        return found
-
-    def announce(self, value: Any) -> Any:
-        """The value of rank 0, on every rank."""
-        world, text = self._session.world, json.dumps(value)
-        if world is None:
-            return json.loads(text)
-        self._number += 1
-        if world.rank == 0:
-            world.store.set(self._key(0), text)
-            self._announced.append(self._key(0))
-        everyone = tuple(range(1, world.size))
-        self._meet([Broadcast(Kind.STATE, _MEETING, 0, 0, everyone)] if everyone else [])
-        return json.loads(world.store.get(self._key(0)))
-
-    def everywhere(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
-        found: list[Any] = self.announce(self.gather(value))
+        if self._number > 1:  # everybody has read what was told before this
+            world.store.delete_key(self._key(world.rank, self._number - 1))
         return found
 
     def of_first(self, make: Callable[[], Any], own: PdcompileError | None = None) -> Any:
@@ -89,7 +69,7 @@ class Exchange:
         if 0 in self._session.ranks:
             told, error = attempted(make)
             own = own or error
-        heard = self.announce(told)
+        heard = self.everywhere(told)[0]
         if "error" in heard:
             raise Refused(own or _error_of(heard))
         return heard["value"]
@@ -111,7 +91,7 @@ class Exchange:
             Refused: a rank could not, with its own error there.
         """
         told, own = attempted(part)
-        parts = self.gather(told)
+        parts = self.everywhere(told)
 
         def close() -> Any:
             wrong = [(rank, _error_of(one)) for rank, one in enumerate(parts) if "error" in one]
@@ -127,8 +107,8 @@ class Exchange:
 
         return self.of_first(close, own)
 
-    def _key(self, rank: int) -> str:
-        return f"told/{self._number}/{rank}"
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"told/{self._number if number is None else number}/{rank}"
 
     def _meet(self, broadcasts: list[Broadcast]) -> None:
         box = Box({}, {})

@@ -16,7 +16,6 @@ from pdcompile.checkpoint.manifest import (
     StoredScheduler,
 )
 from pdcompile.checkpoint.named_optimizer import (
-    NamedGroup,
     named_groups,
     named_state,
     names_of,
@@ -84,7 +83,7 @@ def stage_states(
     state = {} if made is None else named_state(made, names)
     groups = [] if made is None else named_groups(made, names)
     told = [
-        (name, [one for _, one in scheduler_groups(its, made, names)], scheduler_state(name, its))
+        (name, scheduler_groups(its, made, names), scheduler_state(name, its))
         for name, its in (schedulers or {}).items()
     ]
     found = []
@@ -170,14 +169,6 @@ def resume_groups(
                 f"after every {group}, {within} of the present group are over, and the gradients "
                 f"of {known} are there; they are in no update"
             )
-
-
-def made_groups(session: Session) -> list[NamedGroup]:
-    """The groups of this process's optimizer as the user's callable has made them."""
-    if session.optimizer is None:
-        return []
-    present = named_groups(session.optimizer, names_of(all_parameters(session)))
-    return [g._replace(values=v) for g, v in zip(present, session.made_groups, strict=False)]
 
 
 def all_parameters(session: Session) -> dict[str, Tensor]:

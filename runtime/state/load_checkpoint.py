@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdcompile.checkpoint.contents import Contents, open_checkpoint, scheduler_parts
+from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.conversion import optimizer_parts
 from pdcompile.checkpoint.extra_states import restore, set_extra_states, states_of
-from pdcompile.checkpoint.manifest import Holding, HoldingKind
-from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named
-from pdcompile.checkpoint.plain_values import Encoder, decode
-from pdcompile.checkpoint.scheduler_states import merged_state, scheduler_groups
+from pdcompile.checkpoint.manifest import Holding, HoldingKind, StoredScheduler
+from pdcompile.checkpoint.named_optimizer import load_named
+from pdcompile.checkpoint.plain_values import decode
+from pdcompile.checkpoint.scheduler_states import fitting_state, scheduler_groups
 from pdcompile.errors import CheckpointError, some
 from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
@@ -28,7 +28,6 @@ from pdcompile.runtime.state.holdings import (
     Row,
     all_parameters,
     holdings,
-    made_groups,
     older_versions,
     resume_groups,
 )
@@ -59,7 +58,6 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
         return ["" if found.place == folder else found.place.name, found.manifest.identity]
 
     name, identity = exchange.of_first(opened)
-    made = _made(session, exchange)
     begun: list[Loading] = []
 
     def part() -> None:
@@ -70,7 +68,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
                 where=str(contents.place),
                 remedy="give every rank the path of one folder that all hosts share",
             )
-        begun.append(Loading(session, contents, wanted, made))
+        begun.append(Loading(session, contents, wanted))
         begun[0].prepare()
 
     try:
@@ -85,39 +83,22 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
     return begun[0].contents
 
 
-def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
-    """The optimizers' groups of all ranks, as they were made."""
-    own = made_groups(session)
-    if session.world is None:
-        return own
-    encoder = Encoder(inline=True)
-    told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
-    return [
-        NamedGroup(place, tuple(names), decode(values, "groups"), kind)
-        for groups in exchange.everywhere(told)
-        for place, names, values, kind in groups
-    ]
-
-
 class Loading:
     """This process's part of a load: all that it needs is read and checked before any of it is
     copied into the pipeline.
 
     What is large is read again to be copied: all ranks have to know first that nothing is damaged,
-    and two copies of a stage may not fit.  `made`: the groups of all ranks' optimizers when made.
+    and two copies of a stage may not fit.
     """
 
-    def __init__(
-        self, session: Session, contents: Contents, wanted: Wanted, made: list[NamedGroup]
-    ) -> None:
+    def __init__(self, session: Session, contents: Contents, wanted: Wanted) -> None:
         self.contents, self.notes = contents, list[str]()
-        self._session, self._wanted, self._made = session, wanted, made
+        self._session, self._wanted = session, wanted
         self._minibatches = contents.position.minibatches
         self._stored: dict[str, str] = {}  # name in the checkpoint, by name in the model
         self._rows: list[Row] = []  # of the tensors here that the checkpoint has
         self._waiting: dict[str, Accumulated] = {}
         self._optimizer: tuple[Any, Any, Any] | None = None  # None: it is left as it is
-        self._keep_rates: set[int] = set()  # ids of groups that do
         self._generators: dict[str, Any] | None = None
         self._before: dict[str, Any] = {}  # of schedulers that were loaded
 
@@ -131,10 +112,9 @@ class Loading:
         """
         session, contents, manifest = self._session, self.contents, self.contents.manifest
         names, infos = session.state.names, session.state.infos
-        contents.check_model(
-            {key: (infos[f].shape, infos[f].dtype) for f, keys in names.items() for key in keys}
+        self._stored = contents.stored_names(
+            {f: (keys, infos[f].shape, infos[f].dtype) for f, keys in names.items()}
         )
-        self._stored = {f: contents.first_name(keys) for f, keys in names.items()}
         self._prepare_tensors()
         if self._wanted.optimizer and session.optimizer is not None:
             self._prepare_optimizer(session.optimizer)
@@ -144,7 +124,7 @@ class Loading:
             self.notes.append(
                 "the checkpoint has no loss scale: that of grad_scaler= stays as it is"
             )
-        saved = scheduler_parts(contents)
+        saved = contents.schedulers()
         self._check_schedulers(list(saved))
         contents.extra_states()
         own = session.plan.training.seed
@@ -220,14 +200,7 @@ class Loading:
             self.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
             return
         parameters = all_parameters(self._session)
-        self._optimizer = names, groups, state = optimizer_parts(
-            self.contents, optimizer, parameters, self._stored, self._made
-        )
-        chosen = check_named(optimizer, names, groups, state, self._made)
-        present = zip(optimizer.param_groups, chosen, strict=True)
-        self._keep_rates = {
-            id(group) for group, values in present if "lr" in group and "lr" not in values
-        }
+        self._optimizer = optimizer_parts(self.contents, optimizer, parameters, self._stored)
 
     def _check_schedulers(self, saved: list[str]) -> None:
         given, where = self._wanted.schedulers, f"{self.contents.place}: schedulers"
@@ -251,27 +224,24 @@ class Loading:
                     remedy="make the scheduler that was saved, or leave it out",
                 )
 
-    def _load_schedulers(self, saved: Mapping[str, Any]) -> None:
-        session = self._session
+    def _load_schedulers(self, saved: Mapping[str, Sequence[StoredScheduler]]) -> None:
+        session, where = self._session, f"{self.contents.place}: schedulers"
         parameters = all_parameters(session)
         names = {id(parameters[f]): one for f, one in self._stored.items() if f in parameters}
         same_plan = self.contents.manifest.plan == session.plan.hash()
         for name, one in self._wanted.schedulers.items():
-            groups = scheduler_groups(one, session.optimizer, names)
-            keep = {n for n, (group, _) in enumerate(groups) if id(group) in self._keep_rates}
             own = [part for s, part in enumerate(saved[name]) if same_plan and s in session.stages]
-            held = [names for _, names in groups]
+            groups = scheduler_groups(one, session.optimizer, names)
+            state = decode(fitting_state(own or saved[name], groups), where)
             try:
                 before = copy.deepcopy(one.state_dict())
                 self._before[name] = before
-                one.load_state_dict(merged_state(own or saved[name], held, before, keep, name))
-            except CheckpointError:
-                raise
+                one.load_state_dict(state)
             except Exception as error:  # the user's
                 raise CheckpointError(
                     f"scheduler {name} ({type(one).__name__}) does not take its state: "
                     f"{type(error).__name__}: {error}",
-                    where=f"{self.contents.place}: schedulers",
+                    where=where,
                     remedy="make the scheduler as it was when it was saved, or leave it out",
                 ) from error
 
@@ -297,7 +267,7 @@ class Loading:
         resume_groups(session, minibatches, self._waiting)
         if self._optimizer is not None:
             assert session.optimizer is not None
-            load_named(session.optimizer, *self._optimizer, self._made)
+            load_named(session.optimizer, *self._optimizer)
         for row in rows[HoldingKind.REPLICA]:
             row.tensor.copy_(contents.tensor(self._in_checkpoint(row)))
         session.replicas_apart = any(  # from here on: an optimizer that loads would flush

@@ -6,7 +6,6 @@ weights of rank 0, as after one process had built the model.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
@@ -29,7 +28,7 @@ from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.warn import warn
-from pdcompile.weights import materialise, open_source, set_tensor, slots
+from pdcompile.weights.source import materialise, open_source, set_tensor, slots
 
 
 def check_state(
@@ -359,15 +358,12 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     be parts of models that never existed together, and tied copies would disagree.  Every rank of
     the pipeline calls this with the same names in the same order.
     """
-    world.store.set(f"weights/{world.rank}", str(_checksum(tensors)))
-    with world.peers.log.meeting():
-        sums = {bytes(world.store.get(f"weights/{rank}")) for rank in range(world.size)}
-    if len(sums) == 1:
+    if not _unlike(world, {"": [*map(digest, tensors.values())]}, {"": range(world.size)}):
         return
     for tensor in tensors.values():
-        flat = _bytes(tensor)
-        if flat.numel() == 0:
+        if tensor.numel() == 0:
             continue
+        flat = flat_bytes(devices.to_host(tensor))
         with world.peers.log.meeting():
             world.group.broadcast(flat, 0).wait()
         if world.rank != 0:
@@ -388,28 +384,27 @@ def same_values(
 
     `shared`: the ranks that hold each tensor that this rank and others hold.
     """
-    for fqn in shared:
-        world.store.set(f"values/{fqn}/{world.rank}", str(_checksum({fqn: tensors[fqn]})))
-    for fqn, ranks in shared.items():
-        keys = [f"values/{fqn}/{rank}" for rank in ranks]
+    told = {fqn: [digest(tensors[fqn])] for fqn in shared}
+    for fqn, ranks in _unlike(world, told, shared).items():
+        raise ContractError(
+            f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
+            where=fqn,
+            remedy="give every rank the same files; a function given as weights= draws from "
+            "torch's default generator, which is seeded for each name, and from no other",
+        )
+
+
+def _unlike(
+    world: World, told: Mapping[str, list[int]], ranks: Mapping[str, Sequence[int]]
+) -> dict[str, Sequence[int]]:
+    """The names of which this rank and others tell unlike digests, with those `ranks`."""
+    for name, digests in told.items():
+        world.store.set(f"values/{name}/{world.rank}", str(digests))
+    found = {}
+    for name, holders in ranks.items():
+        keys = [f"values/{name}/{rank}" for rank in holders]
         with world.peers.log.meeting():
             world.store.wait(keys, WAIT)  # a large stage takes its time to read
         if len({bytes(world.store.get(key)) for key in keys}) > 1:
-            raise ContractError(
-                f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
-                where=fqn,
-                remedy="give every rank the same files; a function given as weights= draws from "
-                "torch's default generator, which is seeded for each name, and from no other",
-            )
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    total = 0
-    for tensor in tensors.values():
-        total = zlib.crc32(_bytes(tensor).numpy().data, total)
-    return total
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The values as a flat run of bytes on the CPU (a copy unless they already are one)."""
-    return flat_bytes(devices.to_host(tensor.detach()))
+            found[name] = holders
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,18 +26,7 @@ from pdcompile.hardware import devices
 from pdcompile.jsonio import decode, encode
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
-from pdcompile.runtime.state.holdings import all_parameters, holdings, made_groups, stage_states
-
-
-class Gathered(OptimizerStates):
-    """States that ranks have sent to rank 0; `tensors`: by stage and name, ``0/weight/exp_avg``."""
-
-    def __init__(self, stages: Iterable[StageState], tensors: Mapping[str, Tensor]) -> None:
-        super().__init__("the state of all ranks", sorted(stages, key=lambda one: one.stage))
-        self._tensors = tensors
-
-    def tensors_of(self, stage: StageState) -> Callable[[str], Tensor]:
-        return lambda name: self._tensors[f"{stage.stage}/{name}"]
+from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states
 
 
 def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
@@ -86,7 +74,11 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
         tensors |= came
     if not stages:
         return {}
-    found = Gathered(stages, tensors)
+    found = OptimizerStates(
+        "the state of all ranks",
+        sorted(stages, key=lambda one: one.stage),
+        lambda stage, name: tensors[f"{stage.stage}/{name}"],
+    )
     groups = found.groups()
     state = {fqn: one for fqn in session.state.infos if (one := found.optimizer_state(fqn))}
     return whole_state([_merged(one, groups) for one in order], copy.deepcopy(state))
@@ -111,7 +103,7 @@ def whole_order(session: Session) -> list[NamedGroup]:
     """
     assert session.optimizer is not None
     if session.world is None:
-        return made_groups(session)
+        return named_groups(session.optimizer, names_of(all_parameters(session)))
     bare = {fqn: _bare(tensor) for fqn, tensor in all_parameters(session).items()}
     try:
         with preserved_rng():
@@ -145,4 +137,4 @@ def load_optimizer(session: Session, given: Any) -> None:
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
     own = copy.deepcopy({name: dict(one) for name, one in state.items() if name in mine})
-    load_named(session.optimizer, names, groups, own, made)
+    load_named(session.optimizer, names, groups, own)

@@ -39,7 +39,7 @@ from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
 from pdcompile.runtime.watch.attribute_watch import owners
 from pdcompile.runtime.watch.optimizer_watch import small_copy
 from pdcompile.runtime.watch.same_model import check_alike, planned_beside
-from pdcompile.weights import slots
+from pdcompile.weights.source import slots
 
 _PLACES = re.compile(r"^(cpu|cuda|xpu|mps|hip|meta)(:\d+)?$|/|\\")  # devices and paths
 _KERNELS = ("foreach", "fused", "capturable", "differentiable", "params", "param_names")

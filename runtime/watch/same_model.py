@@ -23,7 +23,7 @@ from pdcompile.options import Held, Options
 from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.schedule.registry import flush_schedules
 from pdcompile.warn import warn
-from pdcompile.weights import slots
+from pdcompile.weights.source import slots
 
 # Open pipelines that have started, and the tensors that each shares with whoever has its model.
 _started: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()

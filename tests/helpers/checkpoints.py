@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pdcompile.weights import slots
+from pdcompile.weights.source import slots
 
 
 class Rotary(nn.Module):

@@ -13,13 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from pdcompile import jsonio
-from pdcompile.checkpoint.contents import open_checkpoint, scheduler_parts
+from pdcompile.checkpoint.contents import open_checkpoint
 from pdcompile.checkpoint.extra_states import states_of
-from pdcompile.checkpoint.folder import LATEST
 from pdcompile.checkpoint.manifest import (
     MANIFEST,
     PLAN,
@@ -28,7 +26,8 @@ from pdcompile.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.checkpoint.plain_values import Encoder, decode
+from pdcompile.checkpoint.scheduler_states import fitting_state
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import PdcompileError, SourceError
@@ -45,8 +44,7 @@ from pdcompile.schedule.registry import kind_of
 from pdcompile.schedule.written import from_csv, parse
 from pdcompile.schedule.written import read as read_schedule
 from pdcompile.user_plans import user_sources
-from pdcompile.weights import TensorFiles
-from pdcompile.weights.tensor_files import INDEX
+from pdcompile.weights.tensor_files import INDEX, TensorFiles
 from tests.helpers import mutants
 from tests.helpers.fuzzing import Format, unaudited
 from tests.helpers.graphs import residual
@@ -91,7 +89,6 @@ class Training:
         )
         text = whole.to_text().encode()
         (made / MANIFEST).write_bytes(text)
-        (folder / "saved" / LATEST).write_text(f"{made.name} {zlib.crc32(text):08x}\n")
         return Training(compiled, folder / "saved")
 
 
@@ -277,7 +274,9 @@ def _everything(contents: Any) -> None:
     """What loading reads, and what `pdcompile checkpoint show --verify` does."""
     contents.verify()
     contents.groups()
-    scheduler_parts(contents)
+    for parts in contents.schedulers().values():
+        fitting_state(parts, parts[0].groups if parts else ())
+        [decode(part.state, "schedulers") for part in parts]
     if contents.manifest.random_state is not None:
         states_of(contents.manifest.random_state, "random_state")
     for name in contents.names:
@@ -300,15 +299,6 @@ def _saved_plan(folder: Path, training: Training) -> Format:
         return Plan.from_json(open_checkpoint(place).plan_text(), where=PLAN)
 
     return Format("saved plan", ((place / PLAN).read_bytes(),), JSON, read, folder)
-
-
-def _pointer(folder: Path, training: Training) -> Format:
-    _copied(folder, training)
-    saved = folder / "saved"
-    return Format(
-        "pointer", ((saved / LATEST).read_bytes(),), TEXT,
-        lambda data: open_checkpoint(put(saved / LATEST, data).parent).position, folder,
-    )  # fmt: skip
 
 
 def _tensors(folder: Path, training: Training) -> Format:
@@ -355,28 +345,6 @@ def _index(folder: Path, _: Training) -> Format:
     return Format("weights index", (json.dumps(data).encode(),), JSON, read, folder)
 
 
-def _distributed(folder: Path, _: Training) -> Format:
-    """The metadata of a torch.distributed.checkpoint, which is a pickle; writes what it is for."""
-    state = {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, "steps": 3}
-    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
-    place = folder / "dcp" / ".metadata"
-    whole = place.read_bytes()
-
-    def read(data: bytes) -> Any:
-        put(place, data)
-        return reading(folder / "dcp")
-
-    mutate = mutants.chain(mutants.of_pickle, mutants.of_pickle, mutants.of_bytes)
-    return Format("torch metadata", (whole,), mutate, read, folder)
-
-
-def reading(folder: Path) -> list[str]:
-    """The names in a torch.distributed.checkpoint, as `pdcompile checkpoint convert` reads them."""
-    from pdcompile.checkpoint import conversion
-
-    return [*conversion._of_torch(folder, "model.")]
-
-
 def _sources(folder: Path, training: Training) -> Format:
     """A stage's file that was edited is not executed: it is refused, unless that is allowed."""
     generated = training.compiled.sources
@@ -400,10 +368,8 @@ MAKERS: dict[str, Callable[[Path, Training], Format]] = {
     "profile": _profile,
     "cached-profile": _cached,
     "manifest": _manifest,
-    "pointer": _pointer,
     "saved-plan": _saved_plan,
     "safetensors": _tensors,
     "weights-index": _index,
-    "torch-metadata": _distributed,
     "sources": _sources,
 }

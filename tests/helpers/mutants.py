@@ -7,7 +7,6 @@ values and keys where they stand, and write the text again; what cannot be read 
 from __future__ import annotations
 
 import json
-import pickletools
 import random
 import re
 import tomllib
@@ -134,46 +133,6 @@ def of_safetensors(data: bytes, draw: random.Random) -> bytes:
     header = of_json(data[8 : 8 + size], draw)
     length = len(header) if draw.random() < 0.8 else draw.choice((0, 1, 2**63, 2**64 - 1, size))
     return length.to_bytes(8, "little") + header + data[8 + size :]
-
-
-def of_pickle(data: bytes, draw: random.Random) -> bytes:
-    """Repeats, removes, moves and inserts opcodes, with calls of what must not be called."""
-    try:
-        marks = [place for _, _, place in pickletools.genops(data) if place is not None]
-    except Exception:  # whatever a damaged pickle makes of it
-        return of_bytes(data, draw)
-    ops = [data[a:b] for a, b in zip(marks, [*marks[1:], len(data)], strict=True)]
-    for _ in range(draw.choice((1, 1, 2, 4))):
-        at, other = (draw.randrange(len(ops) + 1) for _ in range(2))
-        match draw.randrange(4):
-            case 0:
-                ops[at:at] = ops[other : other + draw.choice((1, 2, 8))]
-            case 1:
-                del ops[at : at + draw.choice((1, 1, 4))]
-            case 2:
-                ops[at:at] = [draw.choice(_CALLS)]
-            case _:
-                ops[at:at] = [draw.choice(_OPCODES)]
-    return b"".join(ops)
-
-
-_CALLS = (
-    b"cos\nsystem\n\x8c\x09touch ran\x85R", b"cbuiltins\nexec\n\x8c\x0draise SystemExit\x85R",
-    b"ctorch\nload\n\x8c\x01x\x85R", b"cpathlib\nPosixPath\n\x8c\x0b/etc/passwd\x85R",
-    b"ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x01a\x8c\x01bsb",
-    b"ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x08__init__\x8c\x01bs\x86b",
-    b"cpathlib\nPosixPath\nN}\x8c\x04open\x8c\x01bs\x86b", b"cbuiltins\nset\n]\x85R",
-    b"cbuiltins\nset\n]]a\x85R", b"ctorch\nSize\n\x8c\x01a\x85R", b"ctorch\nSize\nK\xff\x85R",
-    b"ctorch.serialization\n_get_layout\n\x8c\x06os.sys\x85R", b"ctorch\nfloat64\n",
-    b"\x8c\x02os\x8c\x06system\x93",
-)  # fmt: skip
-_OPCODES = (
-    b"N", b"K\x00", b"J\xff\xff\xff\x7f",
-    b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"\x88", b"\x8c\x01a",
-    b"]", b"}", b")", b"(", b"t", b"\x85", b"\x86", b"\x87", b"R", b"b", b"\x81", b"s", b"u", b"a",
-    b"e", b"0", b"2", b"\x94", b"h\x00", b"h\x01", b"h\x05", b"j\xff\xff\xff\x00", b".", b"1", b"Q",
-    b"\x8c\x10../../etc/passwd", b"J\xff\xff\xff\xff", b"G\x7f\xf0\x00\x00\x00\x00\x00\x00",
-)  # fmt: skip
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Object:
