@@ -177,9 +177,8 @@ class Cluster:
         Raises:
             ClusterError: any other text.
         """
-        match = re.fullmatch(r"(?:([1-9][0-9]{0,5})[x×])?([1-9][0-9]{0,5})", text.strip())
-        hosts, devices = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-        if not 1 <= hosts * devices <= MAX_DEVICES:
+        hosts, devices = counts_of(text)
+        if not devices:
             raise ClusterError(
                 f"cluster {text!r} is neither HOSTSxDEVICES nor a number of devices",
                 remedy='write "2x4" for 2 hosts of 4 devices, "4" for one host, '
@@ -291,6 +290,13 @@ class Cluster:
             f"no level joins devices {a} and {b}",
             remedy="add a [[levels]] table whose size is the number of blocks that it joins",
         )
+
+
+def counts_of(text: str) -> tuple[int, int]:
+    """Hosts and devices of each in ``2x4`` or ``4``; (0, 0) for another text, or too many."""
+    match = re.fullmatch(r"(?:([1-9][0-9]{0,5})[x×])?([1-9][0-9]{0,5})", text.strip())
+    hosts, devices = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    return (hosts, devices) if hosts * devices <= MAX_DEVICES else (0, 0)
 
 
 def stage_limits(

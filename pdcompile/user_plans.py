@@ -34,7 +34,7 @@ from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
-from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
+from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
 from pdcompile.plan.other_model import absent_weight, made_of
@@ -231,7 +231,7 @@ def user_plan(
 
 
 def _with_outputs(plan: Plan, chosen: Configuration, options: Options, graph: OpGraph) -> Plan:
-    """The plan with a note where it sends more outputs than are asked for: its times are of that.
+    """The plan with the outputs that are asked for; it may send more of them.
 
     Where nobody named any, the plan's own choice stands, but for a plan of one process on several
     or the other way; stages in a folder are as they are.
@@ -262,14 +262,7 @@ def _with_outputs(plan: Plan, chosen: Configuration, options: Options, graph: Op
                 "outputs out: evaluation gives them all",
             )
         return replace(plan, training=replace(less, keeps_outputs=asked.keeps_outputs))
-    if not missing or asked.sends_outputs:
-        return plan
-    size = format_bytes(left_out_bytes(less, needed, given, stage_of, last))
-    note = (
-        f"the plan sends {size} a step that only outputs need, as it was made with "
-        "outputs='everything' or by an earlier version; plan again to leave them out"
-    )
-    return replace(plan, notes=(*plan.notes, note))
+    return plan
 
 
 def _more_state(training: Training, optimizer: Any) -> Iterator[str]:

@@ -182,6 +182,8 @@ def load_target(target: str) -> Workload:
 def _as_workload(value: Any, target: str) -> Workload:
     from torch import nn
 
+    from pdcompile.options.option_checks import check_model
+
     if isinstance(value, nn.Module):
         raise ConfigError(
             f"the target returned only a model ({type(value).__name__}), without example inputs",
@@ -197,23 +199,18 @@ def _as_workload(value: Any, target: str) -> Workload:
             remedy="return pdcompile.Workload(model, example_inputs, loss_fn, batches) "
             "or a tuple of its first fields",
         )
-    if not isinstance(value.model, nn.Module):
+    if not (value.batches is None or callable(value.batches)):
         raise ConfigError(
-            f"the workload's model is {_kind(value.model)}, not an nn.Module",
+            f"the workload's batches is {_kind(value.batches)}, not a function",
             where=target,
-            remedy="return pdcompile.Workload(model, example_inputs, loss_fn, batches)",
+            remedy="batches is a function that returns a fresh iterable of (inputs, target)",
         )
-    for field in ("loss_fn", "batches"):
-        given = getattr(value, field)
-        if given is not None and not callable(given):
-            raise ConfigError(
-                f"the workload's {field} is {_kind(given)}, not a function",
-                where=target,
-                remedy="batches is a function that returns a fresh iterable of (inputs, target)"
-                if field == "batches"
-                else "loss_fn is a function (output, target) -> scalar",
-            )
-    values.loss_fn("loss_fn", value.loss_fn)
+    try:
+        check_model(value.model)
+        values.loss_fn("loss_fn", value.loss_fn)
+    except ConfigError as error:
+        error.where = target
+        raise
     return value
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdcompile.errors import CostError, InfeasibleError, PdcompileError, PlanError
+from pdcompile.errors import CostError, InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.problem import (
     Item,
@@ -160,32 +160,16 @@ def test_costs_that_are_none(name: str, wrong: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "message"),
+    ("fields", "message"),
     [
-        ({"traffic": (Traffic("v", 0, (9,), 1),)}, PlanError, "no item 9"),
-        ({"traffic": (Traffic("v", 0, (1,), -1),)}, CostError, "forward_bytes of 'v'"),
-        ({"shared": (SharedParameter("w", -1, True, (0,)),)}, CostError, "bytes of 'w'"),
-        ({"pins": ((7, 0),)}, PlanError, "no item 7"),
-        ({"stages": (StageLimits(speed=0.0),) * 2}, CostError, "speed is 0.0"),
-        (
-            {"stages": (StageLimits(bytes_per_second=0.0),) * 2},
-            CostError,
-            "bytes_per_second is 0.0",
-        ),
-        ({"num_microbatches": 0}, PlanError, "num_microbatches is 0"),
-        (
-            {"memory": MemoryRule(in_flight=(1,))},
-            PlanError,
-            r"\[1\] microbatches in flight on 2 stages",
-        ),
-        ({"memory": MemoryRule(in_flight=(1, 2))}, PlanError, "would deadlock"),
-        ({"memory": MemoryRule(in_flight=(1, 0))}, PlanError, "in flight on 2 stages"),
+        ({"traffic": (Traffic("v", 0, (1,), -1),)}, "forward_bytes of 'v'"),
+        ({"shared": (SharedParameter("w", -1, True, (0,)),)}, "bytes of 'w'"),
+        ({"stages": (StageLimits(speed=0.0),) * 2}, "speed is 0.0"),
+        ({"stages": (StageLimits(bytes_per_second=0.0),) * 2}, "bytes_per_second is 0.0"),
     ],
 )
-def test_problems_that_are_none(
-    fields: dict[str, Any], kind: type[PdcompileError], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
+def test_problems_that_are_none(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CostError, match=message):
         partition(replace(chain_problem([1.0, 2.0], 2), **fields))
 
 

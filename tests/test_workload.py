@@ -87,7 +87,7 @@ def test_stream_starts_again(file: Path) -> None:
         ("fails", "raised: KeyError: 'width'"),
         ("number", "returned an int"),
         ("only_model", "without example inputs"),
-        ("wrong_loss", "loss_fn is a str"),
+        ("wrong_loss", "loss_fn is .*, which cannot be called"),
     ],
 )
 def test_mistakes_in_the_function(file: Path, name: str, message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pdcompile.errors import CostError, InfeasibleError, NotFoundError, PlanError
+from pdcompile.errors import CostError, InfeasibleError, NotFoundError
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.conflict import (
     Conflict,
@@ -23,7 +23,7 @@ from pdcompile.passes.partition.conflict import (
 from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.embedded import inconsistencies, unusable_numbers
+from pdcompile.plan.embedded import unusable_numbers
 from pdcompile.plan.evaluate import memory
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import DEFAULT
@@ -37,7 +37,6 @@ def validate(problem: PartitionProblem) -> None:
 
     Raises:
         CostError: a time or size is negative or not finite, or a link or device has no speed.
-        PlanError: an index does not exist, or microbatches in flight do not fit the stages.
         InfeasibleError: no items or no stages.
     """
     if not problem.stages:
@@ -47,8 +46,6 @@ def validate(problem: PartitionProblem) -> None:
     for name in ("items", "traffic", "shared", "stages", "memory"):
         for path, message, remedy in unusable_numbers(getattr(problem, name), f"problem.{name}"):
             raise CostError(message, where=path, remedy=remedy)
-    for path, message, remedy in inconsistencies(problem):
-        raise PlanError(message, where=path, remedy=remedy)
 
 
 def refuse_contradictions(problem: PartitionProblem) -> None:

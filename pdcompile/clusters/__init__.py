@@ -6,12 +6,11 @@ Each ``*.toml`` beside this file is one of them; comments say where its numbers 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, counts_of
 from pdcompile.errors import ClusterError, did_you_mean
 
 FOLDER = Path(__file__).parent
@@ -80,13 +79,12 @@ def _so_many(counts: str, name: str) -> Cluster:
     devices have those of the innermost levels.
     """
     machines = described(name)
-    match = re.fullmatch(r"(?:([1-9][0-9]{0,5})[x×])?([1-9][0-9]{0,5})", counts)
-    if match is None:
+    hosts, devices = counts_of(counts)
+    if not devices:
         raise ClusterError(
             f"cluster '{counts}:{name}' has no number of hosts and devices",
             remedy=f"for example '2x{_a_host(machines)}:{name}': 2 hosts of {_a_host(machines)}",
         )
-    hosts, devices = int(match[1] or 1), int(match[2])
     outer = machines.levels[-1] if len(machines.levels) > 1 else None
     inside, left = [], devices
     for level in machines.levels[: len(machines.levels) - (outer is not None)]:
@@ -108,14 +106,10 @@ def _so_many(counts: str, name: str) -> Cluster:
             remedy=f"one host: '{devices}:{name}'; or describe yours in a cluster.toml",
         )
     levels = (*inside, replace(outer, size=hosts)) if hosts > 1 and outer else tuple(inside)
-    found = Cluster(machines.devices[:1] * (hosts * devices), levels, notes=machines.notes)
-    return Cluster.from_toml(found.to_toml(), where=f"{counts}:{name}")
+    return Cluster(machines.devices[:1] * (hosts * devices), levels, notes=machines.notes)
 
 
 def _a_host(machines: Cluster) -> int:
     """Devices of a host."""
     sizes = [level.size for level in machines.levels]
     return math.prod(sizes[:-1] if len(sizes) > 1 else sizes)
-
-
-__all__ = ["FORMS", "cluster_of", "described", "names"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from pdcompile.cluster import Cluster
@@ -13,7 +14,6 @@ from pdcompile.plan.schema import Plan
 
 PARTS = ("model", "costs", "cluster")  # of a fingerprint, in order
 CLOSE = 1e-6  # relative, of seconds
-_OF_THE_RUN = ("seconds",)  # how long the planner took says nothing of the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,15 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
     if prints[:1] == ("model",) and _one_model(a, b):
         prints = ("graph", *prints[1:])
     unlike = prints[:1] in (("model",), ("all",)) and not _alike(a, b)
+    facts = {name: _compared(of(a), of(b)) for name, of in FACTS.items()}
+    both = tuple(one for one in facts["stages"] if None not in (one.a, one.b))
     return PlanDiff(
         identical=_without_time(a) == _without_time(b),
         unlike=unlike,
         prints=prints,
-        training=_fields(a.training, b.training),
-        cluster=_clusters(a, b),
-        stages=_stages(a, b),
         moved=() if unlike else _moved(a, b),
-        edges=_edges(a, b),
-        forecast=_forecasts(a, b),
-        memory=_memory(a, b),
-        certificate=tuple(
-            one for one in _fields(a.certificate, b.certificate) if one.what not in _OF_THE_RUN
-        ),
         notes=_notes(a, b),
+        **facts | {"stages": both},
     )
 
 
@@ -155,55 +149,50 @@ def other_prints(a: str, b: str) -> tuple[str, ...]:
     return tuple(part for part, x, y in zip(PARTS, ours, theirs, strict=True) if x != y)
 
 
-def _fields(a: Any, b: Any) -> tuple[Changed, ...]:
-    pairs = ((field.name, getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
-    return tuple(Changed(name, x, y) for name, x, y in pairs if x != y)
+def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Changed, ...]:
+    """Facts that differ; None where one plan has none of the name."""
+    names = (name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name))
+    return tuple(Changed(name, a.get(name), b.get(name)) for name in names)
 
 
-def _clusters(a: Plan, b: Plan) -> tuple[Changed, ...]:
-    """Number of devices, and devices and levels one by one."""
-    ours = Cluster.from_toml(a.cluster, where="a: cluster")
-    theirs = Cluster.from_toml(b.cluster, where="b: cluster")
-    found = []
-    sizes = [tuple(level.size for level in reversed(one.levels)) for one in (ours, theirs)]
-    if sizes[0] != sizes[1]:
-        found.append(Changed("devices", sizes[0], sizes[1]))
+def _fields(record: Any, *without: str) -> dict[str, Any]:
+    names = (field.name for field in fields(record))
+    return {name: getattr(record, name) for name in names if name not in without}
+
+
+def _cluster(plan: Plan) -> dict[str, Any]:
+    """Devices, what runs of equal ones are, and the links of each level."""
+    cluster = Cluster.from_toml(plan.cluster, where="cluster")
+    found: dict[str, Any] = {"devices": tuple(level.size for level in reversed(cluster.levels))}
     for name in ("kind", "memory_bytes", "speed"):
-        values = [
-            tuple(dict.fromkeys(getattr(device, name) for device in one.devices))
-            for one in (ours, theirs)
-        ]
-        if values[0] != values[1]:
-            found.append(Changed(name, values[0], values[1]))
-    levels = [{level.name: level for level in one.levels} for one in (ours, theirs)]
-    for name in dict.fromkeys((*levels[0], *levels[1])):
-        x, y = levels[0].get(name), levels[1].get(name)
-        if x is None or y is None:
-            there = ["absent" if one is None else "present" for one in (x, y)]
-            found.append(Changed(name, *there))
-            continue
-        for one in _fields(x, y):
-            if one.what != "size":
-                found.append(Changed(f"{name}.{one.what}", one.a, one.b))
-    if ours.in_process != theirs.in_process:
-        found.append(Changed("in_process", ours.in_process, theirs.in_process))
-    if ours.devices != theirs.devices and not found:
-        found.append(Changed("order of devices", "as in a", "as in b"))
-    return tuple(found)
+        runs = groupby(getattr(device, name) for device in cluster.devices)
+        found[name] = tuple(value for value, _ in runs)
+    for level in cluster.levels:
+        links = _fields(level, "name", "size")
+        found |= {f"{level.name}.{name}": value for name, value in links.items()}
+    return found | {"in_process": cluster.in_process}
 
 
-def _stages(a: Plan, b: Plan) -> tuple[Changed, ...]:
-    """Number of stages, replicas, ranks, recomputation; seconds where both have the stage."""
-    found = []
-    if len(a.stages) != len(b.stages):
-        found.append(Changed("stages", len(a.stages), len(b.stages)))
+def _stages(plan: Plan) -> dict[str, Any]:
     shown = ("replicas", "ranks", "recompute", "forward_seconds", "backward_seconds")
-    for x, y in zip(a.stages, b.stages, strict=False):
-        for name in shown:
-            ours, theirs = getattr(x, name), getattr(y, name)
-            if ours != theirs:
-                found.append(Changed(f"stages[{x.index}].{name}", ours, theirs))
-    return tuple(found)
+    return {"stages": len(plan.stages)} | {
+        f"stages[{stage.index}].{name}": getattr(stage, name)
+        for stage in plan.stages
+        for name in shown
+    }
+
+
+def _forecast(plan: Plan) -> dict[str, Any]:
+    found = plan.forecast
+    if found is None:
+        return {}
+    return _fields(found, "ledgers") | {"sent_bytes": sum(found.sent_bytes)}
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    """Peak bytes of each rank by its ledger."""
+    ledgers = () if plan.forecast is None else plan.forecast.ledgers
+    return {f"rank {rank}": one.total_bytes for rank, one in enumerate(ledgers)}
 
 
 def _moved(a: Plan, b: Plan) -> tuple[Moved, ...]:
@@ -231,16 +220,6 @@ def _modules(plan: Plan) -> dict[str, str]:
     return {op: path for item, path in paths if "." in path for op in item.ops}
 
 
-def _edges(a: Plan, b: Plan) -> tuple[Changed, ...]:
-    """Values over the boundaries: how many, and bytes a microbatch; tied parameters."""
-    found = []
-    ours, theirs = _traffic(a), _traffic(b)
-    for name in ours:
-        if ours[name] != theirs[name]:
-            found.append(Changed(name, ours[name], theirs[name]))
-    return tuple(found)
-
-
 def _traffic(plan: Plan) -> dict[str, int]:
     """Per microbatch, values once to each receiver and gradients once over each hop."""
     hops = sum(len(edge.targets) for edge in plan.edges)
@@ -248,35 +227,20 @@ def _traffic(plan: Plan) -> dict[str, int]:
     return {"values": hops, "bytes": size, "tied parameters": len(plan.tied)}
 
 
-def _forecasts(a: Plan, b: Plan) -> tuple[Changed, ...]:
-    names = ("step_seconds", "samples_per_second", "bubble")
-    found = []
-    for name in names:
-        ours, theirs = (None if p.forecast is None else getattr(p.forecast, name) for p in (a, b))
-        if ours != theirs:
-            found.append(Changed(name, ours, theirs))
-    sent = [None if p.forecast is None else sum(p.forecast.sent_bytes) for p in (a, b)]
-    if sent[0] != sent[1]:
-        found.append(Changed("sent_bytes", sent[0], sent[1]))
-    return tuple(found)
-
-
-def _memory(a: Plan, b: Plan) -> tuple[Changed, ...]:
-    """Peak bytes of each rank by the ledgers."""
-    totals = [
-        () if p.forecast is None else tuple(one.total_bytes for one in p.forecast.ledgers)
-        for p in (a, b)
-    ]
-    most = max(map(len, totals))
-    padded = [(*one, *[None] * (most - len(one))) for one in totals]
-    return tuple(
-        Changed(f"rank {rank}", x, y)
-        for rank, (x, y) in enumerate(zip(*padded, strict=True))
-        if x != y
-    )
-
-
 def _notes(a: Plan, b: Plan) -> tuple[Changed, ...]:
     gone = [Changed("note", note, None) for note in a.notes if note not in b.notes]
     new = [Changed("note", None, note) for note in b.notes if note not in a.notes]
     return (*gone, *new)
+
+
+#: what is compared of two plans, section by section
+FACTS: Mapping[str, Callable[[Plan], dict[str, Any]]] = {
+    "training": lambda plan: _fields(plan.training),
+    "cluster": _cluster,
+    "stages": _stages,
+    "edges": _traffic,
+    "forecast": _forecast,
+    "memory": _memory,
+    # how long the planner took says nothing of the plan
+    "certificate": lambda plan: _fields(plan.certificate, "seconds"),
+}

@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.problem import Item, PartitionProblem, Wish
-from pdcompile.schedule.registry import find
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -162,65 +160,3 @@ def unusable_numbers(part: Any, path: str) -> Iterator[Finding]:
             yield path, f"{part.name!r} has {message}", remedy
     elif isinstance(part, int | float) and not (math.isfinite(part) and part >= 0):
         yield path, f"{part!r} is negative or not finite", "write a finite number from 0"
-
-
-def inconsistencies(problem: PartitionProblem) -> Iterator[Finding]:
-    """Counts and indices of a problem that do not fit each other."""
-    if problem.num_microbatches < 1:
-        yield "problem.num_microbatches", "num_microbatches is 0", "write 1 or more"
-    if problem.max_stages is not None and problem.max_stages < 1:
-        yield "problem.max_stages", "max_stages is 0", "write 1 or more, or null"
-    rule, in_flight = problem.memory, problem.memory.in_flight
-    for name, what in (
-        ("versions", "weight versions"),
-        ("gradient_buffers", "gradients"),
-        ("in_flight", "microbatches in flight"),
-        ("saved", "microbatches held"),
-        ("received", "receive slots"),
-        ("returned", "receive slots of gradients"),
-    ):
-        given = getattr(rule, name)
-        if isinstance(given, int) or not given:
-            continue  # the same for all stages
-        if len(given) != len(problem.stages) or min(given) < 1:
-            message = f"{list(given)} {what} on {len(problem.stages)} stages"
-            yield f"problem.memory.{name}", message, "give each stage 1 or more"
-    # A rank with several stages holds microbatches of each, and longer for a weight backward that
-    # somebody wrote down to come late: their order is proved by itself.
-    kind = find(rule.schedule)
-    straight = kind is None or kind.placed is None
-    if straight and any(a < b for a, b in pairwise(in_flight)):
-        message = f"microbatches in flight {list(in_flight)} would deadlock"
-        yield "problem.memory.in_flight", message, "they must not increase from stage to stage"
-    yield from _indices(problem)
-
-
-def _indices(problem: PartitionProblem) -> Iterator[Finding]:
-    used = [(f"traffic[{i}]", (one.producer, *one.consumers)) for i, one in _each(problem.traffic)]
-    used += [(f"shared[{i}].items", one.items) for i, one in _each(problem.shared)]
-    used += [(f"order[{i}]", one) for i, one in _each(problem.order)]
-    for path, part in _asking(problem):
-        for name in ("together", "apart"):
-            used += [(f"{path}{name}[{i}]", one) for i, one in _each(getattr(part, name))]
-    used += [(path, one[:1]) for path, one in _placed(problem)]
-    for path, items in used:
-        for item in items:
-            if not 0 <= item < len(problem.items):
-                message = f"there is no item {item}: the problem has {len(problem.items)}"
-                yield f"problem.{path}", message, AGAIN
-
-
-def _asking(problem: PartitionProblem) -> list[tuple[str, PartitionProblem | Wish]]:
-    """What has pins, groups and pairs: the problem and each of its wishes."""
-    return [("", problem), *((f"wishes[{w}].", wish) for w, wish in _each(problem.wishes))]
-
-
-def _placed(problem: PartitionProblem) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Pairs of an item and a stage."""
-    for path, part in _asking(problem):
-        for name in ("pins", "forbidden"):
-            yield from ((f"{path}{name}[{i}]", one) for i, one in _each(getattr(part, name)))
-
-
-def _each(parts: tuple[Any, ...]) -> list[tuple[int, Any]]:
-    return list(enumerate(parts))
