@@ -31,16 +31,12 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """The structure of a call: equal for calls that differ in the leaves' values only.
-
-    `by_keyword` names the parameters that this call passed by keyword; it is not compared,
-    because ``model(x)`` and ``model(x=x)`` are the same call.
-    """
+    """The structure of a call: equal for calls that differ in the leaves' values only, or in
+    what is passed by keyword."""
 
     arguments: tuple[Argument, ...]
     target: Argument
     signature: inspect.Signature = field(compare=False, repr=False)
-    by_keyword: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
 EVALUATION = -1
@@ -151,7 +147,6 @@ def flatten_call(
         arguments=tuple(arguments),
         target=_argument(TARGET, None, TARGET, target, leaves),
         signature=signature,
-        by_keyword=frozenset(kwargs),
     )
     return FlatCall(leaves, spec)
 
@@ -225,7 +220,7 @@ def walk(value: Any, path: str, prefix: Any) -> Iterator[tuple[str, Any, Any]]:
     children = children_of(value)
     if children is None:
         if not (prefix is DEFAULT or is_dim(prefix)):
-            raise misfit(path, prefix)
+            raise _misfit(path, prefix)
         yield path, value, prefix
         return
     prefixes = _child_prefixes(prefix, [key for key, _, _ in children], path)
@@ -253,7 +248,15 @@ def _child_prefixes(prefix: Any, keys: list[Any], path: str) -> list[Any]:
         return [prefix.get(key, DEFAULT) for key in keys]
     if isinstance(prefix, tuple | list) and keys == list(range(len(prefix))):
         return list(prefix)
-    raise misfit(path, prefix)
+    raise _misfit(path, prefix)
+
+
+def _misfit(path: str, prefix: Any) -> ConfigError:
+    return ConfigError(
+        f"batch_dims={prefix!r} does not fit the structure of this argument",
+        where=path,
+        remedy="use an int or None, or a container of the same keys",
+    )
 
 
 def rebuild(argument: Argument, leaves: Mapping[str, Any]) -> Any:
@@ -309,12 +312,3 @@ def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
 def is_dim(prefix: Any) -> bool:
     """True if an entry of batch_dims is a dimension, or None for no splitting."""
     return prefix is None or (isinstance(prefix, int) and not isinstance(prefix, bool))
-
-
-def misfit(path: str, prefix: Any) -> ConfigError:
-    """The error for a part of batch_dims that is not a prefix of the argument."""
-    return ConfigError(
-        f"batch_dims={prefix!r} does not fit the structure of this argument",
-        where=path,
-        remedy="use an int or None, or a container of the same keys",
-    )

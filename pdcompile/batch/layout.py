@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,16 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pdcompile.batch.call import (
-    DEFAULT,
-    Argument,
-    CallSpec,
-    FlatCall,
-    is_dim,
-    misfit,
-    rebuild,
-    walk,
-)
+from pdcompile.batch.call import DEFAULT, FlatCall, is_dim, rebuild, walk
 from pdcompile.batch.lists import list_in_doubt
 from pdcompile.batch.memory_order import memory_order
 from pdcompile.errors import ConfigError, InputError, did_you_mean
@@ -56,10 +46,9 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
 
     Args:
         flat: one global minibatch.
-        batch_dims: an int for all; None: nothing is split; a pytree prefix over (args, kwargs,
-            target) of ints and Nones (None: replicated); or a dict from argument names (and
-            ``target``) to such prefixes, others keep the default 0.  Negative counts from the
-            last dimension.
+        batch_dims: an int for all; None: nothing is split; or a dict from argument names (and
+            ``target``) to ints, Nones (replicated), or containers of them as far as the
+            argument's own go; others keep the default 0.  Negative counts from the last dimension.
 
     A tensor is split along its dimension when the size there is the batch size; 0-dim tensors
     and size 1 are replicated.  The batch size is the size other than 1 that the tensors agree on.
@@ -191,8 +180,7 @@ def nothing_splits(microbatches: int) -> ConfigError:
 
 def check_batch_dims(batch_dims: Any) -> None:
     """Raises ConfigError for batch_dims that fit no call: other than dimensions in containers."""
-    triple = isinstance(batch_dims, tuple | list) and len(batch_dims) == 3
-    if not (triple or isinstance(batch_dims, Mapping) or is_dim(batch_dims)):
+    if not (isinstance(batch_dims, Mapping) or is_dim(batch_dims)):
         raise _no_meaning(batch_dims)
     inside = [batch_dims]
     while inside:
@@ -208,86 +196,30 @@ def check_batch_dims(batch_dims: Any) -> None:
 def _no_meaning(batch_dims: Any) -> ConfigError:
     return ConfigError(
         f"batch_dims={batch_dims!r} is not a valid value",
-        remedy="an int, None, a tuple (args, kwargs, target) of ints, Nones and containers "
-        "of them, or a dict from argument names to these",
+        remedy="an int, None, or a dict from argument names (and 'target') to ints, Nones and "
+        "containers of them",
     )
 
 
 def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, Any]:
     """Dimension by path: an int, None, or DEFAULT where batch_dims does not say."""
-    spec = flat.spec
-    roots = [*spec.arguments, spec.target]
     if is_dim(batch_dims):
         return dict.fromkeys(flat.leaves, batch_dims if batch_dims != 0 else DEFAULT)
-    if isinstance(batch_dims, Mapping):
-        _refuse_unknown(batch_dims, spec)
-        prefixes = [batch_dims.get(argument.root, DEFAULT) for argument in roots]
-    elif isinstance(batch_dims, tuple | list) and len(batch_dims) == 3:
-        args, kwargs, target = batch_dims
-        for part in (args, kwargs):
-            if not (is_dim(part) or isinstance(part, tuple | list | Mapping)):
-                raise misfit("batch_dims", part)
-        _refuse_unknown(kwargs, spec)
-        _refuse_surplus(args, spec)
-        prefixes = [_argument_prefix(one, spec, args, kwargs) for one in spec.arguments]
-        prefixes.append(target)
-    else:
-        raise _no_meaning(batch_dims)
-    asked = {}
-    for argument, prefix in zip(roots, prefixes, strict=True):
-        value = rebuild(argument, flat.leaves)
-        for path, _, dim in walk(value, argument.root, prefix):
-            asked[path] = dim
-    return asked
-
-
-def _argument_prefix(argument: Argument, spec: CallSpec, args: Any, kwargs: Any) -> Any:
-    """The batch_dims of one argument, whether it was passed by position or by keyword."""
-    name = argument.parameter if argument.key is None else argument.key
-    if isinstance(kwargs, Mapping) and name in kwargs:
-        return kwargs[name]
-    positional = _positional(spec)
-    if isinstance(args, tuple | list):
-        if argument.key is None and name in positional and positional.index(name) < len(args):
-            return args[positional.index(name)]
-        if spec.signature.parameters[argument.parameter].kind is inspect.Parameter.VAR_POSITIONAL:
-            rest = tuple(args[len(positional) :])
-            return rest + (DEFAULT,) * (argument.tree.num_children - len(rest))
-    chosen = kwargs if name in spec.by_keyword else args
-    return chosen if is_dim(chosen) else DEFAULT
-
-
-def _positional(spec: CallSpec) -> list[str]:
-    return [
-        parameter.name
-        for parameter in spec.signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-
-
-def _refuse_unknown(prefixes: Any, spec: CallSpec) -> None:
-    roots = [argument.root for argument in (*spec.arguments, spec.target)]
-    known = dict.fromkeys((*roots, *spec.signature.parameters))
-    names = prefixes if isinstance(prefixes, Mapping) else ()
-    unknown = [str(name) for name in names if name not in known]
+    check_batch_dims(batch_dims)
+    arguments = (*flat.spec.arguments, flat.spec.target)
+    known = dict.fromkeys((*(one.root for one in arguments), *flat.spec.signature.parameters))
+    unknown = [str(name) for name in batch_dims if name not in known]
     if unknown:
         raise ConfigError(
             f"batch_dims names {', '.join(unknown)}, which this call does not have",
             remedy=f"known names: {', '.join(known)}",
         )
-
-
-def _refuse_surplus(args: Any, spec: CallSpec) -> None:
-    kinds = [parameter.kind for parameter in spec.signature.parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds or not isinstance(args, tuple | list):
-        return
-    if len(args) > len(_positional(spec)):
-        raise ConfigError(
-            f"batch_dims has {len(args)} entries for positional arguments, but forward takes "
-            f"{len(_positional(spec))}",
-            where=f"forward{spec.signature}",
-            remedy="one entry an argument, or a dict of names",
-        )
+    asked = {}
+    for one in arguments:
+        value, prefix = rebuild(one, flat.leaves), batch_dims.get(one.root, DEFAULT)
+        for path, _, dim in walk(value, one.root, prefix):
+            asked[path] = dim
+    return asked
 
 
 def _common_size(flat: FlatCall, sizes: dict[str, tuple[int, int]]) -> int:
