@@ -57,16 +57,16 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
 
 
 def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
-    """Refuse hooks that would have to run twice, and are promised to run once."""
+    """Refuse forward hooks inside of what is recomputed: they would run twice a microbatch."""
     stage_of = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
     for op in graph.ops:
         if op.hooks and op.name in stage_of:
             raise ConfigError(
                 f"stage {stage_of[op.name].index} recomputes its forward, and the forward hook "
-                f"{op.hooks[0]} of the opaque module {op.module_path!r} does more than look: it "
-                "returns something, or writes tensors or the module",
+                f"{op.hooks[0]} of the opaque module {op.module_path!r} would run twice",
                 where=op.module_path,
-                remedy="do that in the module's forward; or recompute=False for this stage",
+                remedy="remove it, or do that in the module's forward; or recompute=False for "
+                "this stage",
             )
 
 
@@ -130,7 +130,7 @@ class Pipeline(Saving):
         """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
         if self._session is None:
             flat = flatten_call(self._model, args, kwargs, target) if args or kwargs else None
-            with one_thread(self, draws=False):
+            with one_thread():
                 self._start(flat)
         return self
 
@@ -237,7 +237,7 @@ class Pipeline(Saving):
         graph = compiled.capture.train
         check_trained(graph)
         self._goes_on()
-        with in_one_thread(session, training=True):
+        with in_one_thread(session):
             number = self._num_minibatches
             feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
             with session.call(None if compiled.overlaps else number):
@@ -266,7 +266,7 @@ class Pipeline(Saving):
         refuse_blind_start(self._options, target, started=self._session is not None)
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        with in_one_thread(session, training=False):
+        with in_one_thread(session):
             number = evaluation_minibatch(self._num_evaluations)
             form = None if self._evaluations is None else self._evaluations.of(flat, number)
             with nullcontext() if form is None else form.evaluating(session):
@@ -301,7 +301,7 @@ class Pipeline(Saving):
             return args[0].call(self._model, with_target=self._options.loss_fn is not None)
         flat = flatten_call(self._model, args, kwargs, target)
         if self._session is None:
-            with one_thread(self, draws=False):
+            with one_thread():
                 self._start(flat)
         same_model.settle_others(self)
         return flat
@@ -314,7 +314,7 @@ class Pipeline(Saving):
         if self._closed:
             return
         runs = session is not None and session.failed is None
-        with in_one_thread(session, training=False) if session and runs else nullcontext():
+        with in_one_thread(session) if session and runs else nullcontext():
             self._closed = True
             for handle in self._handles:
                 handle.remove()

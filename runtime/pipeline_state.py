@@ -200,7 +200,7 @@ class PipelineState(ModuleHints):
         self._check_open()
         session = self._running
         session.check_running()
-        with in_one_thread(session, training=False):
+        with in_one_thread(session):
             if kind != "flush":
                 settle_others(self)
             session.check_changes()

@@ -14,7 +14,6 @@ from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.errors import PdcompileError
-from pdcompile.ir.stage_streams import draws_in
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
@@ -57,7 +56,6 @@ class Session(Guarded):
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
         self._call = 0
         self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
-        self.draws: dict[bool, bool] = {}  # in training (True) and evaluation
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
@@ -287,22 +285,15 @@ class Session(Guarded):
 
 
 @contextmanager
-def in_one_thread(session: Session, *, training: bool) -> Iterator[None]:
-    """Context of a whole call, which may finish what is in flight.
+def in_one_thread(session: Session) -> Iterator[None]:
+    """Context of a whole call.
 
     Raises:
         ConfigError: see `pdcompile.eager.randomness.one_thread`.
     """
-    capture, known = session.compiled.capture, session.draws
-    graphs = [capture.train] if training else [capture.eval]
-    if session.in_flight and not training:
-        graphs.append(capture.train)
-    for graph in graphs:
-        if graph.training not in known:
-            known[graph.training] = draws_in(graph)
     with ExitStack() as stack:
         try:
-            stack.enter_context(one_thread(session, draws=any(known[g.training] for g in graphs)))
+            stack.enter_context(one_thread())
         except PdcompileError as error:
             session.refuse(error)
             raise

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pdcompile import driver
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.export import export
 from pdcompile.files import capture_beside
+from pdcompile.ir import graph_json
 from pdcompile.ir.graph import Capture
 from pdcompile.passes.stages.capture_file import read_capture
 from pdcompile.passes.trace.subject import CaptureCall
@@ -178,9 +180,14 @@ def test_what_is_no_longer_of_the_model_is_captured_again(
     for damaged in ("", "{", "[]", {**whole, "train": 3}, {**whole, "eval": {}}, {"schema": ""}):
         assert f"{beside} cannot be read" in told(damaged)
     assert "is of pdcompile 0" in told({**whole, "made_with": "pdcompile 0, torch 1"})
-    graph = whole["train"]
-    assert "is of another plan" in told(json.dumps(whole).replace("torch.tanh", "torch.sin"))
-    assert "microbatches of 3 samples" in told({**whole, "train": {**graph, "batch_size": 3}})
+    assert "was changed since" in told(json.dumps(whole).replace("torch.tanh", "torch.sin"))
+    graph = found.train
+    ops = tuple(replace(op, target=op.target.replace("tanh", "sin")) for op in graph.ops)
+    for changed, said in (
+        (replace(graph, ops=ops), "is of another plan"),
+        (replace(graph, batch_size=3), "microbatches of 3 samples"),
+    ):
+        assert said in told({**whole, "train": graph_json.to_record(changed)})
 
     beside.write_text(json.dumps(whole), "utf-8")
     assert isinstance(read(plan, workload), Capture)

@@ -355,10 +355,6 @@ def _on_gpu(x: Tensor) -> Tensor:
     return x.sin() if x.is_cuda else x
 
 
-def _compared(x: Tensor) -> Tensor:
-    return x.sin() if x.device.type == "cuda" else x
-
-
 def _region_of_host(x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return x.float() @ x.t().float() @ x.float()
@@ -369,34 +365,21 @@ def _region_of_device(x: Tensor) -> Tensor:
         return x.float() @ x.t().float() @ x.float() + x.new_ones(16, device=x.device)
 
 
-@pytest.mark.parametrize(
-    ("function", "said", "remedy"),
-    [
-        pytest.param(_on_gpu, "asks for the device of a tensor",
-                     "decide by an argument or an attribute", marks=pytest.mark.slow),
-        (_compared, "asks for the device of a tensor", "decide by an argument or an attribute"),
-        (_region_of_host, "opens torch.autocast('cpu', …)", "torch.autocast(x.device.type, …)"),
-    ],
-)  # fmt: skip
-def test_what_forward_asks_of_the_device_is_named(
-    function: Callable[[Tensor], Tensor], said: str, remedy: str
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("function", [_on_gpu, _region_of_host])
+def test_a_forward_that_asks_for_the_device_differs_in_words(
+    function: Callable[[Tensor], Tensor],
 ) -> None:
-    with pytest.raises(VerifyError) as caught:
+    with pytest.raises(VerifyError, match="on the CPU, with the casts of cuda:bfloat16") as caught:
         planned(Casting(function))
-    first = function.__code__.co_firstlineno
-    places = [f"{Path(__file__).name}:{first + n}" for n in (1, 2)]
-    assert f"forward {said}" in caught.value.message
     assert "differs by up to" in caught.value.message
-    assert remedy in str(caught.value.remedy)
-    assert str(caught.value.where).endswith(tuple(places))
+    assert "where forward asks for the device of a tensor" in str(caught.value.remedy)
+    planned(Casting(function), verify="off")
 
 
 def test_the_device_is_asked_without_harm() -> None:
     found = planned(Casting(_region_of_device))
     assert "with the casts of cuda:bfloat16 (" in str(found.verification)
-    assert found.capture.of_device == ()
-    kept = planned(Casting(_on_gpu), verify="off").capture.of_device
-    assert [part[:7] for part in kept] == ["forward", "decide ", "tests/t"]
 
 
 def test_another_region_is_planned_for_with_a_note() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,57 +243,24 @@ def test_opaque_modules_run_again_on_their_own_draws(schedule: str) -> None:
     assert_same(trained(routed(Once), stages=3, recompute=True, **options), kept)
 
 
-@SLOW
-def test_hooks_that_look_run_once() -> None:
-    counts = []
-    for again in (False, True):
-        model, seen = routed(Once), []
-        model.first.few.register_forward_hook(lambda module, args, out, s=seen: s.append(1))
-        model.first.register_forward_pre_hook(lambda module, args, s=seen: s.append(2))
-        pipe = compiled(model, 2, recompute=again)
-        seen.clear()
-        inputs, target = rows(1)
-        loss = float(pipe.step(inputs, target=target).loss)
-        counts.append((list(seen), loss, pipe.full_state_dict()))
-    (before, loss, state), (after, our_loss, our_state) = counts
-    assert before == after == [2, 1] * 4
-    assert loss == our_loss
-    assert not states_equal(state, our_state)
-
-
-def halves(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output / 2
-
-
-def overwrites(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.data.mul_(2)
-
-
-def doubles(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    return (args[0] * 2,)
+def looks(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.mean()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hook",
-    [
-        halves,
-        pytest.param(overwrites, marks=SLOW),
-        pytest.param(doubles, marks=SLOW),
-    ],
-)
-def test_hooks_that_take_part_are_refused_by_name(hook: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_opaque_modules_are_refused_by_name(before: bool) -> None:
     def pipeline(recompute: bool) -> Pipeline:
         model = routed(Once)
         few = model.first.few
-        if hook is doubles:
-            few.register_forward_pre_hook(hook)
-        else:
-            few.register_forward_hook(hook)
+        if before:
+            few.register_forward_pre_hook(lambda module, args: None)
+        few.register_forward_hook(looks)
         return compiled(model, 2, recompute=recompute)
 
     pipeline(recompute=False)
-    with pytest.raises(ConfigError, match=f"few: {hook.__name__} of the opaque module 'first'"):
+    name = "few: .*<lambda>" if before else "few: looks"
+    with pytest.raises(ConfigError, match=f"{name} of the opaque module 'first' would run twice"):
         pipeline(recompute=True)
 
 

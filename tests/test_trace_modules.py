@@ -239,26 +239,27 @@ def test_a_graph_of_one_mode_refuses_the_other() -> None:
         module.eval()(rows())
 
 
-def test_compare_finds_the_first_op_that_differs() -> None:
+def test_the_comparison_names_what_differs_and_its_line() -> None:
     from dataclasses import replace
 
     from pdcompile.batch import flatten_call, resolve_batch
-    from tests.helpers.fidelity import compare
+    from tests.helpers.fidelity import compare_as_module
 
     model = models.convnet()
     inputs, target = models.batch_for(model, 4)
     flat = flatten_call(model, (inputs,), {}, target)
     layout = resolve_batch(flat)
     found = capture(model, flat, layout, models.class_loss)
-    compare(model, found, flat, layout)
+    compare_as_module(model, found, flat, layout)
     ops = list(found.train.ops)
     index = next(i for i, op in enumerate(ops) if op.name == "relu_1")
     ops[index] = replace(ops[index], target="torch.sigmoid")
     wrong = replace(found, train=replace(found.train, ops=tuple(ops)))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(VerifyError, match="first in operator relu_1") as caught:
-        compare(model, wrong, flat, layout)
-    assert caught.value.where == ops[index].source
+    made = next(op for op in ops if op.name in repr(found.train.output))
+    with pytest.raises(VerifyError, match=f"differ in output .*op {made.name}") as caught:
+        compare_as_module(model, wrong, flat, layout)
+    assert caught.value.where == made.source
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -279,7 +280,7 @@ def test_a_comparison_that_is_interrupted_leaves_the_model_as_it_was(
         assert model.training
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fidelity, "_unlike", interrupted)
+    monkeypatch.setattr(fidelity, "_first_difference", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         fidelity.differs(model, found, flat, layout)
     assert not model.training, caught  # while somebody has the error
@@ -289,7 +290,7 @@ def test_compare_sees_gradients_alone() -> None:
     from dataclasses import replace
 
     from pdcompile.batch import flatten_call, resolve_batch
-    from tests.helpers.fidelity import compare
+    from tests.helpers.fidelity import compare_as_module
 
     model = make(lambda self, x: self.lin(x).square())
     flat = flatten_call(model, (rows(),), {})
@@ -297,5 +298,5 @@ def test_compare_sees_gradients_alone() -> None:
     found = capture(model, flat, layout, None)
     ops = tuple(replace(op, grad_enabled=op.name != "lin") for op in found.train.ops)
     wrong = replace(found, train=replace(found.train, ops=ops))
-    with pytest.raises(VerifyError, match=r"gradient of 'lin\.weight'.*operator lin "):
-        compare(model, wrong, flat, layout)
+    with pytest.raises(VerifyError, match=r"gradient of 'lin\.weight'.*op lin\)"):
+        compare_as_module(model, wrong, flat, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,9 +173,11 @@ def test_a_caught_exception_is_no_validation() -> None:
 
 def test_words_of_a_check_are_not_part_of_the_fingerprint() -> None:
     graph = captured(make(asserted), torch.randn(4, 3, 8), torch.ones(4, 3).long()).train
-    text = graph.to_json().replace("asserting.py:", "moved.py:1")
-    assert text != graph.to_json()
-    assert fingerprint(OpGraph.from_json(text)) == fingerprint(graph)
+    (check,) = graph.checks
+    moved = replace(check, args=(check.args[0], f"moved.py:1{check.args[1]}"))
+    other = replace(graph, ops=tuple(moved if op is check else op for op in graph.ops))
+    assert other != graph
+    assert fingerprint(other) == fingerprint(graph)
 
 
 def test_a_flag_that_a_result_needs_a_gradient() -> None:

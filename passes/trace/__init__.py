@@ -130,8 +130,7 @@ def capture(
     findings = [recording.findings for recording in attempts.recordings]
     _warn_of_values(findings)
     warn_of_one_size(found)
-    of_device = next(((*why, where) for f in findings for where, why in f.of_device.items()), ())
-    return attached(replace(found, of_device=of_device), subject)
+    return attached(found, subject)
 
 
 def attached(found: Capture, of: CaptureCall) -> Capture:

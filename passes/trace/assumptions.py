@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import CodeType
 
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.refusals import Refusal, SizeByValues
+from pdcompile.passes.trace.refusals import SizeByValues
 
 Site = tuple[tuple[CodeType, int], ...]  # a place in the running Python: frames up to the module
 
@@ -96,7 +96,6 @@ class Findings:
     written: buffers that are written.
     asked_of_inputs: the model would look into its inputs for a short cut.
     of_process: for each line, what of this process it asked for (a rank, the time).
-    of_device: for each line that another device may answer otherwise, the refusal that fits.
     """
 
     specialised: dict[str, str] = field(default_factory=dict)
@@ -104,4 +103,3 @@ class Findings:
     written: set[str] = field(default_factory=set)
     asked_of_inputs: bool = False
     of_process: dict[str, str] = field(default_factory=dict)
-    of_device: dict[str, Refusal] = field(default_factory=dict)

@@ -6,7 +6,7 @@ A recording that refutes assumptions names the next ones; recordings that still 
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -239,10 +239,8 @@ def recorded(
         raise Refuted(replace(assumed, sizes_vary=modes, refusal=error)) from None
 
 
-def one_recording(
-    subject: Subject, call: FlatCall, training: bool, opaque: Collection[str] = ()
-) -> Recording:
-    """A recording of one call, with these opaque modules."""
+def one_recording(subject: Subject, call: FlatCall, training: bool) -> Recording:
+    """A recording of one call, without opaque modules."""
 
     def attempt(assumed: Assumptions) -> Recording | Assumptions:
         try:
@@ -250,8 +248,7 @@ def one_recording(
         except Refuted as refuted:
             return refuted.instead
 
-    reason = TraceError("it is opaque in the capture")
-    return settled_on(attempt, Assumptions(opaque=dict.fromkeys(opaque, reason)))
+    return settled_on(attempt, Assumptions())
 
 
 def _tried(

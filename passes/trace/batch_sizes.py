@@ -143,9 +143,7 @@ class SizeMerge:
             versions = [getattr(part, entry.name) for part in parts]
             if entry.name == "variable":
                 continue  # cosmetic, and not always found
-            if entry.name == "hooks":  # what they do may depend on values
-                changes[entry.name] = tuple(dict.fromkeys(itertools.chain(*versions)))
-            elif entry.name in _MEASURED:
+            if entry.name in _MEASURED:
                 changes[entry.name] = self._measured(versions)
             elif any(version is not versions[0] for version in versions):
                 changes[entry.name] = self.any(versions, f"{entry.name} of {what}", where)

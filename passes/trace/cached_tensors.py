@@ -9,7 +9,6 @@ only one of them runs the ops that make such a tensor.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompile.eager.snapshot import tensors_at
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import (
     Argument,
@@ -184,20 +184,9 @@ def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_modules"):
-                for keys, tensor in tensors_within(value, _DEPTH):
+                for keys, tensor in tensors_at(value, depth=_DEPTH):
                     place = f"{path}.{name}" if path else name
                     yield place + "".join(f"[{key!r}]" for key in keys), tensor
-
-
-def tensors_within(
-    value: Any, depth: int, path: tuple[Any, ...] = ()
-) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors, with keys that lead there, in containers, which may contain themselves."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif depth and isinstance(value, dict | list | tuple | set | deque):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_within(item, depth - 1, (*path, key))
 
 
 def _replace(value: Any, new: Any, depth: int) -> Any:

@@ -1,4 +1,4 @@
-"""Examples: integers of the inputs of one recorded call, from the example."""
+"""Integers of the inputs of one recorded call, from the example."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ MAX_WRITTEN = 2_048  # numbers of one input that a source file repeats
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 
 
-class Examples:
-    """Integers and bools of the inputs of one recorded call.
+def example_calls(
+    flat: FlatCall, layout: BatchLayout, inputs: tuple[GraphInput, ...], call: FlatCall
+) -> Iterator[Mapping[str, Tensor]]:
+    """Integers and bools of the inputs in the shapes of one recorded call, by name.
+
+    First those of the call itself, then every sample repeated to its size, then the minibatch in
+    pieces of its size.
 
     Args:
         flat: the example minibatch.
@@ -26,44 +31,28 @@ class Examples:
         inputs: the graph's inputs.
         call: the recorded call, the example resized.
     """
-
-    def __init__(
-        self,
-        flat: FlatCall,
-        layout: BatchLayout,
-        inputs: tuple[GraphInput, ...],
-        call: FlatCall,
-    ) -> None:
-        self._layout = layout
-        self._known: dict[str, tuple[Tensor, Tensor, int | None]] = {
-            entry.name: (call.leaves[entry.path], flat.leaves[entry.path], entry.batch_dim)
-            for entry in inputs
-            if not (call.leaves[entry.path].is_meta or _continuous(call.leaves[entry.path]))
-        }
-
-    def calls(self) -> Iterator[Mapping[str, Tensor]]:
-        """The integers in the recorded shapes, by name.
-
-        First those of the call itself, then every sample repeated to its size, then the minibatch
-        in pieces of its size.
-        """
-        yield {name: leaf for name, (leaf, _, _) in self._known.items()}
-        rows = {leaf.shape[dim] for leaf, _, dim in self._known.values() if dim is not None}
-        total = self._layout.size
-        if len(rows) != 1 or not self._layout.splits:
-            return
-        size = rows.pop()
-        pieces = [[i] * size for i in range(total)][:MAX_SAMPLES]
-        starts = range(0, total, size)
-        pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
-        for piece in pieces:
-            with no_dispatch_modes():
-                index = torch.tensor(piece)
-                given = {
-                    name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
-                    for name, (leaf, whole, dim) in self._known.items()
-                }
-            yield given
+    known: dict[str, tuple[Tensor, Tensor, int | None]] = {
+        entry.name: (call.leaves[entry.path], flat.leaves[entry.path], entry.batch_dim)
+        for entry in inputs
+        if not (call.leaves[entry.path].is_meta or _continuous(call.leaves[entry.path]))
+    }
+    yield {name: leaf for name, (leaf, _, _) in known.items()}
+    rows = {leaf.shape[dim] for leaf, _, dim in known.values() if dim is not None}
+    total = layout.size
+    if len(rows) != 1 or not layout.splits:
+        return
+    size = rows.pop()
+    pieces = [[i] * size for i in range(total)][:MAX_SAMPLES]
+    starts = range(0, total, size)
+    pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
+    for piece in pieces:
+        with no_dispatch_modes():
+            index = torch.tensor(piece)
+            given = {
+                name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
+                for name, (leaf, whole, dim) in known.items()
+            }
+        yield given
 
 
 def _continuous(leaf: Tensor) -> bool:

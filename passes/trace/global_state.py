@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompile.eager.snapshot import tensors_at
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.cached_tensors import tensors_within
 from pdcompile.passes.trace.tape.observer import is_user, source_of_class
 from pdcompile.releases.torch_internals import FakeTensor
 
@@ -119,7 +119,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fakes_in(value: Any) -> list[torch.Tensor]:
-    found = (tensor for _, tensor in tensors_within(value, _DEPTH))
+    found = (tensor for _, tensor in tensors_at(value, depth=_DEPTH))
     return [tensor for tensor in found if isinstance(tensor, FakeTensor)]
 
 

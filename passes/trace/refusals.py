@@ -166,19 +166,6 @@ COMPILED = (
     "'flex_attention' compiles itself)"
 )
 
-# Of a comparison on the CPU with stages for GPUs; {} is what was found there.
-ASKS_DEVICE: Refusal = (
-    "forward asks for the device of a tensor, and may take another way on the CPU, where it was "
-    "compared with the stages for GPUs: {}",
-    "decide by an argument or an attribute of the model, or compare on a GPU: verify='off' here, "
-    "and pdcompile verify there",
-)
-REGION_OF_HOST: Refusal = (
-    "forward opens torch.autocast('cpu', …), which does nothing on a GPU, and something on the "
-    "CPU, where it was compared with the stages for GPUs: {}",
-    "open the region of the device that the tensors are on: torch.autocast(x.device.type, …)",
-)
-
 # Tensor methods and torch functions, by name.
 REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(

@@ -23,7 +23,7 @@ from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.trace.comparison.steps import ModelFails
+from pdcompile.passes.trace.comparison.steps import ModelFails, of_casts
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.comparison import Comparison, difference_error
 from pdcompile.passes.verify.full_batch import Reduction, full_batch_notes
@@ -82,10 +82,9 @@ def verify(
         reason = f"on the CPU, with the casts of {region}, {error.message}"
         return _ops_alone(capture, plan, sources, mode, reason)
     except VerifyError as error:
-        if not (region and capture.of_device):
+        if not region:
             raise
-        message, remedy, where = capture.of_device
-        raise VerifyError(message.format(error.message), where=where, remedy=remedy) from error
+        raise of_casts(error, region) from error
 
 
 def _ops_beside(capture: Capture, plan: Plan, sources: Sources) -> int:

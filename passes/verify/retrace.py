@@ -52,10 +52,10 @@ from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import fill
 from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.stages.signatures import Mode
-from pdcompile.passes.trace.comparison.content_watch import stage_line
 from pdcompile.passes.trace.tape.arguments import open_autocast, target_of, to_argument, with_parts
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.module_table import constructor_of, qualified_name
+from pdcompile.passes.trace.tape.observer import stage_line
 from pdcompile.passes.verify.step_runs import failed_stage
 from pdcompile.passes.verify.verification import Difference, mode_of
 from pdcompile.plan import Plan

@@ -16,8 +16,8 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
 from pdcompile.passes.preserved_state import write_buffers
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.content_watch import line_of_traceback
 from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs, Step
+from pdcompile.passes.trace.tape.observer import stage_line_of
 from pdcompile.plan import Plan
 from pdcompile.units import format_bytes
 
@@ -56,7 +56,7 @@ def failed_stage(
     return VerifyError(
         f"stage {stage} raises in {'training' if graph.training else 'evaluation'}, where the "
         f"model does not: {type(error).__name__}: {error}",
-        where=line_of_traceback(error) or file,
+        where=stage_line_of(error) or file,
         remedy="undo the last edit of the stage's file"
         if file in edited
         else "please report this model: stages have to do what it does",

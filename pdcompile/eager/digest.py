@@ -43,8 +43,12 @@ def digest_here(tensor: Tensor) -> int:
 
 def digest_of_ends(tensor: Tensor) -> int:
     """A hash of the first and last bytes, which is quick; 0 where they are not side by side."""
-    ends = _ends(tensor)
-    return 0 if ends is None else xxhash.xxh3_64_intdigest(ends)
+    start, length = address(tensor), tensor.numel() * tensor.element_size()
+    if not start or not devices.on_host(tensor) or not tensor.is_contiguous():
+        return 0
+    taken = min(length, _SAMPLE_BYTES)
+    ends = ctypes.string_at(start, taken) + ctypes.string_at(start + length - taken, taken)
+    return xxhash.xxh3_64_intdigest(ends)
 
 
 def write_state(tensor: Tensor) -> WriteState:
@@ -57,16 +61,7 @@ def write_state(tensor: Tensor) -> WriteState:
 
 def write_state_sample(tensor: Tensor) -> WriteState:
     """`write_state` with a hash of the first and last bytes alone, to check many tensors."""
-    ends = _ends(tensor)
-    return tensor._version, address(tensor), 0 if ends is None else hash(ends)
-
-
-def _ends(tensor: Tensor) -> bytes | None:
-    start, length = address(tensor), tensor.numel() * tensor.element_size()
-    if not start or not devices.on_host(tensor) or not tensor.is_contiguous():
-        return None
-    taken = min(length, _SAMPLE_BYTES)
-    return ctypes.string_at(start, taken) + ctypes.string_at(start + length - taken, taken)
+    return tensor._version, address(tensor), digest_of_ends(tensor)
 
 
 def address(tensor: Tensor) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from pdcompile.eager.snapshot import tensors_at
 from pdcompile.errors import InputError
 
 _DEPTH = 3  # of containers in an attribute
@@ -26,7 +27,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in _tensors(vars(module), _DEPTH):
+        for _, tensor in tensors_at(vars(module), depth=_DEPTH):
             if not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach().clone()
     try:
@@ -38,17 +39,6 @@ def copy_of(model: nn.Module) -> nn.Module:
             remedy="keep what copy.deepcopy refuses (generators, locks, open files) out of the "
             "attributes of its modules; keep_model=False trains without a copy",
         ) from error
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item, depth - 1)
 
 
 def twins(root: nn.Module) -> dict[int, nn.Module]:

@@ -165,11 +165,9 @@ def evaluation_minibatch(call: int) -> int:
 
 #: what `reseed` seeds: the CPU's generator, and the GPU's inside `preserved_rng` of a GPU
 _seeded: tuple[torch.Generator, ...] = (torch.default_generator,)
-#: states before each open `preserved_rng`, of every thread, in the order in which they began
-_regions: list[dict[torch.Generator, torch.Tensor]] = []
-#: calls that run: the thread, the pipeline or reference, and whether it draws
-_calls: list[tuple[threading.Thread, object, bool]] = []
-_books = threading.Lock()  # over the two lists, never while a call runs
+#: the threads of the calls that run, one thread as often as calls are in one another
+_calling: list[threading.Thread] = []
+_entering = threading.Lock()
 
 
 class _Here(threading.local):
@@ -225,36 +223,26 @@ def preserved_rng(
     between `begin_draw` and `end_draw`, so that other threads may draw meanwhile.
     """
     global _seeded
-    host, outer = torch.default_generator, _here.own
-    with _books:
-        if device is not None and device.type == devices.GPU:
-            _seeded = (host, devices.generator(device))
-        own = OwnDraws() if apart and len(_seeded) == 1 and other_threads() else None
-        states = {one: one.get_state() for one in _seeded if own is None or one is not host}
-        _regions.append(states)
+    host, outer = torch.default_generator, (_seeded, _here.own)
+    if device is not None and device.type == devices.GPU:
+        _seeded = (host, devices.generator(device))
+    own = OwnDraws() if apart and len(_seeded) == 1 and other_threads() else None
+    states = {one: one.get_state() for one in _seeded if own is None or one is not host}
     _here.own = own
     try:
         with python_draws.preserved(from_ops=from_ops):
             yield
     finally:
         end_draw()
-        _here.own = outer
-        with _books:
-            at = next(i for i, region in enumerate(_regions) if region is states)
-            del _regions[at]
-            if at < len(_regions):  # of another thread, which goes on: it restores ours in the end
-                _regions[at].update(states)
-            else:
-                for generator, state in states.items():
-                    generator.set_state(state)
-            open_ = _regions[-1] if _regions else {}
-            _seeded = (host, *(one for one in open_ if one is not host))
+        for generator, state in states.items():
+            generator.set_state(state)
+        _seeded, _here.own = outer
 
 
 @contextmanager
-def one_thread(owner: object, *, draws: bool) -> Iterator[None]:
-    """Context of a call of a pipeline or reference `owner`: no other thread is in one of it, nor in
-    any while one of both draws, as each would draw from what the other has seeded.
+def one_thread() -> Iterator[None]:
+    """Context of a call of a pipeline or reference: no other thread is in one, as each would draw
+    from what the other has seeded.
 
     Refused and not waited for: on two ranks the calls may begin in unlike orders.
 
@@ -262,33 +250,19 @@ def one_thread(owner: object, *, draws: bool) -> Iterator[None]:
         ConfigError: another thread is.
     """
     here = threading.current_thread()
-    call = (here, owner, draws)
-    with _books:
-        for thread, other, drew in _calls:
-            if thread is not here and (other is owner or draws or drew):
-                raise _entered(thread, same=other is owner)
-        _calls.append(call)
+    with _entering:
+        if _calling and _calling[-1] is not here:
+            raise ConfigError(
+                "two threads are in calls of pipelines or references at the same time, whose "
+                "random numbers come from the one default generator of torch",
+                where=f"thread {here.name!r}, while {_calling[-1].name!r} is in a call",
+                remedy="call them from one thread, or run each in processes of its own",
+            )
+        _calling.append(here)
     try:
         yield
     finally:
-        with _books:
-            _calls.remove(call)
-
-
-def _entered(thread: threading.Thread, *, same: bool) -> ConfigError:
-    where = f"thread {threading.current_thread().name!r}, while {thread.name!r} is in a call"
-    if same:
-        return ConfigError(
-            "two threads are in calls of one pipeline or reference at the same time",
-            where=where,
-            remedy="call it from one thread",
-        )
-    return ConfigError(
-        "two threads run pipelines or references at the same time, and one of both may draw random "
-        "numbers (dropout), which all come from the process's one default generator of torch",
-        where=where,
-        remedy="call both from one thread, or run each in processes of its own",
-    )
+        _calling.pop()
 
 
 class DrawScope(torch.overrides.TorchFunctionMode):
@@ -299,8 +273,8 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     (module path, draw index), in order.  The caller's generator is not preserved here: wrap
     the whole minibatch in `preserved_rng`.
 
-    Call ``scope.backward(loss)`` inside the scope: a region under `torch.utils.checkpoint` runs
-    again in backward, and has to draw what it drew in forward.  Its recomputation starts from
+    Call ``scope.backward(…)`` after it: a region under `torch.utils.checkpoint` runs again in
+    backward, and has to draw what it drew in forward.  Its recomputation starts from
     the generator state that checkpoint saved, whose seed says after which draw of the forward it
     begins; from there the recorded seeds are used in order.
     """
@@ -361,31 +335,20 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         finally:
             self._path = outer
 
-    def replay(self) -> None:
-        """Makes random calls repeat the draws of the forward from now on; `backward` calls it."""
-        self._replaying = True
+    def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+        """``torch.autograd.backward(roots, gradients)`` for a forward in this scope, after it.
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()`` for a scalar, inside this scope.
-
-        A function mode handles the call `Tensor.backward` and is off meanwhile, so that draws of
-        a recomputation would not be seen.  So the engine is called directly.
+        Runs in the scope once more, to draw again.  A function mode handles the call of autograd's
+        own and is off meanwhile, so the engine is called directly.
         """
-        self.replay()
-        self._backward([loss], [None])
-
-    def backward_of(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-        """``torch.autograd.backward(roots, gradients)`` some time after the forward's scope."""
+        pairs = zip(roots, gradients, strict=True)
+        ones = [torch.ones_like(root) if one is None else one for root, one in pairs]
         self._replaying = True
         try:
             with self:
-                self._backward(roots, gradients)
+                run_backward(roots, ones)
         finally:
             self._replaying = False
-
-    def _backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-        pairs = zip(roots, gradients, strict=True)
-        run_backward(roots, [torch.ones_like(root) if one is None else one for root, one in pairs])
 
     def draw(self, path: str) -> None:
         """Seeds the generator for the next draw of `path`."""

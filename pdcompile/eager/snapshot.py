@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 from types import FunctionType, MemberDescriptorType, SimpleNamespace
@@ -54,6 +55,23 @@ def plain_text(value: Any, depth: int = 4) -> str | None:
     if isinstance(value, set | frozenset):
         found.sort()
     return f"{type(value).__name__}({', '.join(found)})" if len(found) == len(texts) else None
+
+
+def tensors_at(
+    value: Any, path: tuple[Any, ...] = (), depth: int = 32
+) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in nested containers, with the keys that lead there.
+
+    `depth`: of containers, which may contain themselves.
+    """
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif depth and isinstance(value, tuple | list | set | deque):
+        for i, item in enumerate(value):
+            yield from tensors_at(item, (*path, i), depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_at(item, (*path, key), depth - 1)
 
 
 def is_array(value: Any) -> bool:

@@ -115,13 +115,12 @@ def execute(
     inputs: Mapping[str, torch.Tensor],
     lookup: Lookup,
     *,
-    watch: Callable[[str, Any], None] | None = None,
     kept: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Runs all ops in order; `inputs` by value name.  Returns every value by name.
 
-    `watch` is called with the name and the value of each op after it has run.  With `kept` the ops
-    of the model alone run, and other values are dropped once no op reads them any more.
+    With `kept` the ops of the model alone run, and other values are dropped once no op reads them
+    any more.
     """
     env: dict[str, Any] = dict(inputs)
     ops = [op for op in graph.ops if kept is None or op.region == "forward"]
@@ -135,8 +134,6 @@ def execute(
         with _modes(members[0][1]):
             for i, op in members:
                 env[op.name] = bound(op, env, lookup)()
-                if watch is not None:
-                    watch(op.name, env[op.name])
                 for name in ends.get(i, ()):
                     del env[name]
     return env

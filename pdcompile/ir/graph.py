@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdcompile import jsonio
 from pdcompile.ir import graph_json
 from pdcompile.ir.graph_json import fingerprint
 from pdcompile.ir.graph_text import format_graph
@@ -94,12 +95,13 @@ class OpGraph(Cached):
 
     def to_json(self) -> str:
         """Readable JSON without `output_spec`, `tensor_values`, `sizes`, `origin` and `whole`."""
-        return graph_json.to_json(self)
+        return jsonio.dumps(graph_json.to_record(self))
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "graph.json") -> OpGraph:
-        """The graph that `to_json` wrote; raises PlanError with the place in the file."""
-        return graph_json.from_json(cls, text, where=where)
+        """The graph that `to_json` wrote; raises PlanError for anything else."""
+        data = jsonio.loads(text, where=where, remedy=graph_json.REMEDY)
+        return graph_json.from_record(cls, data, where)
 
     @property
     def checks(self) -> tuple[Op, ...]:
@@ -132,9 +134,8 @@ class OpGraph(Cached):
 class Capture:
     """The captures of both modes of a model, over the same parameters.
 
-    `of_device`: message, remedy and line for a difference where the model runs on the CPU and the
-    capture is for GPUs; empty where it asks for no device.  `kept`: the file that it was read from,
-    and of when that is; "" for a capture of the model that is here.
+    `kept`: the file that it was read from, and of when that is; "" for a capture of the model that
+    is here.
     """
 
     train: OpGraph
@@ -143,5 +144,4 @@ class Capture:
     #: of objects that the call passes: (the leaf's path, name, name in it, …) -> their plain text
     arguments: tuple[tuple[tuple[str, ...], str], ...] = ()
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
-    of_device: tuple[str, ...] = ()
     kept: str = field(default="", compare=False)

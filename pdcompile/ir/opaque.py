@@ -8,7 +8,7 @@ inside is not known, and its random draws are seeded one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import nn
 
 from pdcompile.eager.modes import modes_in
 from pdcompile.eager.module_copies import twins
+from pdcompile.eager.snapshot import tensors_at
 from pdcompile.errors import ContractError, SourceError
 from pdcompile.ir.graph import Affine, size_at
-from pdcompile.ir.stage_interface import OpaqueCall, Place, StageInterface, submodule_of
+from pdcompile.ir.stage_interface import OpaqueCall, StageInterface, submodule_of
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -42,20 +43,8 @@ def describe(result: Any) -> str:
     raise TypeError(f"{type(result).__module__}.{type(result).__qualname__}")
 
 
-def tensors_at(value: Any, path: Place = ()) -> Iterator[tuple[Place, torch.Tensor]]:
-    """The tensors in nested tuples, lists and dicts, with their places."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            yield from tensors_at(item, (*path, i))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_at(item, (*path, key))
-
-
 def tensors_among(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """The tensors in nested containers."""
     return [tensor for _, tensor in tensors_at(value)]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pdcompile.eager.snapshot import is_array
 from pdcompile.errors import SourceError
 
 # Modules whose functions draw from one generator of the process.
@@ -54,8 +55,7 @@ def as_tensor(drawn: Any) -> torch.Tensor | None:
     """An array as a tensor that shares memory with it; None for other results."""
     if isinstance(drawn, torch.Tensor):
         return drawn
-    array = type(drawn).__module__ == "numpy" and type(drawn).__name__ == "ndarray"
-    return torch.as_tensor(drawn) if array and drawn.dtype.kind in "biuf" else None
+    return torch.as_tensor(drawn) if is_array(drawn) and drawn.dtype.kind in "biuf" else None
 
 
 # Streams.

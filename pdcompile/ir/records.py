@@ -169,8 +169,8 @@ class Op(Cached):
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region that the model opens
     constructor: tuple[tuple[str, Argument], ...] = ()  # module kind: explicit __init__ arguments
     # Opaque kind, found by running it once for real: the form of what it returns
-    # (`pdcompile.ir.opaque.describe`), forward hooks that do more than look,
-    # floating-point operations, bytes kept for backward.
+    # (`pdcompile.ir.opaque.describe`), forward hooks in it, floating-point operations, bytes
+    # kept for backward.
     returns: str = ""
     hooks: tuple[str, ...] = ()
     flops: Size | None = None

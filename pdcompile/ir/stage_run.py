@@ -142,7 +142,7 @@ class StageRun:
             leaves = [one.leaf for one in flight.entered.values()]
             flight.rest = first_part(roots, [*first, *leaves])
         elif roots and flight.draws is not None:
-            flight.draws.backward_of([one for one, _ in roots], [one for _, one in roots])
+            flight.draws.backward([one for one, _ in roots], [one for _, one in roots])
         elif roots:
             accumulate(roots)
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, begin_draw, end_draw, reseed, seed_of
-from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.ir.opaque import announce
 from pdcompile.ir.stage_interface import StageInterface, module_of, submodule_of
 
@@ -80,27 +79,3 @@ class Streams:
 
 def _after(module: nn.Module, inputs: Any, output: Any) -> None:
     end_draw()
-
-
-def draws_in(graph: OpGraph) -> bool:
-    """Whether some op takes numbers from a generator: dropout of 0 or in evaluation does not."""
-    return any(
-        op.kind == "opaque" or (op.draw is not None and _takes(op, graph.training))
-        for op in graph.ops
-    )
-
-
-def _takes(op: Op, training: bool) -> bool:
-    name = op.target.rpartition(".")[2]
-    given = dict(op.constructor or op.kwargs)
-    if op.kind == "module":
-        if name.startswith("FractionalMaxPool"):
-            return True
-        rate = given.get("p", 0.5) if "Dropout" in name else given.get("dropout", 0.0)
-        return training and (name == "RReLU" or rate != 0)
-    places = {"p": 1, "training": 2, "train": 2} if "dropout" in name else {"dropout_p": 4}
-    given |= {at: op.args[place] for at, place in places.items() if place < len(op.args)}
-    if name == "scaled_dot_product_attention":
-        return given.get("dropout_p", 0.0) != 0
-    on = given.get("training", given.get("train", True)) is not False
-    return "dropout" not in name or (on and given.get("p", 0.5) != 0)

@@ -96,7 +96,7 @@ class Reference(ReferenceState):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
     ) -> StepResult:
         """`step` for a model whose forward has an argument named ``target``."""
-        with one_thread(self, draws=True):
+        with one_thread():
             return self._step(args, kwargs or {}, target)
 
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> StepResult:
@@ -133,7 +133,7 @@ class Reference(ReferenceState):
         if self._versions.stale:
             check_older_weights(self._options.schedule, updates=False)
         check_unscaled(self._options, "forward_backward")
-        with one_thread(self, draws=True):
+        with one_thread():
             return self._train(args, kwargs, target)
 
     def flush(self) -> None:
@@ -147,14 +147,14 @@ class Reference(ReferenceState):
 
         The loss is None where there is no loss_fn and the model returns none.
         """
-        with one_thread(self, draws=True):
+        with one_thread():
             losses, outputs = self._evaluate(args, kwargs, target, with_loss=True)
         loss = total_loss(losses) if losses else None
         return StepResult(None if loss is None else LazyLoss(lambda: loss), lambda: outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output pytree for one minibatch in eval mode; no loss_fn is called."""
-        with one_thread(self, draws=True):
+        with one_thread():
             return self._evaluate(args, kwargs, None, with_loss=False)[1]
 
     # -- one minibatch
@@ -177,16 +177,16 @@ class Reference(ReferenceState):
                     root = loss
                     if self._scale is not None:
                         root = loss * torch.tensor(self._scale.scale(self._num_minibatches))
-                    if self._turns:
-                        later[index] = scope, root
-                    elif root.requires_grad:
-                        scope.backward(root)
+                if self._turns:
+                    later[index] = scope, root
+                elif root.requires_grad:
+                    scope.backward([root], [None])
                 losses.append(loss.detach())
                 outputs.append(self._kept(output))
             for index in sorted(later, key=self._turns.__getitem__):
                 scope, loss = later[index]
                 if loss.requires_grad:
-                    scope.backward_of([loss], [None])
+                    scope.backward([loss], [None])
         self._num_minibatches += 1
         total = total_loss(losses)
         whole = self._concatenate(outputs, layout, total, loss_leaf)

@@ -25,7 +25,6 @@ from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
-from pdcompile.eager.module_hooks import HOOK_TABLES
 from pdcompile.ir.graph import size_at
 from pdcompile.ir.stage_interface import Port, submodule_of
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
@@ -52,7 +51,7 @@ class Kept:
 
 
 class SecondRun:
-    """Tensors of a stage that forward writes, and its hooks that run once."""
+    """Tensors of a stage that forward writes."""
 
     def __init__(self, module: nn.Module, compiled: Compiled, stage: int) -> None:
         """`module`: one instance of the stage."""
@@ -65,13 +64,6 @@ class SecondRun:
             if interface.aliases.get(name, name) in written
         ]
         self._leaves = frozenset(graph.written_inputs())
-        self._hooked = [
-            (f"{path}.{below}" if below else path, table)
-            for path in interface.opaque
-            for below, one in submodule_of(module, path).named_modules()
-            for table in HOOK_TABLES
-            if getattr(one, table)
-        ]
 
     def before(self, module: nn.Module, given: list[Any], leaves: dict[str, Any]) -> Kept:
         """Copies of what the forward to come reads and writes."""
@@ -89,22 +81,16 @@ class SecondRun:
 
     @contextmanager
     def around(self, module: nn.Module, buffers: dict[Place, Tensor]) -> Iterator[None]:
-        """Context of the second run: on these buffers, and without the hooks that ran."""
-        tables = [(submodule_of(module, path).__dict__, name) for path, name in self._hooked]
+        """Context of the second run, on these buffers."""
         homes = [(submodule_of(module, path)._buffers, leaf) for path, leaf in buffers]
-        hooks = [table[name] for table, name in tables]
         present = [home[leaf] for home, leaf in homes]
         try:
             for (home, leaf), copy in zip(homes, buffers.values(), strict=True):
                 home[leaf] = copy
-            for (table, name), every in zip(tables, hooks, strict=True):
-                table[name] = type(every)()
             yield
         finally:
             for (home, leaf), buffer in zip(homes, present, strict=True):
                 home[leaf] = buffer
-            for (table, name), every in zip(tables, hooks, strict=True):
-                table[name] = every
 
 
 Leaves = dict[str, Any]  # of the caller's, by path

@@ -1,10 +1,11 @@
-"""Compares a captured graph with its model: both run on one microbatch."""
+"""Compares a captured graph, as a module, with its model: both run on one microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,6 @@ from pdcompile.hardware import devices
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.preserved_state import preserved_state
-from pdcompile.passes.trace.comparison.content_watch import first_difference
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.subject import device_of
@@ -32,7 +32,7 @@ def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
     try:
         for graph in (capture.train, capture.eval):
             with step_of(model, graph, flat, layout) as step:
-                if _unlike(step) is not None:
+                if _first_difference(step) is not None:
                     return True
     except VerifyError:
         return True
@@ -54,33 +54,30 @@ def step_of(
         )  # fmt: skip
 
 
-class _Unlike(NamedTuple):
-    """The first difference, and the values; `recorded`: the model was run with gradients."""
-
-    kind: str
-    name: str
-    captured: StepValues
-    recorded: bool
-
-
-def _unlike(step: Step) -> _Unlike | None:
-    """Runs the model and its graph; what differs."""
-    eager, failed = eager_values(step)
-    captured = step.values(step.captured)
-    for kind, name, _ in differing(eager, captured, exact=_exact(step)):
-        return _Unlike(kind, name, captured, failed is not None)
-    return None
-
-
-def eager_values(step: Step) -> tuple[StepValues, ModelFails | None]:
+def eager_values(
+    step: Step, run: Callable[[], Any] | None = None
+) -> tuple[StepValues, ModelFails | None]:
     """Values that the model leaves behind; where it fails under no_grad, that failure and those of
-    a run that autograd records, as a graph and stages record what forward differentiates."""
+    a run that autograd records, as a graph and stages record what forward differentiates.
+
+    `run`: runs the model; None: `Step.eager`.
+    """
+    run = run or step.eager
     try:
-        return step.values(step.eager), None
+        return step.values(run), None
     except ModelFails as failed:
-        if (found := _recorded(step)) is None:
+        if (found := _recorded(step, run)) is None:
             raise
         return found, failed
+
+
+def _first_difference(step: Step) -> tuple[str, str, StepValues] | None:
+    """Kind and name of what differs first between the model and its graph, and the values of the
+    graph; None where nothing does."""
+    eager, _ = eager_values(step, step.plain)
+    captured = step.values(partial(step.plain, captured=True))
+    found = next(differing(eager, captured, exact=_exact(step)), None)
+    return None if found is None else (*found[:2], captured)
 
 
 def _exact(step: Step) -> bool:
@@ -91,25 +88,22 @@ def compare_mode(step: Step) -> None:
     """Compares one mode of the model, which is in it.
 
     Raises:
-        VerifyError: names the first op that differs, and the user's line.
+        VerifyError: names what differs, the op that makes it or uses it last, and its line.
     """
-    graph, unlike = step.graph, _unlike(step)
+    graph, unlike = step.graph, _first_difference(step)
     if unlike is None:
         return
-    kind, name, captured, recorded = unlike
-    # Values that are equal up to rounding cannot be told by their content.
-    op = first_difference(step, recorded or None) if _exact(step) else None
-    op = op or next((op for op in reversed(graph.ops) if name in op.used_tensors), None)
-    place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
-    where = op.source if op is not None else None
+    kind, name, captured = unlike
+    makers = (op for op in reversed(graph.ops) if name in (op.name, *op.used_tensors))
+    op = next(makers, None)
+    place, where = (f" (op {op.name})", op.source) if op is not None else ("", None)
     named = {"loss": "the loss", "gradient": f"the gradient of {name!r}"}
-    what = named.get(kind, f"{kind} {name!r}")
-    again = _recorded(step)
+    what = named.get(kind, f"{kind} {name!r}") + place
+    again = _recorded(step, step.plain)
     if again is not None and not any(differing(again, captured, exact=_exact(step))):
-        raise AsksForGradients(what, place, where)
+        raise AsksForGradients(what, where)
     raise VerifyError(
-        f"graph and model differ in {what} in {'train' if graph.training else 'eval'} mode; first "
-        f"in {place}",
+        f"graph and model differ in {what} in {'train' if graph.training else 'eval'} mode",
         where=where,
         remedy="please report this model: capture has to refuse what it cannot reproduce",
     )
@@ -118,22 +112,22 @@ def compare_mode(step: Step) -> None:
 class AsksForGradients(VerifyError):
     """Forward goes another way in evaluation because autograd does not record there."""
 
-    def __init__(self, what: str, place: str, where: str | None) -> None:
+    def __init__(self, what: str, where: str | None) -> None:
         super().__init__(
             "under torch.no_grad(), in which evaluation runs, forward computes something else than "
             "where autograd records, as it does while the model is captured: "
-            f"{what} differs, first in {place}",
+            f"{what} differs",
             where=where,
             remedy="decide in forward by self.training or by an argument, not by requires_grad or "
             "torch.is_grad_enabled()",
         )
 
 
-def _recorded(step: Step) -> StepValues | None:
+def _recorded(step: Step, run: Callable[[], Any]) -> StepValues | None:
     """Evaluation of the model while autograd records; None in training, or where that fails."""
     if step.graph.training:
         return None
     try:
-        return step.values(step.eager, gradients=True)
+        return step.values(run, gradients=True)
     except VerifyError:  # the error that is told is the first one
         return None

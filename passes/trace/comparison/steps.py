@@ -1,15 +1,14 @@
-"""One step of the model in plain PyTorch and one of its graph, on the same tensors.
+"""One step of the model in plain PyTorch, or of its graph as a module, on the same tensors.
 
-Every draw has a stream of its own (`pdcompile.eager.randomness`), as the stages have them: eager
-draws from one generator, and a branch that is not taken draws nothing.
+Compared with stages, every draw has a stream of its own (`pdcompile.eager.randomness`), as stages
+have them.  A graph draws from one generator in the model's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,16 +16,17 @@ from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall, output_leaves
 from pdcompile.eager.autocast import autocast_region, region_dtype
-from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.ir.execution import Lookup, execute, materialise
-from pdcompile.ir.graph import LeftOut, Op, OpGraph, Ref, leaves
+from pdcompile.ir.captured_module import CapturedModule
+from pdcompile.ir.graph import LeftOut, OpGraph, Ref, leaves
 from pdcompile.passes.preserved_state import same_buffers, write_buffers
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.plan import TiedParameter
 from pdcompile.reference.tied_uses import TiedUses
+from pdcompile.releases.torch_internals import flex_attention_uncompiled
 
 Outputs: TypeAlias = dict[str, Any]
 Loss: TypeAlias = Tensor | None
@@ -36,9 +36,20 @@ class ModelFails(VerifyError):
     """The model itself raises, without pdcompile."""
 
 
+def of_casts(error: VerifyError, region: str) -> VerifyError:
+    """The error of a comparison on the CPU, with a GPU's casts, of stages for GPUs."""
+    return VerifyError(
+        f"on the CPU, with the casts of {region}, {error.message}",
+        where=error.where,
+        remedy="where forward asks for the device of a tensor, or opens a region of the CPU, it "
+        "takes another way here than on a GPU: decide by an argument or an attribute, or give "
+        "verify='off' here and run pdcompile verify there; elsewhere please report it",
+    )
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step of one mode on one microbatch, of the model or of its graph.
+    """One step of one mode on one microbatch.
 
     `size` counts samples; `seed` and `minibatch` name the random streams.  With
     `outputs_backward` backward starts at the outputs where there is no loss.  Outputs that the
@@ -89,18 +100,28 @@ class Step:
         """
         uses = TiedUses(self.model, self.tied if self.graph.training else ())
         with uses.of_minibatch():
-            return self._eager(uses)
+            return self._run(uses, DrawScope(self.model, self.seed, self.minibatch, 0))
 
-    def _eager(self, uses: TiedUses) -> tuple[Outputs, Loss]:
+    def plain(self, *, captured: bool = False) -> tuple[Outputs, Loss]:
+        """Runs the model, or its graph as a module, on the generators as they are, which stay so;
+        returns and raises as `eager`."""
+        graph = CapturedModule(self.graph, None, self.model) if captured else None
+        with preserved_rng(device_of(self.model, self.call)), flex_attention_uncompiled():
+            return self._run(TiedUses(self.model, ()), None, graph)
+
+    def _run(
+        self, uses: TiedUses, scope: DrawScope | None, graph: CapturedModule | None = None
+    ) -> tuple[Outputs, Loss]:
+        module, what = (self.model, "the model") if graph is None else (graph, "its graph")
         args, kwargs, target = self.call.unflatten(self.call.copied_leaves())
-        with DrawScope(self.model, self.seed, self.minibatch, 0) as scope:
-            with autocast_region(self.autocast), _model_runs(), uses.forward():
-                output = self.model(*args, **kwargs)
+        with scope or nullcontext():
+            with autocast_region(self.autocast), _runs(what), uses.forward():
+                output = module(*args, **kwargs)
             outputs = self._named(output_leaves(output))
             loss = outputs.get(self.graph.loss or "")
             if (loss_fn := self.loss_fn) is not None:
-                region = autocast_region(self.autocast)
-                with scope.loss(), region, _model_runs(), uses.loss():
+                naming = nullcontext() if scope is None else scope.loss()
+                with naming, autocast_region(self.autocast), _runs(what), uses.loss():
                     loss = loss_fn(output, target)
         try:
             self._backward(scope, outputs, loss)
@@ -112,35 +133,6 @@ class Step:
             ) from error
         return outputs, loss
 
-    def captured(self, watch: Callable[[str, Any], None] | None = None) -> tuple[Outputs, Loss]:
-        """Runs the graph on the model's tensors; `watch` is told each input and op by name."""
-        model, graph = self.model, self.graph
-        scope = DrawScope(model, self.seed, self.minibatch, 0)
-        # Modules that are one op each draw inside as they do in eager.
-        opaque = frozenset(op.module_path for op in graph.ops if op.opaque)
-        lookup = StreamLookup(
-            model, self.size, device_of(model, self.call), graph.tensor_values,
-            scope=scope, opaque=opaque,
-        )  # fmt: skip
-        given = self.call.copied_leaves()
-        inputs = {entry.name: given[entry.path] for entry in graph.inputs}
-        if watch is not None:
-            for name, tensor in inputs.items():
-                watch(name, tensor)
-        seed_next = seeding(graph, self.seed, self.minibatch)
-
-        def ran(name: str, value: Any) -> None:
-            if watch is not None:
-                watch(name, value)
-            seed_next()
-
-        with autocast_region(self.autocast):
-            env = execute(graph, inputs, lookup, watch=ran)
-        loss = env[graph.loss] if graph.loss is not None else None
-        outputs = self._named([materialise(leaf, env, lookup) for leaf in leaves(graph.output)])
-        self._backward(scope, outputs, loss)
-        return outputs, loss
-
     def _named(self, found: list[Any]) -> Outputs:
         """Leaves of the output by value name; those that no op makes by position."""
         places = enumerate(leaves(self.graph.output))
@@ -150,13 +142,13 @@ class Step:
             if not isinstance(place, LeftOut)
         }
 
-    def _backward(self, scope: DrawScope, outputs: Outputs, loss: Loss) -> None:
+    def _backward(self, scope: DrawScope | None, outputs: Outputs, loss: Loss) -> None:
         roots: list[Any] = [loss]
         if loss is None and self.outputs_backward:
             roots = list(outputs.values())
         tensors = [root for root in roots if isinstance(root, Tensor) and root.requires_grad]
         if self.graph.training and tensors:
-            backward = scope.backward_of if scope.draws else torch.autograd.backward
+            backward = scope.backward if scope and scope.draws else torch.autograd.backward
             backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 
@@ -165,7 +157,7 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _model_runs() -> Iterator[None]:
+def _runs(what: str) -> Iterator[None]:
     """Raises failures of the user's code as ModelFails, with the user's line."""
     try:
         yield
@@ -173,38 +165,7 @@ def _model_runs() -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelFails(
-            f"the model itself fails on these inputs: {type(error).__name__}: {error}",
+            f"{what} itself fails on these inputs: {type(error).__name__}: {error}",
             where=source_of_traceback(error),
             remedy="run the model once without pdcompile",
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamLookup(Lookup):
-    """Finds the model's modules; those that are opaque run inside a scope of draws."""
-
-    scope: DrawScope
-    opaque: frozenset[str]
-
-    def module(self, path: str) -> Any:
-        module = Lookup.module(self, path)
-        return partial(_inside, self.scope, module) if path in self.opaque else module
-
-
-def _inside(scope: DrawScope, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with scope:
-        return module(*args, **kwargs)
-
-
-def seeding(graph: OpGraph, seed: int, minibatch: int) -> Callable[[], None]:
-    """Seeds the first op (of microbatch 0) at once, and each later one when it is called again."""
-    reseed(seed_of(seed, minibatch, 0, "", -1))
-    waiting: Iterator[Op] = iter(graph.ops)
-
-    def seed_next() -> None:
-        op = next(waiting, None)
-        if op is not None and op.draw is not None and not op.opaque:
-            reseed(seed_of(seed, minibatch, 0, op.module_path, op.draw))
-
-    seed_next()
-    return seed_next

@@ -1,7 +1,6 @@
 """The interceptors in the order in which they are asked: removing one is removing its line."""
 
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
-from pdcompile.passes.trace.interceptors.device_questions import DeviceQuestions
 from pdcompile.passes.trace.interceptors.flex_attention import FlexAttention
 from pdcompile.passes.trace.interceptors.generators import Generators
 from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
@@ -28,5 +27,4 @@ INTERCEPTORS = (
     Arrays,
     TracingFlags,
     ProcessState,
-    DeviceQuestions,
 )

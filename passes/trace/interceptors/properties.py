@@ -29,12 +29,9 @@ class Properties(Interceptor):
         if func.__name__ != "__get__":
             raise refusals.error(refusals.ASSIGNED, f"tensor.{name} = …", tape.where())
         tape.begin()
-        given = tape.fakes.faked(args)
-        result = func(*given)
+        result = func(*tape.fakes.faked(args))
         if isinstance(result, torch.Tensor):
             return tape.record("getattr", name, "", (args[0],), {}, result, None)
-        for asked in tape.asked:
-            asked(given[0], name)
         return result
 
     def _require_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> Any:

@@ -155,7 +155,7 @@ class ValueReads(Interceptor):
 def _values_of_example(tape: Tape, name: str) -> list[Any]:
     """The distinct values of the example's calls, two at most; [] where they are unknown."""
     found: list[Any] = []
-    for given in tape.examples.calls():
+    for given in tape.examples():
         value = evaluate(name, tape.ops, tape.fakes, given)
         if value is None:
             return []

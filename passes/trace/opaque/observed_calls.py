@@ -42,7 +42,7 @@ class ObservedCall:
     made: tuple[Made, ...] = ()
     form: str = ""
     buffers: tuple[str, ...] = ()  # canonical FQNs of those that it wrote
-    hooks: tuple[str, ...] = ()  # forward hooks that do more than look
+    hooks: tuple[str, ...] = ()  # forward hooks in it
     flops: int = 0
     saved_bytes: int = 0
     reason: str = ""  # why the module cannot be one op, "" if it can

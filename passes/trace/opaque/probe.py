@@ -19,7 +19,6 @@ from torch.utils.flop_counter import flop_registry
 from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.modes import in_mode
-from pdcompile.eager.module_hooks import acting_hooks
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
@@ -307,7 +306,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saving: Any = nullcontext()
             if self.hooks:
                 saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            with saving, acting_hooks(module) as hooks:
+            with saving:
                 result = plain(module, *args, **kwargs)
         finally:
             self._path = ""
@@ -326,7 +325,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made=() if reason else made_by(inputs, outputs),
             form=form,
             buffers=tuple(sorted(names)),
-            hooks=tuple(hooks),
+            hooks=_forward_hooks(module),
             flops=self._flops,
             saved_bytes=sum(saved.values()),
             reason=reason,
@@ -352,6 +351,16 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(map(is_dense, (*inputs, *outputs))):
             return "takes or returns a tensor that is not dense"
         return ""
+
+
+def _forward_hooks(module: nn.Module) -> tuple[str, ...]:
+    """Forward hooks in a module, as ``path in it: name of the hook``."""
+    return tuple(
+        f"{path}: {name}" if path else name
+        for path, one in module.named_modules()
+        for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+        for name in (getattr(hook, "__qualname__", type(hook).__qualname__),)
+    )
 
 
 def _keys(value: Any) -> set[int]:

@@ -31,7 +31,6 @@ class Interceptor:
     - ``call(func, args, kwargs, proceed)``: a torch function;
     - ``module(call, plain, args, kwargs, proceed)``: a module, which `plain` calls;
     - ``apply(cls, plain, args, proceed)``: ``cls.apply(*args)`` of an autograd.Function;
-    - ``asked(tensor, name)``: before a property is read that is not a tensor;
     - ``recorded(source)``: before an op at `source` is recorded, and after a module of that line
       returned.
     """

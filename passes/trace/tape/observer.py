@@ -1,4 +1,4 @@
-"""Observer: the source line of an op, and the storages that it writes."""
+"""Observer: lines of source that run, and the storages that an op writes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dis
 import functools
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ _PLUMBING = ("module.py", "container.py")
 NO_SOURCE = "<no source>"
 _CACHE, _PRECALL = (dis.opmap.get(name, -1) for name in ("CACHE", "PRECALL"))
 _TO_CALL = 4  # bytes: the instruction and its cache entry
+_STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
 
 
 def locate(boundary: CodeType | None) -> tuple[str, str]:
@@ -77,6 +79,22 @@ def source_of_traceback(error: BaseException) -> str | None:
     return found[-1] if found else None
 
 
+def stage_line() -> str:
+    """The line of generated source that is running, as "stage_1.py:34"; "" for none."""
+    return next(_stage_lines(traceback.walk_stack(sys._getframe(1))), "")
+
+
+def stage_line_of(error: BaseException) -> str | None:
+    """The innermost line of generated source that an exception passed through."""
+    return [None, *_stage_lines(traceback.walk_tb(error.__traceback__))][-1]
+
+
+def _stage_lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+    for frame, line in frames:
+        if found := _STAGE_FILE.fullmatch(frame.f_code.co_filename):
+            yield f"{found[1]}:{line}"
+
+
 def source_of_line(file: str, line: int) -> str:
     """``file.py:12``."""
     return f"{_shorten(file)}:{line}"
@@ -90,12 +108,7 @@ def source_of_class(cls: type) -> str:
     except ValueError:  # it wraps itself
         return NO_SOURCE
     code = getattr(forward, "__code__", None)
-    return NO_SOURCE if code is None else source_of_code(code)
-
-
-def source_of_code(code: CodeType) -> str:
-    """``file.py:12`` of the first line of a function, or `NO_SOURCE`."""
-    if code.co_filename.startswith("<"):
+    if code is None or code.co_filename.startswith("<"):
         return NO_SOURCE
     return f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
 

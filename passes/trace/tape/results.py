@@ -7,7 +7,7 @@ import copy
 import keyword
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -27,11 +27,11 @@ _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
 
 
 class Names:
-    """Makes unique identifiers that are not in `used`."""
+    """Makes unique identifiers."""
 
-    def __init__(self, used: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self._next: dict[str, int] = {}
-        self._used = set(used)
+        self._used: set[str] = set()
 
     def new(self, text: str) -> str:
         """An unused identifier that reads like `text`."""

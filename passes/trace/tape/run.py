@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Findings, Refuted
 from pdcompile.passes.trace.cached_tensors import Computations
-from pdcompile.passes.trace.examples import Examples
+from pdcompile.passes.trace.examples import example_calls
 from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
@@ -83,7 +84,7 @@ class Recording:
 def record(
     subject: Subject,
     call: FlatCall,
-    assumed: Assumptions = Assumptions(),  # noqa: B008
+    assumed: Assumptions,
     *,
     training: bool,
     settle: bool = True,
@@ -181,7 +182,7 @@ class _Run:
         self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
         self._arguments = call.unflatten(leaves)
         tape.assumed = assumed
-        tape.examples = Examples(subject.flat, subject.layout, self._inputs, call)
+        tape.examples = partial(example_calls, subject.flat, subject.layout, self._inputs, call)
 
     def recording(
         self, observed: Mapping[CallKey, ObservedCall], assigned: dict[tuple[int, str], str]
@@ -286,7 +287,7 @@ def run(
         if loss_fn is not None:
             tape.region, tape.stack[:] = "loss", [(LOSS_PATH, 0)]
             loss = loss_fn(output, target)
-        tape.finish()
+        tape.begin()  # as before a further op
     except TraceError as refusal:
         if tape.region == "loss":
             tell_of_loss(refusal)

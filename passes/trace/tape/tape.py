@@ -26,7 +26,6 @@ from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Site
-from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.packed import Packed
 from pdcompile.passes.trace.tape.arguments import (
@@ -54,7 +53,9 @@ class Tape(TorchFunctionMode):
         interceptors: asked in this order before a call is recorded.
     """
 
-    examples: Examples  # the values of the inputs; set before the run
+    examples: Callable[
+        [], Iterator[Mapping[str, torch.Tensor]]
+    ]  # `example_calls`, set before a run
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Tape(TorchFunctionMode):
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
         self._packed = Packed()
         self.interceptors = tuple(kind(self) for kind in interceptors)
-        self._recorded, self.asked = self._hooks("recorded"), self._hooks("asked")
+        self._recorded = self._hooks("recorded")
         self._call = self._chain("call", self.call)
         self._module = self._chain("module", self._inside_module)
         self._apply = self._chain("apply", lambda cls, plain, args: self.call(plain, args, {}))
@@ -171,10 +172,6 @@ class Tape(TorchFunctionMode):
         if self.observer.seeded or self.fakes.own_any(self.observer.written):
             raise refusals.error(refusals.UNTRACKED, "before this line", self.where())
         self.observer.clear()
-
-    def finish(self) -> None:
-        """Called after the last op."""
-        self.begin()
 
     def where(self) -> str:
         """The line of the model that is running."""
