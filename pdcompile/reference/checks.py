@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from torch import nn
@@ -11,17 +10,13 @@ from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options, option_checks
 from pdcompile.options.chosen_schedule import microbatches_of
-from pdcompile.schedule.registry import DEFAULT, find
+from pdcompile.schedule.registry import kind_of
 from pdcompile.weights.source import materialise, open_source
 
 
 def chosen_model(model: nn.Module, options: Options) -> nn.Module:
     """The model to train, a copy where `keep_model` says so, with its values from `weights`."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"the model is of type {type(model).__name__}, not an nn.Module",
-            remedy="pass the model itself",
-        )
+    option_checks.check_model(model)
     chosen = copy_of(model) if options.keep_model else model
     if options.weights is not None:
         materialise(chosen, open_source(options.weights, seed=options.seed))
@@ -51,8 +46,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_options(options: Options) -> int:
     """Refuses options that the reference cannot use; returns the number of microbatches."""
-    kind = find(options.schedule)  # where there is none, `weight_ages` refuses it
-    option_checks.check_options(options if kind else replace(options, schedule=DEFAULT))
+    option_checks.check_options(options)
     if options.resume is not None:
         raise ConfigError(
             "a reference does not resume from checkpoints",
@@ -60,11 +54,13 @@ def check_options(options: Options) -> int:
             remedy="pdcompile.load_checkpoint(folder, model) loads one into plain PyTorch",
         )
     microbatches: int | Literal["auto"] = microbatches_of(options)
-    if kind is not None and kind.updates_each:
+    if options.schedule != "auto" and kind_of(options.schedule).updates_each:
         return 1
-    if microbatches == "auto":
-        raise ConfigError(
-            "microbatches='auto' is the planner's choice, which a reference does not have",
-            remedy="give the number (pipe.plan.training.num_microbatches), or plan=pipe.plan",
-        )
+    for name, value in (("schedule", options.schedule), ("microbatches", microbatches)):
+        if value == "auto":
+            raise ConfigError(
+                f"{name}='auto' is the planner's choice, which a reference does not have",
+                remedy="give it (pipe.plan.training has it), or plan=pipe.plan",
+            )
+    assert microbatches != "auto"
     return microbatches

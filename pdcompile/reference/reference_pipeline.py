@@ -48,7 +48,7 @@ from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.tied_uses import TiedUses
 from pdcompile.reference.versions import Versions, learning_rates, weight_ages
-from pdcompile.schedule.registry import find
+from pdcompile.schedule.registry import kind_of
 
 
 class Reference(ReferenceState):
@@ -62,8 +62,7 @@ class Reference(ReferenceState):
         check_model(self._model)
         self._options = options
         self._num_microbatches = check_options(options)
-        kind = find(options.schedule)  # where there is none, `weight_ages` refuses it
-        self._turns = () if kind is None else kind.turns  # of each microbatch's backward
+        self._turns = kind_of(options.schedule).turns  # of each microbatch's backward
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pdcompile.errors import ConfigError, did_you_mean
+from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import KINDS, find, one_age_streams
+from pdcompile.schedule.registry import kind_of, one_age_streams
 
 
 class Age(NamedTuple):
@@ -90,16 +90,10 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
     """The age of every parameter's weights, by name.
 
     Raises:
-        ConfigError: the schedule is not known, or needs a plan that is not given.
+        ConfigError: the schedule needs a plan that is not given.
     """
     names = [name for name, _ in model.named_parameters()]
-    kind = find(options.schedule)
-    if kind is None:
-        raise ConfigError(
-            f"schedule={options.schedule!r} is not a known schedule",
-            remedy=did_you_mean(str(options.schedule), KINDS)
-            + f"one of {', '.join(KINDS)} (pipe.plan.training.schedule)",
-        )
+    kind = kind_of(options.schedule)
     if not kind.updates_each:
         return dict.fromkeys(names, Age(kind.lag_of(0, 0)))
     plan = options.plan
