@@ -38,10 +38,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "runtime": (("runtime",), 9_473),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_655,
+        3_630,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_010),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_204),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_190),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_584),
     "export": (("passes/export", "pdcompile/export"), 1_395),
 }

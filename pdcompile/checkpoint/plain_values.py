@@ -162,12 +162,6 @@ def _complex(parts: Any) -> complex:
     return complex(real, imag)
 
 
-def _float(text: Any) -> float:
-    if text not in ("inf", "-inf", "nan"):
-        raise ValueError(text)
-    return float(text)
-
-
 def _is_key(key: Any) -> bool:
     return key is None or isinstance(key, bool | int | float | str | tuple)
 
@@ -184,7 +178,7 @@ _TAGS = {kind: tag for tag, kind in (_LISTS | _MAPPINGS).items()}
 _MAPPINGS |= {tag: partial(defaultdict, factory) for factory, tag in _DEFAULTS.items()}
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "int": _int,
-    "float": _float,
+    "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__,
     "complex": _complex,
     "dtype": lambda name: _DTYPES[name],
     "values": _values,

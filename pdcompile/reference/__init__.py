@@ -18,9 +18,10 @@ from typing import Any
 from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.errors import ConfigError
+from pdcompile.errors import refuse_unknown
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed, refuse_others
+from pdcompile.options.table import ROWS
 from pdcompile.plan import Plan
 from pdcompile.reference.reference_pipeline import Reference
 
@@ -41,13 +42,8 @@ def reference(
         ConfigError: an argument is not valid, or not for one process.
         InputError: example_inputs do not fit the model's forward.
     """
-    try:
-        chosen = Options.given(options)
-    except TypeError as error:
-        raise ConfigError(
-            f"reference got an unknown argument: {error}",
-            remedy="give it what pdcompile.compile takes",
-        ) from None
+    refuse_unknown("reference has no option", options.keys() - ROWS.keys(), [*ROWS], {})
+    chosen = Options.given(options)
     if isinstance(chosen.plan, Plan):
         refuse_others(chosen, chosen.plan)
         chosen = completed(chosen, chosen.plan)

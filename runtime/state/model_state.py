@@ -115,35 +115,33 @@ class State:
         self._ranks = ranks
         self.keys = tensor_keys(model)  # of a state dict
         graphs = compiled.capture.eval, compiled.capture.train
-        self._infos = {**graphs[0].tensors, **graphs[1].tensors}
+        #: every tensor of the model by its first name, in the order of the model
+        self.infos: Mapping[str, TensorInfo] = {**graphs[0].tensors, **graphs[1].tensors}
         self.stages = holding_stages(compiled.interfaces)
         of_stage = compiled.stream.spec.ranks
         self._owners = {fqn: of_stage[stages[0]] for fqn, stages in self.stages.items()}
         self._holders = {
             fqn: [*dict.fromkeys(r for stage in self.stages.get(fqn, ()) for r in of_stage[stage])]
-            for fqn in self._infos
+            for fqn in self.infos
         }
+        mine = set(ranks)
+        self._elsewhere = {f for f, holders in self._holders.items() if mine.isdisjoint(holders)}
         self.owned = [
-            [f for f, i in self._infos.items() if i.requires_grad and self._holders[f][0] == rank]
+            [f for f, i in self.infos.items() if i.requires_grad and self._holders[f][0] == rank]
             for rank in range(compiled.stream.spec.num_ranks)
         ]
-        self.dtypes = {fqn: dtype_of(info.dtype) for fqn, info in self._infos.items()}
+        self.dtypes = {fqn: dtype_of(info.dtype) for fqn, info in self.infos.items()}
         self.tensors: dict[str, Tensor] = {
             **dict(model.named_parameters()),
             **dict(model.named_buffers()),
             **_own(model, compiled.capture.eval.tensor_values),
             **_own(model, compiled.capture.train.tensor_values),
         }
-        self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
+        self._canonical = {a: fqn for fqn, i in self.infos.items() for a in (fqn, *i.aliases)}
 
     def owner(self, fqn: str) -> int:
         """The first stage that holds a tensor; stage 0 answers for those that none does."""
         return self.stages.get(fqn, [0])[0]
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor of the model by its first name, in the order of the model."""
-        return self._infos
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -163,7 +161,7 @@ class State:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that this process owns, in the order of the model."""
         mine = set(self._ranks)
-        for fqn in self._infos:
+        for fqn in self.infos:
             tensor = self.tensors.get(fqn)
             if isinstance(tensor, nn.Parameter) and not mine.isdisjoint(self._owners.get(fqn, ())):
                 yield fqn, tensor
@@ -174,15 +172,14 @@ class State:
 
     def trainable(self) -> dict[str, Tensor]:
         """Every trainable parameter of the model, in its order."""
-        return {f: self.tensors[f] for f, info in self._infos.items() if info.requires_grad}
+        return {f: self.tensors[f] for f, info in self.infos.items() if info.requires_grad}
 
     def shared(self) -> dict[str, list[int]]:
         """Tensors that this process holds and others do too: all ranks that hold each."""
-        mine = set(self._ranks)
         return {
             fqn: holders
             for fqn, holders in self._holders.items()
-            if len(holders) > 1 and not mine.isdisjoint(holders)
+            if len(holders) > 1 and fqn not in self._elsewhere
         }
 
     def discard_others(self, keep: Collection[str] = ()) -> None:
@@ -190,21 +187,19 @@ class State:
 
         Those to `keep` are as another pipeline of the model has left them.
         """
-        mine = set(self._ranks)
         gone = {
             fqn: _like(tensor, torch.empty_like(tensor, device="meta"))
             for fqn, tensor in self.tensors.items()
-            if mine.isdisjoint(self._holders.get(fqn, mine)) and fqn not in keep
+            if fqn in self._elsewhere and fqn not in keep
         }
         self._replace(gone)
 
     def place(self, device: RankDevice) -> None:
         """The tensors that this process holds go to its device: parameters stay the same objects,
         buffers and constants are others, as after model.to(…)."""
-        mine = set(self._ranks)
         moved: dict[str, Tensor] = {}
         for fqn, tensor in self.tensors.items() if device.queued else ():
-            if mine.isdisjoint(self._holders.get(fqn, mine)) or not device.on_host(tensor):
+            if fqn in self._elsewhere or not device.on_host(tensor):
                 continue
             if isinstance(tensor, nn.Parameter):
                 gradient, tensor.grad = tensor.grad, None
@@ -223,13 +218,8 @@ class State:
 
     def part(self) -> dict[str, Tensor]:
         """Tensors that this process holds, live and detached, under the model's names."""
-        mine = set(self._ranks)
         named = [(key, self._canonical[key]) for key in self.keys]
-        own = {
-            key: self.tensors[fqn].detach()
-            for key, fqn in named
-            if not mine.isdisjoint(self._holders[fqn])
-        }
+        own = {k: self.tensors[fqn].detach() for k, fqn in named if fqn not in self._elsewhere}
         return {**own, **extra_states(self._model)}
 
     def load(self, state: Mapping[str, Tensor], stages: list[StageWeights]) -> None:
@@ -237,7 +227,7 @@ class State:
 
         Raises InputError, before anything is changed, for a name or shape of another model.
         """
-        shapes = {key: self._infos[self._canonical[key]].shape for key in self.keys}
+        shapes = {key: self.infos[self._canonical[key]].shape for key in self.keys}
         extra = extra_states(self._model)
         check_state(state, shapes, extra)
         set_extra_states(self._model, state)
