@@ -130,12 +130,14 @@ def test_a_forward_beside_a_split_backward_may_need_the_most() -> None:
     assert [one.workspace_bytes for one in found] == [20, 20]
 
 
-def test_a_whole_backward_beside_split_ones_has_its_own_workspace() -> None:
+def test_a_whole_backward_beside_split_ones_takes_what_both_parts_do() -> None:
     text = "mixed: 0F0 0F1 0B0 0I1 0W1 | 1F0 1B0 1F1 1B1"
-    sizes = {"saved_bytes": 30, "workspace_bytes": 50, "split_bytes": 35}
-    for whole, expected in ((0, 50), (60, 60)):
-        plan = make_plan(text, 2, 2, edges=chain(2, 0), whole_workspace_bytes=whole, **sizes)
-        assert [one.workspace_bytes for one in ledgers(plan)] == [expected, expected]
+    for second, expected in ((9, 50), (60, 65)):
+        plan = make_plan(
+            text, 2, 2, edges=chain(2, 0), saved_bytes=30, workspace_bytes=50, split_bytes=35,
+            split_workspace_bytes=second,
+        )  # fmt: skip
+        assert [one.workspace_bytes for one in ledgers(plan)][1] == expected
 
 
 def test_what_is_still_being_sent_outlives_the_first_part_of_a_backward() -> None:

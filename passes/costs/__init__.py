@@ -68,15 +68,7 @@ def _cost(call: CostedOp, saved_bytes: int, microbatch_size: int, machine: Machi
         parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.of_model),
         saved_bytes=saved_bytes,
         output_bytes=call.output_bytes,
-        workspace_bytes=workspace_bytes(call),
+        workspace_bytes=call.workspace_bytes,
         microbatch_size=microbatch_size,
         origin="estimated",
     )
-
-
-def workspace_bytes(call: CostedOp) -> int:
-    """The largest transient: gradients of results and inputs while the backward runs."""
-    if not call.differentiated or call.is_view:
-        return 0
-    outgoing = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
-    return int(sum(output.bytes for output in call.outputs if output.requires_grad) + outgoing)

@@ -172,6 +172,13 @@ class CostedOp:
         values = self.index.graph.values
         return any(values[output.name].needs_gradient for output in self.outputs)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """The largest transient: gradients of results and inputs while the backward runs."""
+        if not self.differentiated or self.is_view:
+            return 0
+        return sum(one.bytes for one in (*self.inputs, *self.outputs) if one.requires_grad)
+
     def tensor(self, position: int, keyword: str) -> Operand | None:
         """The tensor argument at a position or keyword; of a module also its own tensor."""
         argument = self.argument(position, keyword)

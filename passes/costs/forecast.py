@@ -12,13 +12,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
-from pdcompile.passes.costs.stage_ports import Ports, Resident, ports_of
+from pdcompile.passes.costs.stage_ports import Ports, Resident, mode_of, ports_of
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 
@@ -48,7 +48,6 @@ class Rehearsal:
     steps: Sequence[Step]
     ports: Ports
     splits: bool
-    mixes: bool
     kernels: Kernels = HOST
 
     @cached_property
@@ -57,19 +56,6 @@ class Rehearsal:
         return f"{_key(self.calls, self.steps, self.ports)} {self.splits}" + (
             f" {self.kernels}" if self.kernels != HOST else ""
         )
-
-    def resident(self) -> Resident | None:
-        """Bytes that a stage holds; None where it cannot be run."""
-        if not self.mixes:
-            return _rehearsed(self)
-        whole = _rehearsed(replace(self, splits=False))
-        parts = _rehearsed(replace(self, splits=True))
-        if whole is None or parts is None:
-            return None
-        return replace(
-            parts, whole_workspace_bytes=whole.workspace_bytes, loose_bytes=whole.loose_bytes,
-            freed_bytes=whole.freed_bytes,
-        )  # fmt: skip
 
 
 def rehearsals_of(
@@ -80,21 +66,19 @@ def rehearsals_of(
     *,
     keeps_outputs: bool = True,
     splits: bool = False,
-    mixes: bool = False,
     kernels: Kernels = HOST,
 ) -> list[Rehearsal]:
     """The stages, given the stage of each op, at microbatch size b.
 
     `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
-    backward runs in two parts; `mixes`: that of some microbatches does, and of others as a whole;
-    `kernels`: those of the devices.
+    backward runs in two parts; `kernels`: those of the devices.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     lifetimes = Lifetimes.of(graph)
     return [
         Rehearsal(
-            calls, lifetimes.steps([call.op for call in calls], set(own.results)), own,
-            splits, mixes, kernels,
+            calls, lifetimes.steps([call.op for call in calls], own.wiring.given), own,
+            splits, kernels,
         )
         for calls, own in zip(_members(graph, stage_of, num_stages, b), ports, strict=True)
     ]  # fmt: skip
@@ -119,7 +103,7 @@ def residents(
     for s, stage in enumerate(stages):
         if progress is not None:
             progress(s, len(stages), f"stage {s}")
-        found.append(stage.resident())
+        found.append(_rehearsed(stage))
     kernels = stages[0].kernels if stages else HOST
     rough = rough_forecast(graph, stage_of, len(stages), b, kernels) if None in found else ()
     return tuple(rough[s] if one is None else one for s, one in enumerate(found))
@@ -131,50 +115,22 @@ def rough_forecast(
     """Adds up what each stage holds: a storage counts once, received ones do not count.
 
     A received tensor lies in a receive slot; results are kept as roots of the stage's backward.
+    Workspace is that of the op that needs the most, as in the planner's formula.
     """
     from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, newly
 
     kept = kept_storages(graph, b, kernels)
-    ports = ports_of(graph, stage_of, num_stages)
+    between = mode_of(graph, stage_of, num_stages).edges
     found = []
-    for calls, port in zip(_members(graph, stage_of, num_stages, b), ports, strict=True):
-        seen = {key for name in port.received for key in kept.of_value[name]}
+    for stage, calls in enumerate(_members(graph, stage_of, num_stages, b)):
+        received = (edge.value for edge in between if stage in edge.targets)
+        seen = {key for name in received for key in kept.of_value[name]}
         saved = [newly(kept.by_op[call.op.name], seen) for call in calls]
-        results = sum(newly(kept.of_value[name], seen) for name in port.roots)
-        found.append(Resident(sum(saved) + results, _backward_peak(calls, saved)))
+        roots = (edge.value for edge in between if edge.source == stage and edge.gradient)
+        results = sum(newly(kept.of_value[name], seen) for name in roots)
+        workspace = max((call.workspace_bytes for call in calls), default=0)
+        found.append(Resident(sum(saved) + results, workspace))
     return tuple(found)
-
-
-def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
-    """Walks the ops backwards: live gradients, plus what an op adds, minus what is released."""
-    gradients: dict[str, int] = {}  # value -> bytes of its gradient while that is alive
-    released = peak = 0
-    for call, kept_bytes in zip(reversed(calls), reversed(kept), strict=True):
-        if call.differentiated:
-            for output in call.outputs:
-                gradients.setdefault(output.name, int(output.bytes))
-            gradients.setdefault(call.op.name, 0)
-            new = {o.name: int(o.bytes) for o in call.inputs if o.requires_grad and not o.of_model}
-            if call.is_view and len(new) == 1:
-                # The gradient of a view is a view, or a zero-filled tensor of the base's size.
-                (name,) = new
-                taken = sum(gradients.pop(output.name) for output in call.outputs)
-                gradients[name] = max(new[name], taken, gradients.get(name, 0))
-                gradients.pop(call.op.name, None)
-                peak = max(peak, sum(gradients.values()) - released)
-                continue
-            weights = sum(int(o.bytes) for o in call.inputs if o.requires_grad and o.of_model)
-            live = sum(gradients.values()) - released
-            passes_through = call.name in ("add", "sub") and not call.in_place
-            added = 0 if passes_through else sum(new.values())
-            peak = max(peak, live + added + weights)
-            for output in call.outputs:
-                gradients.pop(output.name, None)
-            gradients.pop(call.op.name, None)
-            for name, size in new.items():
-                gradients[name] = max(gradients.get(name, 0), size)
-        released += kept_bytes
-    return max(peak, 0)
 
 
 def _members(
@@ -187,6 +143,7 @@ def _members(
 
 
 def _rehearsed(stage: Rehearsal) -> Resident | None:
+    """Bytes that a stage holds; None where it cannot be run."""
     from pdcompile.passes.costs.rehearsal.rehearse import rehearse
 
     if not stage.calls:
@@ -228,7 +185,10 @@ def _key(calls: Sequence[CostedOp], steps: Sequence[Step], ports: Ports) -> str:
         lines.append(" ".join(str(values[name].producer is None) for name in read))
         note(op.mutates)
         note(step.ends)
-    given = (ports.received, ports.entered, ports.chained, ports.results, ports.copies)
-    for names in (*given, sorted(ports.roots, key=lambda name: numbers[name])):
-        note(names)
+    wiring = ports.wiring
+    for port, edge in (*wiring.inputs, *wiring.outputs):
+        note((port.value,))
+        lines.append(f"{edge is None} {edge in wiring.differentiable} {edge in wiring.chained}")
+    note(ports.copies)
+    lines.append(str(ports.keeps_outputs))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -210,7 +210,7 @@ class _StageLedger:
         self.out.discard(at)
         if whole:
             again = self.stage.forward_workspace_bytes if self.stage.recompute else 0
-            workspace = max(again, (self.stage.whole_workspace_bytes or workspace) - freed)
+            workspace = max(again, workspace - freed)
         to_come = 0  # bytes of gradients that are not there when the first backward needs the most
         if whole and update not in self.buffers and self.stage.first_workspace_bytes:
             all_of_it = max(again, self.stage.first_workspace_bytes - freed)
@@ -221,7 +221,7 @@ class _StageLedger:
         self.buffers.add(update)
         if second and self.stage.split_bytes:
             workspace = self.stage.split_workspace_bytes
-        elif whole and not self.stage.whole_workspace_bytes:  # rehearsed only in two parts
+        elif whole:  # where others are split it was rehearsed only in two parts
             between = self.stage.split_bytes + self.stage.split_workspace_bytes
             workspace = max(workspace, between - self.stage.saved_bytes)
         self._note(workspace=workspace, to_come=to_come, running=not second)

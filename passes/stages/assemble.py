@@ -24,7 +24,6 @@ from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out, planned
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, StagePlan, Training
 from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
-from pdcompile.schedule import Action
 from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
@@ -125,15 +124,13 @@ def _stages(
     kernels: Kernels,
 ) -> list[Rehearsal]:
     """The stages, to be rehearsed."""
-    kind = training.kind
     return rehearsals_of(
         graph,
         stage_of,
         num_stages,
         b,
         keeps_outputs=training.keeps_outputs,
-        splits=kind.splits_backward,
-        mixes=kind.splits_backward and Action.BACKWARD in kind.backwards,
+        splits=training.kind.splits_backward,
         kernels=kernels,
     )
 
@@ -141,8 +138,8 @@ def _stages(
 #: bytes of one microbatch on a stage that only its rehearsal tells, by their names in plans
 _HELD = (
     "saved_bytes", "workspace_bytes", "first_workspace_bytes", "split_bytes",
-    "split_workspace_bytes", "split_freed_bytes", "whole_workspace_bytes",
-    "forward_workspace_bytes", "loose_bytes", "freed_bytes",
+    "split_workspace_bytes", "split_freed_bytes", "forward_workspace_bytes", "loose_bytes",
+    "freed_bytes",
 )  # fmt: skip
 
 

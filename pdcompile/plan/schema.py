@@ -98,7 +98,6 @@ class StagePlan:
     split_bytes: int = 0  # kept between the parts of a split backward; 0: as many as saved
     split_workspace_bytes: int = 0  # of its second part, beside those
     split_freed_bytes: int = 0  # results that its first part no longer needs
-    whole_workspace_bytes: int = 0  # of a backward in one piece beside split ones; 0: unknown
     forward_workspace_bytes: int = 0
     loose_bytes: int = 0  # of the saved ones: results that are held only until they are out
     freed_bytes: int = 0  # by how much a whole backward's peak is lower where they are out

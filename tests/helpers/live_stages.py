@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from pdcompile.ir.stage_streams import Streams
 from pdcompile.passes import codegen
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.stages.chain import build, tensors_by_name
-from pdcompile.plan import Plan, TiedParameter
+from pdcompile.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,10 @@ class _Runs:
     edges: Mapping[str, Any]
     stage: int
     leaves: Mapping[str, Any]
-    tied: Sequence[TiedParameter] = ()
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def once(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
+    def once(self, module: nn.Module) -> tuple[int, int]:
         """(bytes after forward, peak) of one forward and backward."""
-        for one in self.tied:
-            if self.stage in one.stages[1:]:  # every microbatch's gradient is passed on
-                parameters[one.fqn].grad = None
         held = [*module.parameters(), *module.buffers()]
         held += [p.grad for p in module.parameters() if p.grad is not None]
         arguments = [
@@ -61,10 +57,6 @@ class _Runs:
             entered = self._forward(module, arguments)
         resident = live.now_bytes
         roots, gradients = self._heads(entered)
-        for one in self.tied:
-            if self.stage in one.stages[:-1]:  # later holders' gradient has come in
-                roots.insert(0, parameters[one.fqn])
-                gradients.insert(0, torch.zeros_like(parameters[one.fqn]))
         live.give(gradient for gradient in gradients if gradient is not None)
         if roots:
             with live:
@@ -123,8 +115,8 @@ def measured(model: nn.Module, flat: FlatCall, capture: Capture, plan: Plan) -> 
                 streams = Streams(0)
                 streams.attach(module, interface)
                 streams.begin(0, 0)
-                run = _Runs(interface.train, edges, interface.index, flat.leaves, plan.tied, values)
-                runs.append(run.once(module, tensors))
+                run = _Runs(interface.train, edges, interface.index, flat.leaves, values)
+                runs.append(run.once(module))
             values.update({name: one.detach().clone() for name, one in run.results.items()})
             found.append(Measured(runs[0][0], runs[0][1], runs[1][1]))
     model.zero_grad(set_to_none=True)

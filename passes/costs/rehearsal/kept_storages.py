@@ -15,7 +15,6 @@ from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.passes.costs.costed_op import GraphIndex
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 from pdcompile.passes.costs.rehearsal.rehearse import from_outside, outside, staged, storages_in
-from pdcompile.passes.costs.stage_ports import Ports
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
 from pdcompile.releases.torch_internals import quiet_shape_errors
@@ -67,11 +66,15 @@ def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> KeptStorag
 
 
 def _kept(graph: OpGraph, index: GraphIndex, kernels: Kernels) -> KeptStorages:
-    with staged(index, [Step(op) for op in graph.ops], Ports(), kernels) as stage:
-        env = stage.with_own_written({n: from_outside(index, n) for n in outside(graph.ops)})
-        given = storages_in([*env.values(), *stage.fakes.tensors.values()])
-        not_counted = {one._cdata for one in given}
-        held: list[Any] = [given]  # or an address might come again
+    with staged(index, [Step(op) for op in graph.ops], kernels) as stage:
+        written = {graph.values[name].storage for op in graph.ops for name in op.mutates}
+        env: dict[str, Any] = {}
+        for name in outside(graph.ops):
+            given = from_outside(index, name)
+            env[name] = given.clone() if graph.values[name].storage in written else given
+        storages = storages_in([*env.values(), *stage.fakes.tensors.values()])
+        not_counted = {one._cdata for one in storages}
+        held: list[Any] = [storages]  # or an address might come again
 
         def counted(storages: Iterable[torch.UntypedStorage]) -> Storages:
             found = [one for one in storages if one._cdata not in not_counted]

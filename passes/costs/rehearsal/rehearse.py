@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.eager.autocast import on_gpu, regions_of
-from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.eager.split_backward import Root, accumulate, first_part
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, size_at
+from pdcompile.ir.stage_interface import Port
+from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
+from pdcompile.ir.stage_streams import Streams
+from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.passes.costs import cpu_kernels, gpu_kernels
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
 from pdcompile.passes.costs.rehearsal.imitated_ops import (
@@ -111,14 +112,12 @@ def rehearse(
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor can be imitated.
     """
-    with quiet_shape_errors(), staged(index, steps, ports, kernels) as stage:
-        return stage.run(splits=splits)
+    with quiet_shape_errors(), preserved_rng(), staged(index, steps, kernels) as stage:
+        return stage.run(ports, splits=splits)
 
 
 @contextmanager
-def staged(
-    index: GraphIndex, steps: Sequence[Step], ports: Ports, kernels: Kernels = HOST
-) -> Iterator[Stage]:
+def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) -> Iterator[Stage]:
     """The stage on fake tensors, in the fake mode in which it runs."""
     ops = [step.op for step in steps]
     fakes = Fakes(index)
@@ -144,7 +143,7 @@ def staged(
                 fakes.tensor(fqn)
         fakes.fill()
         meter = _Meter([*fakes.tensors.values()], inside_of(kernels))
-        yield Stage(index, steps, ports, fakes, meter, footprints)
+        yield Stage(index, steps, fakes, meter, footprints)
 
 
 def cast_as_recorded(ops: Iterable[Op]) -> AbstractContextManager[None]:
@@ -221,90 +220,109 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
             self.gradient_bytes += parameter.numel() * parameter.element_size()
 
 
+class _Interpreted(nn.Module):
+    """Forward and loss of a stage, op by op."""
+
+    def __init__(self, stage: Stage, wiring: Wiring) -> None:
+        super().__init__()
+        self._stage, self._wiring = stage, wiring
+
+    def forward(self, *given: Tensor) -> tuple[Any, ...]:
+        """Runs the ops of the model."""
+        env = self._run("forward", [port for port, _ in self._wiring.inputs], given)
+        return tuple(env[port.value] for port, _ in self._wiring.outputs)
+
+    def loss(self, *given: Tensor) -> Any:
+        """Runs the ops of the loss."""
+        signature = self._wiring.signature
+        return self._run("loss", signature.loss_inputs, given)[signature.loss or ""]
+
+    def _run(self, region: str, ports: Sequence[Port], given: Sequence[Any]) -> dict[str, Any]:
+        """Values die where those of generated source do."""
+        env = {port.value: one for port, one in zip(ports, given, strict=True)}
+        for step in self._stage.steps:
+            if step.op.region == region:
+                env[step.op.name] = self._stage.checked(step.op, self._stage.result(step.op, env))
+                for name in step.ends:
+                    env.pop(name, None)
+        return env
+
+
 @dataclass
 class Stage:
+    """Ops of a stage that can run on fake tensors, and the meter of what they hold."""
+
     index: GraphIndex
     steps: Sequence[Step]
-    ports: Ports
     fakes: Fakes
     meter: _Meter
     footprints: Mapping[str, Footprint]
 
-    def run(self, *, splits: bool = False) -> Resident:
-        names = (*outside([step.op for step in self.steps]), *self.ports.received)
-        arguments = {n: from_outside(self.index, n) for n in names}
-        for tensor in self.fakes.tensors.values():
-            if tensor.requires_grad:
-                tensor.grad = torch.empty_like(tensor)
-                self.meter.give([tensor.grad])
-        self.meter.give(arguments.values())
-        with self.meter:
-            entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
-            results = self._forward(arguments, entered)
-        resident = self.meter.now_bytes
-        forward = self.meter.peak_bytes - resident
+    def run(self, ports: Ports, *, splits: bool = False) -> Resident:
+        """Runs forward and backward as a rank does (`StageRun`)."""
+        wiring, meter, run = ports.wiring, self.meter, StageRun(0, Streams(0))
+        weights = [one for one in self.fakes.tensors.values() if one.requires_grad]
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+            meter.give([weight.grad])
+        given = [from_outside(self.index, port.value) for port, _ in wiring.inputs]
+        leaves = {one.path: from_outside(self.index, one.name) for one in self.index.graph.inputs}
+        meter.give([*given, *leaves.values()])
+        call = Microbatch(0, 0, leaves.__getitem__)
+        with meter:
+            flight, results = run.forward(_Interpreted(self, wiring), wiring, given, call)
+        for port, edge in wiring.outputs if not ports.keeps_outputs else ():
+            if edge is None:
+                del results[port.value]
+        resident = meter.now_bytes
+        forward = meter.peak_bytes - resident
+        came = {edge: torch.empty_like(one) for edge, one in _sent_on(flight, wiring, results)}
+        meter.give(came.values())
+        backward = partial(run.backward, flight, wiring, came.get)
         if splits and not any(step.op.kind == "opaque" for step in self.steps):
-            parts = self._two_parts(entered, results, resident)
-            return replace(parts, forward_workspace_bytes=forward)
-        roots = [(self._end(one), gradient) for one, gradient in self._roots(entered, results)]
-        loose = self.meter.let_go(results)
-        for tensor in self.fakes.tensors.values():
-            if tensor.requires_grad:
-                hook: Any = tensor.register_post_accumulate_grad_hook
-                hook(self.meter.accumulated)
-        if roots:
-            with self.meter:
-                accumulate(roots)
-        del entered  # a stage's caller keeps these until the end, too
-        peaks = self.meter.peak_bytes, self.meter.first_peak_bytes
-        freed = min(max(0, a - b) for a, b in zip(peaks, self.meter.out_peaks, strict=True))
+            with meter:
+                backward(first=[self.fakes.tensor(fqn) for fqn in ports.copies])
+            found = self._second_part(run, flight, results, came, resident)
+            return replace(found, forward_workspace_bytes=forward)
+        loose = meter.let_go(results)
+        for weight in weights:
+            hook: Any = weight.register_post_accumulate_grad_hook
+            hook(meter.accumulated)
+        with meter:
+            backward()
+        peaks = meter.peak_bytes, meter.first_peak_bytes
+        freed = min(max(0, a - b) for a, b in zip(peaks, meter.out_peaks, strict=True))
         return Resident(
             resident, max(0, peaks[0] - resident), peaks[1], True, loose_bytes=loose,
             freed_bytes=freed, forward_workspace_bytes=forward,
         )  # fmt: skip
 
-    def _end(self, one: Any) -> Tensor | GradientEdge:
-        """Where a tensor was made, which does not hold it; a leaf and the loss are held anyway."""
-        return one if one.grad_fn is None or one.numel() == 1 else get_gradient_edge(one)
-
-    def _two_parts(
-        self, entered: dict[str, Entrance], results: dict[str, Any], resident: int
-    ) -> Resident:
-        """Backward in two parts: what is alive between them, and how far they exceed what was."""
-        copies = [self.fakes.tensor(fqn) for fqn in self.ports.copies]
-        roots = self._roots(entered, results)
-        came = {one.untyped_storage()._cdata for _, one in roots if one is not None}
-        with self.meter:
-            rest = first_part(roots, [*copies, *(one.leaf for one in entered.values())])
-        ahead = self.meter.peak_bytes - resident
-        for one in entered.values():
+    def _second_part(
+        self, run: StageRun, flight: Flight, results: dict[str, Tensor],
+        came: Mapping[int, Tensor], resident: int,
+    ) -> Resident:  # fmt: skip
+        """What is alive after the first part of a backward, and how far both exceed what was."""
+        meter, ahead = self.meter, self.meter.peak_bytes - resident
+        for one in flight.entered.values():
             one.take()  # and send it
-        entered.clear()
-        roots.clear()
-        with_results = self.meter.now_bytes
+        rest = Flight(rest=flight.rest)
+        flight.entered.clear()
+        flight.left.clear()
+        flight.loss = None
+        with_results = meter.now_bytes
         results.clear()
-        freed = with_results - self.meter.now_bytes
-        kept = {one.untyped_storage()._cdata: one for one in rest.gradients}
-        received = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at in came)
+        freed = with_results - meter.now_bytes
+        kept = {one.untyped_storage()._cdata: one for one in rest.rest.gradients}
+        given = {one.untyped_storage()._cdata for one in came.values()}
+        received = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at in given)
         kept.clear()
-        alive = self.meter.now_bytes + received  # which is no receive slot any more
-        self.meter.now_bytes = alive
-        self.meter.reset_peak()
-        with self.meter:
-            rest.run()
-        behind = self.meter.peak_bytes - alive
+        alive = meter.now_bytes + received  # which is no receive slot any more
+        meter.now_bytes = alive
+        meter.reset_peak()
+        with meter:
+            run.backward_weight(rest)
+        behind = meter.peak_bytes - alive
         return Resident(resident, max(0, ahead), None, True, alive, behind, freed)
-
-    def _forward(
-        self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
-    ) -> dict[str, Any]:
-        entrances = {name: entrance.value for name, entrance in entered.items()}
-        env = self.with_own_written({**arguments, **entrances})
-        for step in self.steps:
-            env[step.op.name] = self.checked(step.op, self.result(step.op, env))
-            for name in step.ends:
-                del env[name]
-        return {name: env[name] for name in self.ports.results}
 
     def checked(self, op: Op, result: Any) -> Any:
         """Raises ValueError where the op gives something else than the graph says."""
@@ -337,26 +355,17 @@ class Stage:
         known = env.get(one.name)
         return from_outside(self.index, one.name) if known is None else known
 
-    def with_own_written(self, arguments: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The arguments, with copies of those that ops of the stage write into."""
-        values = self.index.graph.values
-        written = {values[name].storage for step in self.steps for name in step.op.mutates}
-        return {
-            name: one.clone() if values[name].storage in written else one
-            for name, one in arguments.items()
-        }
 
-    def _roots(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> list[Root]:
-        roots: list[Root] = []
-        sums = {name: entered[name].value for name in self.ports.chained}
-        for name, value in (*sums.items(), *results.items()):
-            if name == self.index.graph.loss and value.requires_grad:
-                roots.append((value, None))
-            elif name in sums or (name in self.ports.roots and value.requires_grad):
-                gradient = torch.empty_like(value)
-                self.meter.give([gradient])
-                roots.append((value, gradient))
-        return roots
+def _sent_on(
+    flight: Flight, wiring: Wiring, results: Mapping[str, Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Edges along which a gradient comes, each with the value that it is of."""
+    for edge, one in flight.entered.items():
+        if edge in wiring.chained:
+            yield edge, one.value
+    for port, leaving in wiring.outputs:
+        if leaving is not None and leaving in flight.left:
+            yield leaving, results[port.value]
 
 
 def storages_in(value: Any) -> list[torch.UntypedStorage]:
