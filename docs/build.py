@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from pdcompile import Plan
 from pdcompile.passes.schedules.alone import chain
-from pdcompile.passes.simulate import drained
+from pdcompile.passes.simulate import simulate_drained
 from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import IDLE, INK, WORK
 from pdcompile.report.timeline import KIND_NAMES, Bar, bars, duration, idle, numbered
@@ -69,7 +69,9 @@ def draw(folder: Path) -> list[Path]:
     found = []
     for name, rows in PICTURES.items():
         panels = {
-            title: bars(drained(equal_work(schedule, stages, microbatches), steps))
+            title: bars(
+                simulate_drained(equal_work(schedule, stages, microbatches), steps).timeline
+            )
             for schedule, stages, microbatches, steps, title in rows
         }
         path = folder / f"{name}.svg"

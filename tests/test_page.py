@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.passes.planning.explain import explain
-from pdcompile.passes.simulate import drained
+from pdcompile.passes.simulate import simulate_drained
 from pdcompile.plan import Plan
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
 from pdcompile.report import chrome
@@ -183,7 +183,7 @@ def test_any_plan_has_a_page(made: Plan) -> None:
 
 
 def test_the_page_opens_with_one_full_minibatch() -> None:
-    events = drained(make_plan("2bw", 3, 4), 3)
+    events = simulate_drained(make_plan("2bw", 3, 4), 3).timeline
     found = lanes(events)
     assert sum(len(lane.bars) for lane in found.lanes) == len(bars(events))
     assert [number for number, _, _ in found.minibatches] == [0, 1, 2]
@@ -254,7 +254,7 @@ def measured(
     events: list[RecordedEvent] = []
     at = 0.0
     for step in range(steps):
-        found = drained(made, 1)
+        found = simulate_drained(made, 1).timeline
         for one in found:
             times = at + slower * one.start_seconds, at + slower * one.end_seconds
             events.append(
@@ -302,7 +302,7 @@ def test_runs_of_other_plans_are_refused(tmp_path: Path) -> None:
     path = written(measured(replace(made, fingerprint="other")), tmp_path)
     with pytest.raises(ConfigError, match="the run is of another plan"):
         run_of(path, made)
-    path = written(chrome.Trace(drained(made, 1)), tmp_path)
+    path = written(chrome.Trace(simulate_drained(made, 1).timeline), tmp_path)
     with pytest.raises(ConfigError, match="not of a run"):
         run_of(path, made)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
-from pdcompile.passes.simulate import drained, simulate
+from pdcompile.passes.simulate import simulate, simulate_drained
 from pdcompile.plan import Certificate, MemoryLedger
 from pdcompile.problem import ANY_CUT, BY_RULE
 from pdcompile.report import chrome, labels, palette, plan_table, timeline
@@ -355,7 +355,7 @@ def test_reports_need_no_torch() -> None:
 
 def test_drained_timeline_has_every_backward() -> None:
     for schedule in ("1f1b", "2bw"):
-        shown = timeline.bars(drained(plan(schedule=schedule), 3))
+        shown = timeline.bars(simulate_drained(plan(schedule=schedule), 3).timeline)
         counts = {
             kind: sum(bar.kind == kind for bar in shown) for kind in ("forward", "backward", "step")
         }
@@ -363,7 +363,7 @@ def test_drained_timeline_has_every_backward() -> None:
 
 
 def test_a_timeline_of_minibatches_of_one_is_numbered_by_them() -> None:
-    events = drained(make_plan("stash", 2, 1), 3)
+    events = simulate_drained(make_plan("stash", 2, 1), 3).timeline
     shown = timeline.bars(events)
     assert timeline.numbered(shown) == "minibatch"
     labels = [bar.label for bar in shown if bar.rank == 1 and bar.kind != "step"]

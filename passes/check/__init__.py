@@ -34,20 +34,22 @@ class Proof:
     seconds: float
 
     @property
-    def summary(self) -> str:
-        """One sentence that names what the statements are about."""
-        about = ", ".join(re.split("[:,]", statement)[0] for statement in self.statements)
+    def headline(self) -> str:
+        """What was proved on what."""
         return (
             f"schedule {self.schedule}: proved on {self.num_programs} programs, "
-            f"{self.num_instructions:,} instructions: {about}"
+            f"{self.num_instructions:,} instructions"
         )
 
+    @property
+    def summary(self) -> str:
+        """One sentence that names what the statements are about."""
+        about = (re.split("[:,]", statement)[0] for statement in self.statements)
+        return f"{self.headline}: {', '.join(about)}"
+
     def __str__(self) -> str:
-        lines = [
-            f"schedule {self.schedule}: proved on {self.num_programs} programs, "
-            f"{self.num_instructions:,} instructions, {self.seconds:.2f} s"
-        ]
-        return "\n".join([*lines, *(f"  {statement}" for statement in self.statements)])
+        head = f"{self.headline}, {self.seconds:.2f} s"
+        return "\n  ".join([head, *self.statements])
 
 
 def check(

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NoReturn
 
 from pdcompile.passes.schedules.program_walk import Operation, ProgramWalk, Step, Visitor
@@ -28,7 +29,8 @@ from pdcompile.schedule.instruction import DATA, ENDS, POST_RECV, SEND, WAIT_REC
 from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec
 
 ChannelModel = Literal["per_direction", "per_pair", "device_order"]
-Told = tuple[int, Action, int, int, int]  # rank, action, item, microbatch, peer
+#: rank, action, item (of an exchange its stage), microbatch, peer
+Told = tuple[int, Action, int, int, int]
 BROADCAST = (Kind.LOSS, Kind.OUTPUT, Kind.STATE)
 EXCHANGED = (Kind.NORMS, Kind.BUFFERS)  # between calls
 
@@ -68,14 +70,12 @@ class Exchange(Visitor):
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
         #: in device order, what each rank has begun as data and not waited for
         self.unfinished: dict[int, list[Operation]] = {}
-        self.told: Counter[Told] = Counter()  # this program's parts in broadcasts
-        self.exchanged: Counter[tuple[int, Action, int]] = Counter()  # by rank and stage
+        self.told: Counter[Told] = Counter()  # this program's parts in what is between calls
         self.num_transfers = 0
 
     def run(self, program: Schedule, base: int) -> None:
         """Execute to the end.  Raises Stuck or Misfit."""
         self.told.clear()
-        self.exchanged.clear()
         self.walk.run([(base, program)])
         if self.walk.standing:
             raise Stuck({rank: _blocked(*one) for rank, one in self.walk.standing.items()})
@@ -144,8 +144,8 @@ class Exchange(Visitor):
         self.num_transfers += action.phase is Phase.WAIT_RECV
         if kind in BROADCAST and action.phase is not Phase.LOCAL:
             self.told[rank, action, one.edge, one.microbatch, one.peer] += 1
-        elif kind in EXCHANGED:
-            self.exchanged[rank, action, one.stage if kind is Kind.BUFFERS else -1] += 1
+        elif kind is Kind.BUFFERS or (kind is Kind.NORMS and one.stage < 0):
+            self.told[rank, action, one.stage, -1, -1] += 1
         if operation and self.model == "device_order" and kind in DATA and one.peer != rank:
             self._occupy(step, operation)
         return 0.0
@@ -165,8 +165,11 @@ class Exchange(Visitor):
             )
         mine.append(operation)
 
-    def expect(self, program: Schedule, broadcasts: Sequence[Broadcast]) -> None:
-        """Raise Misfit unless the program had these broadcasts, each once, and no others."""
+    def expect(
+        self, program: Schedule, broadcasts: Sequence[Broadcast], exchanged: Kind | None
+    ) -> None:
+        """Raise Misfit unless the program had these broadcasts, and between calls this exchange of
+        all its members, each once, and no others."""
         due: Counter[Told] = Counter()
         for kind, item, microbatch, root, receivers in broadcasts:
             told: tuple[dict[Kind, Action], ...] = (SEND, WAIT_SEND)
@@ -176,28 +179,20 @@ class Exchange(Visitor):
             for peer in receivers:
                 due.update((root, table[kind], item, microbatch, peer) for table in told)
                 due.update((peer, table[kind], item, microbatch, root) for table in heard)
+        groups = [(stage, ranks) for stage, ranks in enumerate(self.walk.spec.ranks) if ranks[1:]]
+        if exchanged is Kind.NORMS:
+            groups = [(-1, tuple(self.walk.stage_of))]
+        for stage, members in groups if exchanged is not None else ():
+            actions = (action for action in Action if action.kind is exchanged)
+            due.update(product(members, actions, (stage,), (-1,), (-1,)))
         for wrong, text in (
             (due - self.told, "was forgotten"),
             (self.told - due, "is not expected, or was done before"),
         ):
             for rank, action, item, microbatch, peer in wrong:
-                one = Instruction(action, -1, 0, microbatch, item, peer)
+                stage, edge = (item, -1) if action.kind in EXCHANGED else (-1, item)
+                one = Instruction(action, stage, 0, microbatch, edge, peer)
                 self._at_end(program, rank, f"{one.text(-1)} {text}")
-
-    def expect_exchanged(self, program: Schedule, of: Kind | None) -> None:
-        """Raise Misfit unless all members have exchanged this between calls, and nothing else."""
-        stages = enumerate(self.walk.spec.ranks)
-        groups = [(Kind.BUFFERS, stage, ranks) for stage, ranks in stages if len(ranks) > 1]
-        if of is Kind.NORMS:
-            groups.insert(0, (of, -1, tuple(self.walk.stage_of)))
-        for kind, stage, members in groups:
-            due, post = int(kind is of), _POST[kind]
-            for rank in members:
-                for action in (post, ENDS[Phase.POST][kind]):
-                    if self.exchanged[rank, action, stage] != due:
-                        whose = f" of stage {stage}" if stage >= 0 else ""
-                        message = f"the exchange of {kind.name.lower()}{whose}: expected {due}"
-                        self._at_end(program, rank, message)
 
     def state(self, base: int) -> tuple[object, ...]:
         """What the future depends on, relative to the next call."""
@@ -214,9 +209,6 @@ class Exchange(Visitor):
             for key, queue in begun
             if queue
         )
-
-
-_POST = {Kind.NORMS: Action.POST_NORMS, Kind.BUFFERS: Action.POST_BUFFERS}
 
 
 def _blocked(step: Step, operation: Operation) -> Blocked:

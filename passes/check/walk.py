@@ -82,7 +82,7 @@ class Walk:
             count = self._coverage(program) if kind in (STEP, GRADIENTS, EVALUATION) else 0
             tells = any(tokens.loss_after for _, tokens in self.each())
             losses = self.spec.losses(count, self.base) if tells else []
-            self.exchange.expect(program, [*broadcasts, *losses])
+            self.exchange.expect(program, [*broadcasts, *losses], COLLECTIVES.get(kind))
             self._end(program, kind)
         except Misfit as error:
             kind_of_error = DeadlockError if error.hangs else ScheduleError
@@ -106,7 +106,6 @@ class Walk:
             except Violation as error:
                 message = f"at the end of the program: {error}"
                 raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
-        self.exchange.expect_exchanged(program, COLLECTIVES.get(kind))
 
     def copy(self) -> Walk:
         """The same state, to prove another continuation from it."""

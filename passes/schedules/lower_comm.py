@@ -354,7 +354,8 @@ class StagePart:
             edge, minibatch = self.unreceived.popleft()
             hop = next(hop for hop in self.hops.weights if hop.edge == edge)
             self.wait(hop, minibatch, -1)
-            for following in [t for other, t in self.unreceived if other == edge][:1]:
+            following = next((t for other, t in self.unreceived if other == edge), None)
+            if following is not None:
                 self.post(hop, following, -1)
 
     def state(self, shift: int) -> StageState:

@@ -73,7 +73,7 @@ def simulate(
     seconds = (window[1] - window[0]) / (len(ends) - half if several else 1)
     counted = programs[-spec.period :]
     forecast = _forecast(plan, counted, seconds, clock, (*programs, flush), calls=len(counted))
-    return _simulation(forecast, clock, ends, window, programs)
+    return Simulation(forecast, clock.timeline, ends, window, tuple(programs), clock.passed_seconds)
 
 
 def simulate_programs(
@@ -85,21 +85,9 @@ def simulate_programs(
     """The same for given programs; the forecast's step is all of them."""
     clock = Clock(plan, programs, links or links_of(plan))
     ends = clock.run()
+    window = 0.0, max(ends)
     forecast = _forecast(plan, programs, max(ends), clock, programs)
-    return _simulation(forecast, clock, ends, (0.0, max(ends)), programs)
-
-
-def _simulation(
-    forecast: Forecast,
-    clock: Clock,
-    ends: tuple[float, ...],
-    window: tuple[float, float],
-    programs: Sequence[Schedule],
-) -> Simulation:
-    if not clock.keeps_events:
-        return Simulation(forecast, (), ends, window)
-    passed = tuple(map(tuple, clock.passed))
-    return Simulation(forecast, clock.timeline, ends, window, tuple(programs), passed)
+    return Simulation(forecast, clock.timeline, ends, window, tuple(programs), clock.passed_seconds)
 
 
 def links_of(plan: Plan) -> Links:
@@ -155,11 +143,6 @@ def simulate_drained(plan: Plan, steps: int) -> Simulation:
     A stream such as 2bw would otherwise end with forwards whose backwards are not drawn.
     """
     return simulate_programs(plan, _calls(plan, steps))
-
-
-def drained(plan: Plan, steps: int) -> tuple[TimelineEvent, ...]:
-    """The timeline of `simulate_drained`."""
-    return simulate_drained(plan, steps).timeline
 
 
 def _calls(plan: Plan, steps: int) -> list[Schedule]:

@@ -107,6 +107,10 @@ class Clock(Visitor):
     def timeline(self) -> tuple[TimelineEvent, ...]:
         return tuple(sorted(self.events, key=lambda one: (one.start_seconds, one.rank)))
 
+    @property
+    def passed_seconds(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(map(tuple, self.passed)) if self.keeps_events else ()
+
     def run(self) -> tuple[float, ...]:
         """When each program's last rank was done.
 

@@ -7,6 +7,7 @@ so that the union of all stages' state_dict keys is the model's, aliases include
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Capture, Op, OpGraph, TensorInfo, written_buffers
@@ -130,12 +131,7 @@ def _home(fqn: str, graph: OpGraph, stage_of: Mapping[str, int]) -> int:
 
     def shared(op: Op) -> int:
         pairs = zip(path, op.module_path.split("."), strict=False)
-        count = 0
-        for mine, other in pairs:
-            if mine != other:
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     best = max(graph.ops, key=lambda op: (shared(op), -stage_of[op.name]), default=None)
     return stage_of[best.name] if best else 0

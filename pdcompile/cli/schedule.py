@@ -71,7 +71,7 @@ def schedule(
     from pdcompile.cli.output import result, stdout, write_text
     from pdcompile.passes.check import check
     from pdcompile.passes.schedules.alone import chain
-    from pdcompile.passes.simulate import drained
+    from pdcompile.passes.simulate import simulate_drained
     from pdcompile.report import timeline
     from pdcompile.report.labels import counted
 
@@ -80,7 +80,7 @@ def schedule(
     counts = {"--stages": stages, "--ranks": ranks, "--microbatches": microbatches}
     written = _by_name(source, counts) if source in KINDS else _of_file(source, counts)
     plan = chain(str(written), len(written.placement), written.num_microbatches, len(written.rows))
-    proof, events = check(plan), drained(plan, 1)
+    proof, events = check(plan), simulate_drained(plan, 1).timeline
     if output is not None:
         write_text(output, written.to_csv())
     idle = timeline.idle(timeline.bars(events))

@@ -1,4 +1,4 @@
-"""Schedule: what every rank does in one call, as a table and back.
+"""Schedule: what every rank does in one call, which prints as a table.
 
 `passes.check` walks it with tokens, `passes.simulate` with seconds and bytes, the runtime
 with tensors.
@@ -6,13 +6,11 @@ with tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from pdcompile.errors import ScheduleError
-from pdcompile.schedule.instruction import REPLICATED, TO_WEIGHTS, Action, Instruction, Kind, Phase
+from pdcompile.schedule.instruction import REPLICATED, TO_WEIGHTS, Instruction, Kind, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class Schedule:
     columns: tuple[tuple[Instruction, ...], ...]
 
     def __str__(self) -> str:
-        """A table with one column a rank and one instruction a row; `parse` reads it back."""
+        """A table with one column a rank and one instruction a row."""
         homes = [column[0].stage if column else -1 for column in self.columns]
         cells = [
             [f"rank {rank} stage {home}", *(one.text(home) for one in column)]
@@ -40,36 +38,6 @@ class Schedule:
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("| " + " | ".join(padded) + " |")
         return "\n".join(lines)
-
-    @staticmethod
-    def parse(text: str, where: str = "schedule") -> Schedule:
-        """Read what `str` wrote.  Raises ScheduleError with the line that is not understood."""
-        lines = [line for line in text.splitlines() if line.strip() and line[0] != "#"]
-        if not lines or not re.fullmatch(r"schedule \S+", lines[0].strip()):
-            raise ScheduleError("the text does not begin with 'schedule NAME'", where=where)
-        name = lines[0].split()[1]
-        rows = [_row(line, where) for line in lines[1:]]
-        if not rows:
-            return Schedule(name, ())
-        homes = []
-        for rank, cell in enumerate(rows[0]):
-            match = re.fullmatch(r"rank (\d+) stage (-?\d+)", cell)
-            if match is None or int(match[1]) != rank:
-                raise ScheduleError(f"column {rank} is headed {cell!r}", where=where)
-            homes.append(int(match[2]))
-        columns: list[list[Instruction]] = [[] for _ in homes]
-        for number, row in enumerate(rows[1:]):
-            if len(row) != len(homes):
-                raise ScheduleError(
-                    f"row {number} has {len(row)} cells for {len(homes)} ranks", where=where
-                )
-            for rank, cell in enumerate(row):
-                if not cell:
-                    continue
-                if len(columns[rank]) != number:
-                    raise ScheduleError(f"a gap in the column of rank {rank}", where=where)
-                columns[rank].append(_cell(cell, homes[rank], where))
-        return Schedule(name, tuple(map(tuple, columns)))
 
 
 def ending_in_sums(column: Iterable[Instruction], stage: int) -> frozenset[Instruction]:
@@ -98,40 +66,3 @@ LEGEND = (
     "#   W-1 on the weights of one minibatch before, sK on stage K (where not the column's);",
     "#   MINIBATCH is relative to the call and left out where it is 0",
 )
-
-_ACTIONS = {action.value: action for action in Action}
-_CELL = re.compile(
-    r"(?P<action>[A-Z_]+)(?: (?:(?P<minibatch>-?\d+):)?(?P<microbatch>\d+)?)?"
-    r"(?: (?P<kind>[eton])(?P<edge>\d+))?(?: (?P<side>[<>])(?P<peer>\d+)(?:/(?P<target>\d+))?)?"
-    r"(?: W-(?P<lag>\d+))?(?: s(?P<stage>-?\d+))?"
-)
-
-
-def _row(line: str, where: str) -> list[str]:
-    line = line.strip()
-    if not (line.startswith("|") and line.endswith("|") and len(line) > 1):
-        raise ScheduleError(f"not a row of the table: {line!r}", where=where)
-    return [cell.strip() for cell in line[1:-1].split("|")]
-
-
-def _cell(cell: str, home: int, where: str) -> Instruction:
-    match = _CELL.fullmatch(cell)
-    if match is None or match["action"] not in _ACTIONS:
-        raise ScheduleError(f"not an instruction: {cell!r}", where=where)
-
-    def number(key: str, default: int) -> int:
-        return default if match[key] is None else int(match[key])
-
-    found = Instruction(
-        _ACTIONS[match["action"]],
-        number("stage", home),
-        number("minibatch", 0),
-        number("microbatch", -1),
-        number("edge", -1),
-        number("peer", -1),
-        number("lag", 0),
-        number("target", -1),
-    )
-    if found.text(home) != cell:
-        raise ScheduleError(f"{cell!r} should be written {found.text(home)!r}", where=where)
-    return found
