@@ -39,7 +39,7 @@ from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.planning.solved_problem import candidate_of, space_of_cut
 from pdcompile.passes.profile import machine_for, source_of
 from pdcompile.passes.profile.fitted_sizes import Sizes
-from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
+from pdcompile.passes.profile.stage_times import LEAST_RUNS, StageTimes, measure_stages
 from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
@@ -313,7 +313,7 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
         return None
     if options.costs != "measured" or len(plan.stages) == 1:
         return ""
-    runs = (WARMUPS + MIN_RUNS) * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
+    runs = LEAST_RUNS * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
     for seconds, what in ((runs, "timing them"), (plan.certificate.seconds, "planning again")):
         if seconds > LITTLE_SECONDS:
             return f"{what} takes about {seconds:.0f} s"

@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_100),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
     "trace": (("passes/trace",), 7_123),
-    "costs": (("passes/costs", "passes/profile"), 4_025),
+    "costs": (("passes/costs", "passes/profile"), 3_824),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         14_354,
@@ -31,9 +31,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_834),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_658,
+        5_570,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_604),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_597),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_560),
     "runtime": (("runtime",), 9_473),
     "checkpoints and state": (

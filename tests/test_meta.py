@@ -17,9 +17,9 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cli import main
 from pdcompile.eager.meta import refuse_mostly_estimated, without_values
 from pdcompile.errors import CostError
-from pdcompile.passes.profile import profile
 from pdcompile.passes.trace import capture
 from tests.helpers import models
+from tests.helpers.costed import profile
 
 LLAMA = Path(__file__).parent.parent / "examples" / "llama.py"
 

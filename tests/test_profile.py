@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +15,9 @@ from pdcompile.errors import ConfigError, CostError
 from pdcompile.ir.graph import Affine, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.costs import CostedOp, GraphIndex
-from pdcompile.passes.profile import Entry, Profile, apply, measure, profile, structural_key
+from pdcompile.passes.profile import Entry, Profile, measure, structural_key
 from tests.helpers import models
+from tests.helpers.costed import profile
 from tests.helpers.graphs import GraphBuilder, chain
 
 
@@ -146,52 +145,18 @@ def test_keys_tell_shapes_and_gradients_apart_but_not_names() -> None:
     assert len({keys[name] for name in "acdef"}) == 5
 
 
-def saved_profile() -> Profile:
-    model, graph = captured("mlp")
-    return measure(graph, model, microbatch_size=4, budget_seconds=0.02)
-
-
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    found = saved_profile()
-    file = tmp_path / "costs.json"
-    found.save(file)
-    assert Profile.load(file) == found
-    _, graph = captured("mlp")
-    loaded = profile(graph, None, microbatch_size=4, costs=str(file))
-    assert [op.cost for op in loaded.ops] == [op.cost for op in apply(graph, found).ops]
-    assert list(tmp_path.iterdir()) == [file]
-
-
-ENTRY = {"key": "k", "target": "torch.relu", "forward_seconds": 1.0}
-GOOD = {"torch_version": "2", "device": "cpu", "microbatch_size": 1, "entries": [ENTRY],
-        "schema": "pdcompile.profile/3"}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("entries", "text"),
     [
-        ({"schema": "pdcompile.profile/9"}, "not supported"),
-        ({"microbatch_size": 0}, "expected at least 1"),
-        ({"microbatch_size": True}, "whole number"),
-        ({"entries": [ENTRY, ENTRY]}, "twice"),
-        ({"entries": [ENTRY | {"forward_seconds": -1.0}]}, "negative"),
-        ({"entries": [ENTRY | {"forward_seconds": math.nan}]}, "NaN"),
-        ({"entries": [ENTRY | {"forward_seconds": math.inf}]}, "Infinity"),
-        ({"entries": [ENTRY | {"backward_seconds": "fast"}]}, "number"),
-        ({"entries": [ENTRY | {"colour": 1}]}, "unknown key"),
-        ({"entries": [ENTRY | {"backward_seconds": -1.0}]}, "negative"),
+        ([Entry("k", "torch.relu", 1.0)] * 2, "appears twice"),
+        ([Entry("k", "torch.relu", -1.0)], "forward_seconds is negative"),
+        ([Entry("k", "torch.relu", 1.0, -1.0)], "backward_seconds is negative"),
     ],
 )
-def test_a_bad_profile_is_refused(change: dict[str, object], text: str) -> None:
-    assert Profile.from_json(json.dumps(GOOD)).entries[0].forward_seconds == 1.0
+def test_a_bad_profile_is_refused(entries: list[Entry], text: str) -> None:
+    found = Profile(torch.__version__, "cpu", 4, tuple(entries))
     with pytest.raises(CostError, match=text):
-        Profile.from_json(json.dumps(GOOD | change))
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"schema": 1, "schema": 2}', "[" * 100_000])
-def test_what_is_no_json_is_refused(text: str) -> None:
-    with pytest.raises(CostError):
-        Profile.from_json(text)
+        profile(chain(2), None, microbatch_size=4, costs=found)
 
 
 def test_a_stale_profile_is_refused() -> None:
@@ -206,9 +171,7 @@ def test_a_stale_profile_is_refused() -> None:
         profile(graph, None, microbatch_size=4, costs=other)
 
 
-def test_unknown_costs_are_refused(tmp_path: Path) -> None:
-    for costs in ("guessed", 3, None):
+def test_unknown_costs_are_refused() -> None:
+    for costs in ("guessed", 3, None, "costs.json"):
         with pytest.raises(ConfigError, match="not known"):
             profile(chain(2), None, microbatch_size=4, costs=costs)
-    with pytest.raises(CostError, match="cannot read"):
-        profile(chain(2), None, microbatch_size=4, costs=tmp_path / "missing.json")

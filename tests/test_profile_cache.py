@@ -18,9 +18,10 @@ from pdcompile.files import VARIABLE, cache_folder
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.profile import cache, profile
+from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
 from tests.helpers import models
+from tests.helpers.costed import profile
 
 HERE = cache.Environment("2.13", "cpu", "a processor", 1, 4)
 ENTRIES = (Entry("one", "torch.relu", 1e-3), Entry("two", "torch.tanh", 2e-3, 1e-3))

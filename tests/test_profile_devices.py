@@ -16,9 +16,10 @@ from pdcompile.errors import ClusterError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.costs.machines import SHEETS, machine_of, relative
-from pdcompile.passes.profile import profile, source_of
+from pdcompile.passes.profile import source_of
 from pdcompile.plan import Plan
 from tests.helpers import models
+from tests.helpers.costed import profile
 from tests.helpers.graphs import GraphBuilder
 
 

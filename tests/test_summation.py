@@ -15,11 +15,11 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.profile import profile
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Training
 from tests.helpers.captures import captured, make, rows
+from tests.helpers.costed import profile
 
 
 def three_readers(model: nn.Module, x: Tensor) -> Tensor:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pdcompile.passes.partition import partition
@@ -22,7 +20,6 @@ from pdcompile.passes.planning.graph_free import ledgers_of, straight_plan_of
 from pdcompile.passes.planning.solved_problem import scaled
 from pdcompile.passes.planning.whatif import changed_problem
 from pdcompile.passes.planning.whatif import whatif as asked
-from pdcompile.passes.profile import Entry, Profile, distinct_calls
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.diff import diff
@@ -32,7 +29,6 @@ from pdcompile.problem.scenario import Scenario, changed_cluster
 from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
-from tests.helpers.workload import build
 
 
 def whatif(plan: Plan, change: Scenario) -> Plan:
@@ -451,24 +447,6 @@ def test_the_command_of_a_plan_made_in_python_has_what_the_plan_tells(
     assert "note: TARGET has to give minibatches of 32 samples" in said
 
 
-def profile_file(folder: Path) -> str:
-    """Costs as a file, which a plan's command names: the later an op, the longer it takes."""
-    work = build()
-    inputs, target = next(iter(work.batches()))
-    pipe = pdcompile.compile(
-        work.model, inputs, example_target=target, loss_fn=work.loss_fn,
-        cluster=Cluster.local(2), costs="estimated", verify="off", progress=False,
-    )  # fmt: skip
-    calls = distinct_calls(pipe._running.compiled.capture.train, 4)
-    entries = (
-        Entry(key, call.op.target, 1e-4 * n, 2e-4 * n)
-        for n, (key, call) in enumerate(calls.items(), 1)
-    )
-    path = folder / "costs.json"
-    Profile(torch.__version__, "cpu", 4, tuple(entries)).save(path)
-    return str(path)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "change"),
@@ -485,13 +463,10 @@ def profile_file(folder: Path) -> str:
          ("--schedule", "2bw")),
         (("--cluster", "local:4", "--max-stages", "3", "--autocast", "bfloat16",
           "--max-grad-norm", "0.1", "--loss-reduction", "sum"), ("--latency", "5us")),
-        (("--cluster", "1x2", "--costs", "FILE", "--microbatches", "2", "--refine", "off"),
-         ("--speed", "1=2")),
         (("--cluster", "1x2:a100", "--microbatches", "8"), ("--devices", "3")),  # another cut
     ],
     ids=[
-        "cut-at", "together", "memory", "warm-up", "devices", "machine", "max-stages", "costs",
-        "gpus",
+        "cut-at", "together", "memory", "warm-up", "devices", "machine", "max-stages", "gpus",
     ],
 )  # fmt: skip
 def test_the_command_makes_the_plan_that_was_announced(
@@ -499,10 +474,7 @@ def test_the_command_makes_the_plan_that_was_announced(
 ) -> None:
     """All that was said of the first plan counts, and that plan stays as it is."""
     first, written = tmp_path / "first plan.json", tmp_path / "changed.toml"
-    if "FILE" in options:
-        options = tuple(profile_file(tmp_path) if o == "FILE" else o for o in options)
-    else:
-        options += ("--costs", "estimated")
+    options += ("--costs", "estimated")
     code, _, err = call("plan", WORKLOAD, *options, "-o", str(first))
     assert code == 0, err
     before = first.read_bytes()

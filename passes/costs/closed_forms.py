@@ -6,7 +6,6 @@ The sequence length s is found in the dims of a call, which is made again at oth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from fractions import Fraction
 from functools import cache
 from itertools import product
 from math import prod
@@ -16,35 +15,19 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.errors import ConfigError, InputError
 from pdcompile.hardware import devices
 
 Dims = dict[str, tuple[int, ...]]  # path of an input -> its dims that are the length
 COUNT = 4  # lengths to capture at: three for a quadratic form, one that checks it
 
 
-def sequence_dims(flat: FlatCall, layout: BatchLayout, asked: Any) -> tuple[Dims, str]:
+def sequence_dims(flat: FlatCall, layout: BatchLayout) -> tuple[Dims, str]:
     """Dims of the call's tensors that are the sequence length; ({}, why not) where none is.
 
-    Args:
-        asked: "auto": the first dim behind the samples of the first integer or boolean input that
-            has one, and every dim of the same size in integer and boolean tensors and in
-            tensors of two dims; None: no sequence; a dict from paths to a dim or several.
-
-    Raises:
-        ConfigError: `asked` is none of these, or names another path or dim.
-        InputError: the named dims have different sizes.
+    That is the first dim behind the samples of the first integer or boolean input that has one, and
+    every dim of the same size in integer and boolean tensors and in tensors of two dims.
     """
     tensors = {path: leaf for path, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
-    if asked is None:
-        return {}, "no sequence was asked for"
-    if isinstance(asked, Mapping):
-        return _asked(tensors, asked), ""
-    if asked != "auto":
-        raise ConfigError(
-            f"sequence={asked!r} is not known",
-            remedy="'auto', None, or a dict from the names of inputs to their length dims",
-        )
 
     def rest(path: str) -> list[int]:
         return [dim for dim in range(tensors[path].ndim) if dim != layout.dims.get(path)]
@@ -62,34 +45,6 @@ def sequence_dims(flat: FlatCall, layout: BatchLayout, asked: Any) -> tuple[Dims
         if path in discrete or leaf.ndim == 2
     }
     return {path: dims for path, dims in found.items() if dims}, ""
-
-
-def _asked(tensors: Mapping[str, Tensor], asked: Mapping[Any, Any]) -> Dims:
-    found: Dims = {}
-    for path, given in asked.items():
-        dims = (given,) if isinstance(given, int) else tuple(given)
-        if path not in tensors:
-            raise ConfigError(
-                f"no tensor of the call is named {path!r}",
-                where="sequence",
-                remedy=f"one of: {', '.join(tensors)}",
-            )
-        ndim = tensors[path].ndim
-        if any(not -ndim <= dim < ndim for dim in dims):
-            raise ConfigError(
-                f"{path!r} has {ndim} dims, not {max(dims, key=abs)}",
-                where="sequence",
-                remedy=f"a number from {-ndim} to {ndim - 1}",
-            )
-        found[path] = tuple(dim % ndim for dim in dims)
-    sizes = {tensors[path].shape[dim] for path, dims in found.items() for dim in dims}
-    if len(sizes) > 1:
-        raise InputError(
-            f"the named dims have different sizes: {sorted(sizes)}",
-            where="sequence",
-            remedy="name dims that grow together",
-        )
-    return found
 
 
 def probe_lengths(own: int, taken: Collection[int]) -> tuple[int, ...]:
@@ -145,45 +100,29 @@ def polynomial_through(samples: Mapping[Point, int]) -> Any | None:
             needs, so that a wrong form is noticed.
 
     Raises:
-        ValueError: the points do not form such a grid.
+        ValueError: there are fewer.
     """
+    import sympy
 
-    axes = [sorted({point[i] for point in samples}) for i in range(len(next(iter(samples))))]
-    size = 1
+    axes = [sorted(set(axis)) for axis in zip(*samples, strict=True)]
     for axis, degree in zip(axes, DEGREES, strict=False):
-        size *= len(axis)
         if len(axis) < degree + 2:
             raise ValueError(f"a fit of degree {degree} needs {degree + 2} sizes, not {axis}")
-    if size != len(samples):
-        raise ValueError("the samples are not on a grid")
-    nodes = tuple(tuple(axis[: n + 1]) for axis, n in zip(axes, DEGREES, strict=False))
-    known = [samples[point] for point in product(*nodes)]
-    for point, number in samples.items():
-        if number != sum(w * n for w, n in zip(_weights(nodes, point), known, strict=True)):
-            return None
-    return _through(nodes, tuple(known))
-
-
-@cache  # layers are equal
-def _through(nodes: tuple[Point, ...], numbers: Point) -> Any:
-    import sympy
-
-    forms = _lagrange(nodes, symbols(len(nodes)))
-    return sympy.expand(sympy.Add(*(n * form for n, form in zip(numbers, forms, strict=True))))
-
-
-def _lagrange(nodes: tuple[Point, ...], at: Sequence[Any]) -> list[Any]:
-    """Polynomials at `at`, for each point of the grid: 1 there and 0 at its other points."""
-    import sympy
-
-    def one(axis: Point, node: int, x: Any) -> Any:
-        return prod(
-            (x - other) * sympy.Rational(1, node - other) for other in axis if other != node
-        )
-
-    return [prod(map(one, nodes, point, at)) for point in product(*nodes)]
+    nodes = tuple(product(*(axis[: n + 1] for axis, n in zip(axes, DEGREES, strict=False))))
+    found = _solver(nodes) * sympy.Matrix([samples[node] for node in nodes])
+    if any(found.dot(_monomials(point)) != number for point, number in samples.items()):
+        return None
+    return found.dot(_monomials(symbols(len(axes))))
 
 
 @cache
-def _weights(nodes: tuple[Point, ...], point: Point) -> list[Fraction]:
-    return [Fraction(str(weight)) for weight in _lagrange(nodes, point)]
+def _solver(nodes: tuple[Point, ...]) -> Any:
+    """The matrix that makes coefficients of values at these points."""
+    import sympy
+
+    return sympy.Matrix([_monomials(point) for point in nodes]).inv()
+
+
+def _monomials(at: Sequence[Any]) -> list[Any]:
+    powers = product(*(range(degree + 1) for degree in DEGREES[: len(at)]))
+    return [prod(x**n for x, n in zip(at, each, strict=True)) for each in powers]

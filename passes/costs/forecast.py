@@ -77,7 +77,7 @@ def rehearsals_of(
     lifetimes = Lifetimes.of(graph)
     return [
         Rehearsal(
-            calls, lifetimes.steps([call.op for call in calls], own.wiring.given), own,
+            calls, lifetimes.steps([call.op for call in calls], own.given), own,
             splits, kernels,
         )
         for calls, own in zip(_members(graph, stage_of, num_stages, b), ports, strict=True)

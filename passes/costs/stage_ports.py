@@ -57,6 +57,11 @@ class Ports(NamedTuple):
     copies: tuple[str, ...] = ()
     keeps_outputs: bool = True
 
+    @property
+    def given(self) -> set[str]:
+        """Names of the values that go out, and of the loss."""
+        return {self.wiring.signature.loss or "", *(one.value for one, _ in self.wiring.outputs)}
+
 
 def mode_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> Mode:
     """The graph with its ops on stages, and what crosses between these."""

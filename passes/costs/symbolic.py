@@ -186,7 +186,6 @@ def symbolic_costs(
     example_target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     batch_dims: Any = 0,
-    sequence: Any = "auto",
 ) -> SymbolicCosts:
     """Closed forms of a training microbatch, in its size b and the sequence length s.
 
@@ -197,15 +196,12 @@ def symbolic_costs(
         example_target: what `loss_fn` compares outputs with.
         loss_fn: as for `compile`.
         batch_dims: as for `compile`.
-        sequence: "auto" finds the length in integer and boolean inputs; None: there is none;
-            a dict from the names of inputs to the dim (or dims) that count it.
 
     Raises:
-        TraceError: the model cannot be captured.
-        ConfigError, InputError: the inputs or `sequence` do not fit the model.
+        ConfigError, InputError: the inputs do not fit the model.
     """
     flat = example_call(model, example_inputs, example_target)
-    return symbolic(model, flat, resolve_batch(flat, batch_dims), loss_fn, sequence=sequence)
+    return symbolic(model, flat, resolve_batch(flat, batch_dims), loss_fn)
 
 
 def symbolic(
@@ -213,8 +209,6 @@ def symbolic(
     flat: FlatCall,
     layout: BatchLayout,
     loss_fn: Callable[..., Any] | None,
-    *,
-    sequence: Any = "auto",
 ) -> SymbolicCosts:
     """`symbolic_costs` for a call that is flat already."""
     from pdcompile.passes.trace import capture
@@ -223,7 +217,7 @@ def symbolic(
         return capture(model, call, layout, loss_fn).train
 
     own = captured(flat)
-    dims, without = sequence_dims(flat, layout, sequence)
+    dims, without = sequence_dims(flat, layout)
     graphs: dict[int, OpGraph] = {}
     if dims:
         graphs, without = _graphs(flat, layout, dims, own, captured)

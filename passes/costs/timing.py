@@ -76,9 +76,16 @@ class Took:
 
 
 def took(
-    prepare: Callable[[], Callable[[], object]], device: torch.device, budget_seconds: float
+    prepare: Callable[[], Callable[[], object]],
+    device: torch.device,
+    budget_seconds: float,
+    *,
+    most_queued: int = MOST_QUEUED,
 ) -> Took:
-    """Typical seconds of what `prepare` makes ready to run, in about as long as the budget."""
+    """Typical seconds of what `prepare` makes ready to run, in about as long as the budget.
+
+    `most_queued`: runs in a row on a GPU, which all are made ready before the first.
+    """
     if devices.is_host(device):
         return Took(typical(lambda: timed(prepare(), device), budget_seconds))
     for _ in range(WARMUPS - 1):
@@ -88,7 +95,7 @@ def took(
     once = min(timed(prepare(), device), timed(prepare(), device))
     if once > budget_seconds:
         return Took(once)
-    runs = min(MOST_QUEUED, max(LEAST_QUEUED, ceil(QUEUED_SECONDS / max(once, 1e-9))))
+    runs = min(most_queued, max(LEAST_QUEUED, ceil(QUEUED_SECONDS / max(once, 1e-9))))
     rounds: list[Took] = []
     end = perf_counter() + budget_seconds
     while len(rounds) < MIN_ROUNDS or (perf_counter() < end and len(rounds) < MAX_ROUNDS):
@@ -96,14 +103,6 @@ def took(
     return Took(
         median(one.seconds for one in rounds), median(one.dispatch_seconds for one in rounds)
     )
-
-
-def dispatched(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the host to queue it on a GPU that has nothing to do."""
-    devices.synchronize(device)
-    began = perf_counter()
-    run()
-    return perf_counter() - began
 
 
 def kept_busy(run: Callable[[], object], device: torch.device, dispatch_seconds: float) -> float:
@@ -114,8 +113,8 @@ def kept_busy(run: Callable[[], object], device: torch.device, dispatch_seconds:
 
 
 def _queued(prepare: Callable[[], Callable[[], object]], device: torch.device, runs: int) -> Took:
-    """Seconds of several runs in a row.  While they are queued for their time on the device, it is
-    kept occupied, so that it never waits for the host."""
+    """Seconds of several runs in a row, queued on a GPU that has nothing to do, and again while it
+    is kept occupied, so that it never waits for the host."""
 
     def row() -> Callable[[], None]:
         ready = [prepare() for _ in range(runs)]
@@ -126,5 +125,9 @@ def _queued(prepare: Callable[[], Callable[[], object]], device: torch.device, r
 
         return run
 
-    dispatch = dispatched(row(), device)
+    queued = row()
+    devices.synchronize(device)
+    began = perf_counter()
+    queued()
+    dispatch = perf_counter() - began
     return Took(kept_busy(row(), device, dispatch) / runs, dispatch / runs)

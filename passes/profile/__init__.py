@@ -1,4 +1,4 @@
-"""Fills in the cost of every op, estimated from shapes, measured, or from a file.
+"""Fills in the cost of every op, estimated from shapes, measured, or from a profile.
 
 Measured means: every distinct op runs on this machine with synthetic operands, forward and
 backward, for a few seconds in all: on its GPU for a plan for GPUs, else on its CPU.  Sums of such
@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.cluster import HOST_KIND
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Entry", "Profile", "measure", "profile", "structural_key"]
+__all__ = ["Entry", "Profile", "measure", "structural_key"]
 
 # progress(done, total, what): called before each distinct op is measured, and once at the end.
 Progress = Callable[[int, int, str], None]
@@ -51,54 +50,6 @@ ON_CPU = "costs measured on a CPU"
 BUDGET_SECONDS = 2.0
 MAX_OPERAND_BYTES = 2 << 30
 GPU_SHARE = 8  # of a GPU's memory, that operands of an op may take: its backward has copies of them
-
-
-def profile(
-    graph: OpGraph,
-    model: nn.Module | None,
-    *,
-    microbatch_size: int,
-    costs: Any = "measured",
-    device_kind: str = HOST_KIND,
-    progress: Progress | None = None,
-    say: Say | None = None,
-) -> OpGraph:
-    """The same graph with `op.cost` filled in, in seconds and bytes of one microbatch.
-
-    Args:
-        model: its leaf modules are copied to be measured; never run as a whole, never changed.
-        costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; a
-            `Profile` or the path of a saved one.
-        device_kind: what estimates are for, of `costs.machines.KINDS`; others count as a CPU.
-            Measured is on this host's GPU for any kind but the CPU, if torch finds one.
-        say: told where measured costs come from, when that is not this process.
-
-    Raises:
-        ConfigError: `costs` is something else.
-        CostError: a saved profile is malformed, stale, or lacks an op of this graph.
-    """
-    if costs == "estimated":
-        machine = machine_for(costs, device_kind)
-        return _with_costs(graph, _estimated(graph, microbatch_size, machine, device_kind))
-    if costs == "measured":
-        found = measure(
-            graph, model, microbatch_size=microbatch_size, device_kind=device_kind,
-            progress=progress, say=say,
-        )  # fmt: skip
-        return apply(graph, found, device_kind=device_kind)
-    check_costs(costs)
-    if not isinstance(costs, Profile):
-        costs = Profile.load(costs)
-    import torch
-
-    from pdcompile.hardware import devices
-
-    costs.check(
-        torch_version=torch.__version__,
-        device=devices.label(devices.of_kind(device_kind)),
-        microbatch_size=microbatch_size,
-    )
-    return apply(graph, costs, complete=True, device_kind=device_kind)
 
 
 def machine_for(costs: Any, device_kind: str) -> Machine:
@@ -159,12 +110,9 @@ def other_device(costs: Any, device_kind: str) -> str:
 
 def check_costs(costs: Any) -> None:
     """Raises ConfigError for what the option ``costs`` cannot be, before anything is measured."""
-    if costs in ("measured", "estimated") or isinstance(costs, Path | Profile):
-        return
-    if not (isinstance(costs, str) and costs.endswith(".json")):
+    if costs not in ("measured", "estimated") and not isinstance(costs, Profile):
         raise ConfigError(
-            f"costs={costs!r} is not known",
-            remedy="'measured', 'estimated', a Profile, or the path of a saved one (*.json)",
+            f"costs={costs!r} is not known", remedy="'measured', 'estimated', or a Profile"
         )
 
 
@@ -266,11 +214,11 @@ def apply(
             "the profile lists none of this model's ops",
             remedy="measure this model, at this microbatch size",
         )
-    estimated = _estimated(graph, b, machine_here(device_kind), device_kind)
+    from_shapes = estimated(graph, b, machine_here(device_kind), device_kind)
     work, queueing = _work_and_queueing(known)
     waits = max(0.0, 1 - work / queueing) if queueing else 0.0
-    costs = zip(estimated, known, strict=True)
-    return _with_costs(graph, tuple(_measured(cost, entry, waits) for cost, entry in costs))
+    costs = zip(from_shapes, known, strict=True)
+    return with_costs(graph, tuple(_measured(cost, entry, waits) for cost, entry in costs))
 
 
 def said_of(graph: OpGraph, found: Profile) -> str:
@@ -293,7 +241,8 @@ def _work_and_queueing(entries: Sequence[Entry | None]) -> tuple[float, float]:
     )
 
 
-def _estimated(graph: OpGraph, b: int, machine: Machine, device_kind: str) -> tuple[OpCost, ...]:
+def estimated(graph: OpGraph, b: int, machine: Machine, device_kind: str) -> tuple[OpCost, ...]:
+    """Costs of the ops from shapes alone, for a kind of device."""
     kernels = Kernels.of(device_kind)
     return estimate(graph, microbatch_size=b, machine=machine, kernels=kernels)
 
@@ -309,7 +258,8 @@ def _measured(cost: OpCost, entry: Entry | None, waits: float) -> OpCost:
     )
 
 
-def _with_costs(graph: OpGraph, costs: tuple[OpCost, ...]) -> OpGraph:
+def with_costs(graph: OpGraph, costs: tuple[OpCost, ...]) -> OpGraph:
+    """The graph with these costs of its ops, in their order."""
     return replace(
         graph, ops=tuple(replace(op, cost=c) for op, c in zip(graph.ops, costs, strict=True))
     )

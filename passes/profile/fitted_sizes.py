@@ -7,21 +7,28 @@ an op that does not depend on the microbatch each follow a straight line between
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pdcompile.cluster import HOST_KIND
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import CostedOp, costed_ops, seconds, structural_key
 from pdcompile.passes.profile import (
     Progress,
     Say,
     apply,
+    check_costs,
+    estimated,
+    machine_for,
     machine_here,
     measure,
     other_device,
-    profile,
     said_of,
+    with_costs,
 )
 from pdcompile.passes.profile.entries import SECONDS, Entry, Profile
 
@@ -92,11 +99,16 @@ def measured_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class Sizes:
-    """The graph with costs of one microbatch, at every size of a search.
+    """The graph with `op.cost` of one microbatch filled in, at every size of a search.
 
     Args:
-        costs, device_kind: as for `profile`; only measured ones are interpolated.
-        sizes: microbatch sizes that will be asked for; others are interpolated.
+        model: its leaf modules are copied to be measured; never run as a whole, never changed.
+        sizes: microbatch sizes that will be asked for; of measured costs, others are interpolated.
+        costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; or a
+            `Profile`.
+        device_kind: what estimates are for, of `costs.machines.KINDS`; others count as a CPU.
+            Measured is on this host's GPU for any kind but the CPU, if torch finds one.
+        say: told where measured costs come from, when that is not this process.
     """
 
     def __init__(
@@ -110,12 +122,13 @@ class Sizes:
         progress: Progress | None = None,
         say: Say | None = None,
     ) -> None:
-        self._graph, self._model, self._costs = graph, model, costs
-        self._device_kind = device_kind
-        self._progress = progress
+        self._graph, self._costs, self._device_kind = graph, costs, device_kind
         self._say = say or (lambda _: None)
         self._profiles: list[Profile] = []
         self._wanted = measured_sizes(sizes)
+        self._measure = partial(
+            measure, graph, model, device_kind=device_kind, progress=progress, say=say
+        )
         others = sorted(set(sizes) - set(self._wanted))
         if elsewhere := other_device(costs, device_kind):
             self._say(elsewhere)
@@ -127,24 +140,32 @@ class Sizes:
             )
 
     def at(self, size: int) -> OpGraph:
-        """The graph with costs at this size.  Raises what `profile` raises."""
-        if self._costs != "measured":
-            return profile(
-                self._graph, self._model, microbatch_size=size, costs=self._costs,
-                device_kind=self._device_kind, progress=self._progress, say=self._say,
-            )  # fmt: skip
+        """The graph with costs at this size.
+
+        Raises:
+            ConfigError: `costs` is something else.
+            CostError: the profile is stale, or of another model.
+        """
+        graph, kind = self._graph, self._device_kind
+        if self._costs == "estimated":
+            machine = machine_for(self._costs, kind)
+            return with_costs(graph, estimated(graph, size, machine, kind))
+        if self._costs == "measured":
+            return apply(graph, self._measured(size), device_kind=kind)
+        check_costs(self._costs)
+        self._costs.check(
+            torch_version=torch.__version__,
+            device=devices.label(devices.of_kind(kind)),
+            microbatch_size=size,
+        )
+        return apply(graph, self._costs, complete=True, device_kind=kind)
+
+    def _measured(self, size: int) -> Profile:
         if not self._profiles:
-            self._profiles = [
-                measure(
-                    self._graph, self._model, microbatch_size=one,
-                    device_kind=self._device_kind, progress=self._progress, say=self._say,
-                )
-                for one in self._wanted
-            ]  # fmt: skip
+            self._profiles = [self._measure(microbatch_size=one) for one in self._wanted]
             for found in self._profiles if self._profiles[0].device != HOST_KIND else ():
                 self._say(said_of(self._graph, found))
-        for known in self._profiles:
-            if known.microbatch_size == size:
-                return apply(self._graph, known, device_kind=self._device_kind)
-        found = interpolated(self._graph, self._profiles, size, self._device_kind)
-        return apply(self._graph, found, device_kind=self._device_kind)
+        known = (one for one in self._profiles if one.microbatch_size == size)
+        return next(known, None) or interpolated(
+            self._graph, self._profiles, size, self._device_kind
+        )

@@ -9,8 +9,7 @@ several threads only the wall tells.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -65,21 +64,19 @@ def measure(
     device: torch.device = devices.HOST,
 ) -> Entry:
     """Times one op on a device for about `seconds` in all."""
-    bench = _bench(call, model, b, device)
-    with regions_of(call.op.autocast, device), grad_mode(call), devices.making(device):
+    bench, op = _bench(call, model, b, device), call.op
+    with (
+        regions_of(op.autocast, device),
+        torch.set_grad_enabled(op.grad_enabled),
+        autocast_region(op.autocast),
+        devices.making(device),
+    ):
         forward = took(bench.prepare, device, seconds / 2)
         backward = _backward(bench, seconds / 2) if call.differentiated else Took(0.0)
     return Entry(
-        key, call.op.target, forward.seconds, backward.seconds,
+        key, op.target, forward.seconds, backward.seconds,
         forward.dispatch_seconds, backward.dispatch_seconds,
     )  # fmt: skip
-
-
-@contextmanager
-def grad_mode(call: CostedOp) -> Iterator[None]:
-    """Grad mode and autocast as they were around the op."""
-    with torch.set_grad_enabled(call.op.grad_enabled), autocast_region(call.op.autocast):
-        yield
 
 
 def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device) -> Bench:

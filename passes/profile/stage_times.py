@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
-from pdcompile.passes.costs.timing import dispatched, kept_busy, timed
+from pdcompile.passes.costs.timing import MIN_RUNS, took
 from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
@@ -36,21 +35,18 @@ from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
 from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import pytree
 
-MIN_RUNS, MAX_RUNS = 3, 30
 BUDGET_SECONDS = 1.0
-WARMUPS = 1
-GPU_WARMUPS = 2  # libraries choose algorithms, and the allocator gets its memory
+LEAST_RUNS = 1 + MIN_RUNS  # of each stage, the first of which warms up
 
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one microbatch on one stage, medians over `runs`; none when `cached`."""
+    """Seconds of one microbatch on one stage, medians of several runs; none ran when `cached`."""
 
     forward_seconds: float
     backward_seconds: float
-    runs: int = 1
     cached: bool = False
 
     @property
@@ -157,48 +153,23 @@ def _measure(
 ) -> StageTimes:
     """Runs forward and backward again and again for about `seconds`.
 
-    On a GPU in turns for the time of the host and for that of the device, which work side by side:
-    what counts is which of the two takes longer for both.
+    The host and a GPU work side by side: what counts is which of the two takes longer for both.
     """
-    on_host = devices.is_host(device)
-    sides: list[list[tuple[float, float]]] = [[]] if on_host else [[], []]  # host, then device
-    warmups = WARMUPS if on_host else GPU_WARMUPS
-    spent = 0.0
-    while len(sides[0]) < warmups + MIN_RUNS or (
-        spent < seconds and len(sides[0]) < warmups + MAX_RUNS
-    ):
-        for side in sides:
-            queueing = sides[0][-1] if side is not sides[0] else None
-            side.append(_once(stage, forward, device, queueing))
-            spent += sum(side[-1])
-    each = []
-    for side in sides:
-        forth, back = zip(*side[warmups:], strict=True)
-        each.append(StageTimes(median(forth), median(back), len(forth)))
-    return max(each, key=lambda one: one.seconds)
 
+    def backward() -> Callable[[], object]:
+        forward()
+        # As large as the values themselves: what a later stage sends is neither 0 nor 1.
+        gradients = {
+            edge: stage.left[port.value].detach()
+            for port, edge in stage.wiring.outputs
+            if edge in stage.wiring.differentiable
+        }
+        return partial(stage.backward, gradients)
 
-def _once(
-    stage: LocalStage, forward: Callable[[], None], device: torch.device,
-    queueing: tuple[float, float] | None,
-) -> tuple[float, float]:  # fmt: skip
-    """Seconds of one forward and backward; `queueing`: for how long a GPU is kept busy before."""
-
-    def seconds(run: Callable[[], object], nth: int) -> float:
-        if devices.is_host(device):
-            return timed(run, device)
-        if queueing is None:
-            return dispatched(run, device)
-        return kept_busy(run, device, queueing[nth])
-
-    forth = seconds(forward, 0)
-    # As large as the values themselves: what a later stage sends is neither 0 nor 1.
-    gradients = {
-        edge: stage.left[port.value].detach()
-        for port, edge in stage.wiring.outputs
-        if edge in stage.wiring.differentiable
-    }
-    return forth, seconds(partial(stage.backward, gradients), 1)
+    forth = took(lambda: forward, device, seconds / 2, most_queued=1)
+    back = took(backward, device, seconds / 2, most_queued=1)
+    sides = (forth.seconds, back.seconds), (forth.dispatch_seconds, back.dispatch_seconds)
+    return StageTimes(*max(sides, key=sum))
 
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:
@@ -223,7 +194,7 @@ def _cached(environment: cache.Environment | None, key: str) -> StageTimes | Non
     if not known or not known.entries:
         return None
     (entry,) = known.entries
-    return StageTimes(entry.forward_seconds, entry.backward_seconds, 0, cached=True)
+    return StageTimes(entry.forward_seconds, entry.backward_seconds, cached=True)
 
 
 def _save(environment: cache.Environment, key: str, times: StageTimes) -> None:

@@ -34,12 +34,6 @@ class Wiring:
     def kind(self) -> Kind:
         return Kind.VALUE if self.training else Kind.EVAL_VALUE
 
-    @property
-    def given(self) -> frozenset[str]:
-        """Names of the values that go out, and of the loss."""
-        values = {port.value for port, _ in self.outputs}
-        return frozenset(values | ({self.signature.loss} if self.signature.loss else set()))
-
     def paths(self, with_loss: bool) -> tuple[str, ...]:
         """Leaves of the call that the stage reads, or that also the loss does."""
         ports = [port for port, _ in self.inputs]

@@ -412,7 +412,7 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     if updates_each(options):
         return (1,)
     if microbatches_of(options) != "auto" or options.costs not in ("measured", "estimated"):
-        return (usual,)  # a saved profile is of one size
+        return (usual,)  # a profile is of one size
     near = [
         m
         for m in range(1, batch + 1)

@@ -278,7 +278,7 @@ class SearchOptions:
     )
     costs: Any = option(
         "measured",
-        "measured: time the ops here; estimated: from FLOPs and bytes; or a profile file.",
+        "measured: time the ops here; estimated: from FLOPs and bytes; from Python also a Profile.",
         "Measured ones are kept in ~/.cache/pdcompile (PDCOMPILE_CACHE: another folder, or off).",
         flag=Flag(),
     )

@@ -37,7 +37,7 @@ from pdcompile.ir.records import Affine, Attr, DictOf, LeftOut, ListOf, Ref, Sli
 from pdcompile.ir.targets import resolve
 from pdcompile.options import Options
 from pdcompile.passes.profile import cache
-from pdcompile.passes.profile.entries import Entry, Profile
+from pdcompile.passes.profile.entries import Entry
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import problem_of
 from pdcompile.schedule.registry import kind_of
@@ -214,15 +214,6 @@ latency = 0.5
 ENTRIES = (Entry("one", "torch.relu", 1e-3), Entry("two", "torch.tanh", 2e-3, 1e-3))
 
 
-def _profile(folder: Path, _: Training) -> Format:
-    whole = Profile("2.13", "cpu", 4, ENTRIES).to_json().encode()
-    return Format(
-        "profile", (whole,), JSON,
-        lambda data: Profile.load(put(folder / "profile.json", data)), folder,
-        lambda found: (Profile.from_json(found.to_json()), found),
-    )  # fmt: skip
-
-
 def _cached(folder: Path, _: Training) -> Format:
     def read(data: bytes) -> Any:
         put(place, data)
@@ -365,7 +356,6 @@ MAKERS: dict[str, Callable[[Path, Training], Format]] = {
     "graph": _graph,
     "schedule-csv": _schedule,
     "cluster": _cluster,
-    "profile": _profile,
     "cached-profile": _cached,
     "manifest": _manifest,
     "saved-plan": _saved_plan,
