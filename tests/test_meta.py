@@ -47,7 +47,7 @@ def test_a_plan_from_shapes_alone_says_what_was_not_verified(
     assert all(stage["parameter_bytes"] > 0 for stage in found["plan"]["stages"])
 
 
-@pytest.mark.parametrize("verb", ["plan", "verify"])
+@pytest.mark.parametrize("verb", [pytest.param("plan", marks=pytest.mark.slow), "verify"])
 def test_it_is_said_that_ops_and_no_numbers_were_compared(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,7 @@ def test_training_is_as_if_it_had_never_been_tried(
     schedule: str, calls: list[tuple[str, int]]
 ) -> None:
     """Weights, moments and the streams of dropout; losses that were not read yet still arrive."""
-    model = models.gpt(layers=2, tied=True, dropout=0.1)
+    model = models.gpt(layers=1, tied=True, dropout=0.1)
     twin = copy.deepcopy(model)
     with pipeline(model, schedule) as ours, pipeline(twin, schedule) as theirs:
         pending = []
@@ -84,7 +84,7 @@ def test_training_is_as_if_it_had_never_been_tried(
 
 def test_gradients_are_added_to_as_in_eager() -> None:
     """What the failed call had added to .grad is there until the user drops it."""
-    model = models.gpt(layers=2)
+    model = models.gpt(layers=1)
     twin = copy.deepcopy(model)
     with (
         pipeline(model, "1f1b", max_grad_norm=None) as ours,
@@ -105,7 +105,7 @@ def test_gradients_are_added_to_as_in_eager() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["2bw", "vsync"])
 def test_where_minibatches_overlap_only_an_evaluation_is_forgotten(schedule: str) -> None:
-    model = models.gpt(layers=2)
+    model = models.gpt(layers=1)
     twin = copy.deepcopy(model)
     micro = {"microbatches": 1 if schedule == "vsync" else 4, "max_grad_norm": None}
     with pipeline(model, schedule, **micro) as ours, pipeline(twin, schedule, **micro) as theirs:
@@ -119,7 +119,7 @@ def test_where_minibatches_overlap_only_an_evaluation_is_forgotten(schedule: str
         for pipe in (ours, theirs):
             pipe.step(ids, target=target)
         assert equal(ours, theirs)
-    pipe = pipeline(models.gpt(layers=2), schedule, **micro)
+    pipe = pipeline(models.gpt(layers=1), schedule, **micro)
     with pytest.raises(IndexError) as caught:
         pipe.step(*bad_batch(2)[:1], target=target)
     place, left = caught.value.__notes__
@@ -144,7 +144,7 @@ class Failing(torch.optim.SGD):
 
 
 def test_an_update_that_has_begun_is_not_undone() -> None:
-    pipe = pipeline(models.gpt(layers=2), "1f1b", optimizer=lambda ps: Failing(ps, lr=0.1))
+    pipe = pipeline(models.gpt(layers=1), "1f1b", optimizer=lambda ps: Failing(ps, lr=0.1))
     ids, target = models.batch_for("gpt", 8)
     pipe.step(ids, target=target)
     pipe.optimizer.fails = True
@@ -159,7 +159,7 @@ def test_replicas_in_one_process_go_on_after_an_evaluation_alone() -> None:
     """Sums of some microbatches' gradients may be under way when another one fails."""
     ids, target = models.batch_for("gpt", 8)
     pipe = pdcompile.compile(
-        models.gpt(layers=2), ids, example_target=target, loss_fn=models.loss_for("gpt"),
+        models.gpt(layers=1), ids, example_target=target, loss_fn=models.loss_for("gpt"),
         optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), stages=2, replicas=2, microbatches=4,
         cluster=Cluster.local(4), costs="estimated", verify="off", progress=False,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def test_replicas_in_one_process_go_on_after_an_evaluation_alone() -> None:
 
 
 def test_a_loss_that_raises_once() -> None:
-    model = models.gpt(layers=2)
+    model = models.gpt(layers=1)
     twin = copy.deepcopy(model)
     with pipeline(model, "1f1b") as ours, pipeline(twin, "1f1b") as theirs:
         ids, target = models.batch_for("gpt", 8)
@@ -199,7 +199,7 @@ from tests.test_mistakes import bad_batch, pipeline
 
 rank, kind = int(os.environ["RANK"]), sys.argv[1]
 ids, target = models.batch_for("gpt", 8)
-pipe = pipeline(models.gpt(layers=2), "1f1b")
+pipe = pipeline(models.gpt(layers=1), "1f1b")
 pipe.step(ids, target=target)
 for wrong in (ids.int(), ids[:, :5]):
     try:
@@ -252,7 +252,7 @@ def test_ranks_that_refuse_the_same_go_on_together(kind: str, tmp_path: Path) ->
 
 
 def test_a_refused_minibatch_is_no_minibatch() -> None:
-    with pipeline(models.gpt(layers=2), "1f1b") as pipe:
+    with pipeline(models.gpt(layers=1), "1f1b") as pipe:
         ids, target = models.batch_for("gpt", 8)
         with pytest.raises(InputError):
             pipe.step(ids.int(), target=target)

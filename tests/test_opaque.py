@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pdcompile
-from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import ContractError, TraceError
-from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.ir.stage_interface import Sources
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.codegen import generate
-from pdcompile.passes.verify import verify
 from tests.helpers import generated
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.cuts import cut
@@ -96,26 +93,11 @@ def test_one_op_with_a_warning_that_says_why() -> None:
     assert OpGraph.from_json(graph.to_json()).ops == graph.ops
 
 
-@cache
-def verified() -> Sources:
-    """Three stages of one model, compared with eager."""
-    model, flat, layout, found = captured_routed()
-    plan = cut(found, [1, 7])
-    sources = generate(found, plan)
-    verify(found, plan, sources, model, flat, layout, mean_square)
-    return sources
-
-
-@cache
-def captured_routed() -> tuple[nn.Module, FlatCall, BatchLayout, Capture]:
-    model = routed()
-    return model, *generated.captured(model, rows(), rows(seed=1), mean_square)
-
-
 @pytest.mark.slow
 def test_graph_and_stages_equal_eager() -> None:
+    """Of three stages."""
     faithful(routed())
-    verified()
+    generated.check(routed(), rows(), [1, 7], rows(seed=1), mean_square)
 
 
 @pytest.mark.slow
@@ -142,7 +124,8 @@ def test_trains_as_the_reference(schedule: str) -> None:
 
 
 def test_a_source_alone_says_what_it_needs() -> None:
-    text = verified().files["stage_1.py"]
+    found = generated.captured(routed(Once), rows(), rows(seed=1), mean_square)[2]
+    text = generate(found, cut(found, [1])).files["stage_1.py"]
     assert "# needs: tests.test_opaque.Router" in text
     namespace: dict[str, Any] = {"__name__": "alone"}
     exec(compile(text, "stage_1.py", "exec"), namespace)

@@ -279,6 +279,7 @@ RANKS = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_with_unlike_groups_and_kinds_of_optimizers_go_on(tmp_path: Path) -> None:
     """On the same plan; on others the optimizers do, and schedulers that are made anew."""
     whole = pipeline()

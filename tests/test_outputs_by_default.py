@@ -67,7 +67,7 @@ def of_dropped(plan: Plan) -> list[str]:
     return [note for note in plan.notes if note.startswith(DROPPED)]
 
 
-@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("aside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_outputs_that_take_little_are_kept_by_default_and_others_dropped(aside: bool) -> None:
     """Of plans for several ranks; the ledger is that of what is kept."""
     plan, named = (

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from pdcompile.errors import InputError
 from pdcompile.position import Position, position_of, with_position
 from pdcompile.reference import reference
-from tests.helpers.changes import Rich, batch
+from tests.helpers.changes import batch
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal
+from tests.helpers.resuming import Resumed
 
 
 def make(schedule: str, *, eager: bool = False) -> Any:
-    model = Rich(tied=False)
+    model = Resumed(tied=False)
     options: dict[str, Any] = {
         "loss_fn": F.mse_loss, "schedule": schedule, "microbatches": 4,
         "optimizer": partial(torch.optim.AdamW, lr=0.02),
@@ -53,7 +54,7 @@ def test_a_resumed_training_goes_on(eager: bool) -> None:
     first.predict(batch(0)[0])
     state, optimizer = saved(first)
     assert position_of(state) == first.position == Position(3, 1)
-    assert list(state) == list(Rich(tied=False).state_dict())
+    assert list(state) == list(Resumed(tied=False).state_dict())
     second.load_state_dict(state)
     second.optimizer.load_state_dict(optimizer)
     assert train(second, 3, 6) == expected[3:]
@@ -98,7 +99,7 @@ def test_what_is_no_position_is_refused() -> None:
 def test_models_load_a_state_with_a_position() -> None:
     pipe = make("1f1b")
     train(pipe, 0, 1)
-    model = Rich(tied=False)
+    model = Resumed(tied=False)
     model.load_state_dict(pipe.full_state_dict())
     assert not states_equal(dict(model.state_dict()), pipe.full_state_dict())
 
