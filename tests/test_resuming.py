@@ -17,14 +17,13 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import CheckpointError, ConfigError, InputError
 from pdcompile.position import Position
+from tests.helpers.alike import WORKLOAD
 from tests.helpers.changes import Rich, batch
-from tests.helpers.launch import ROOT, processes
+from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal
-from tests.helpers.resuming import ADAMW, pipeline, same, train
+from tests.helpers.resuming import ADAMW, Resumed, pipeline, same, train
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
-MLP = str(ROOT / "examples" / "mlp.py") + ":build"
 
 
 def compiled(folder: Path | None, stages: int = 2, **options: Any) -> Any:
@@ -33,7 +32,7 @@ def compiled(folder: Path | None, stages: int = 2, **options: Any) -> Any:
         "cluster": Cluster.local(stages), "verify": "off", "progress": False, "resume": folder,
         **options,
     }  # fmt: skip
-    return pdcompile.compile(Rich(tied=False), **given)
+    return pdcompile.compile(Resumed(tied=False), **given)
 
 
 def test_the_position_is_known_before_the_first_minibatch(tmp_path: Path) -> None:
@@ -152,6 +151,8 @@ def test_plain_pytorch_goes_on(tied: bool, tmp_path: Path) -> None:
 class Counted(torch.nn.Module):
     """Counts in a buffer that its state dict leaves out."""
 
+    captured_once = True
+
     def __init__(self, size: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -231,7 +232,7 @@ def test_the_optimizers_state_goes_where_the_model_is(tmp_path: Path) -> None:
 
 
 def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    given = ["run", MLP, "--cluster", "local:2", "--schedule", "2bw", "--every", "1", "--json"]
+    given = ["run", WORKLOAD, "--cluster", "local:2", "--schedule", "2bw", "--every", "1", "--json"]
     with pytest.raises(SystemExit) as ended:
         main([*given, "--costs", "estimated", *arguments])
     assert not ended.value.code

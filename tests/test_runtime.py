@@ -84,13 +84,13 @@ def test_trains_like_the_reference(name: str, schedule: str, stages: int) -> Non
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_clips_like_the_reference(schedule: str) -> None:
-    assert_same_training(*pair(models.gpt(layers=2), schedule, 3, max_grad_norm=0.3))
+    assert_same_training(*pair(models.gpt(layers=1), schedule, 3, max_grad_norm=0.3))
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_draws_like_the_reference(schedule: str) -> None:
-    assert_same_training(*pair(models.gpt(layers=2, dropout=0.2), schedule, 3, seed=5))
+    assert_same_training(*pair(models.gpt(layers=1, dropout=0.2), schedule, 3, seed=5))
 
 
 def test_a_flush_changes_nothing() -> None:
@@ -124,7 +124,7 @@ def test_a_model_that_returns_its_loss() -> None:
 
 
 def test_gradients_for_a_loop_of_ones_own() -> None:
-    pipe, eager, model = pair(models.gpt(layers=2), "1f1b", 3, optimizer=None)
+    pipe, eager, model = pair(models.gpt(layers=1), "1f1b", 3, optimizer=None)
     mine, theirs = (torch.optim.SGD(p.parameters(), lr=0.1, momentum=0.9) for p in (pipe, eager))
     for t in range(4):
         inputs, target = models.batch_for(model, 8, t)
@@ -161,9 +161,9 @@ def test_gradients_are_dropped_before_the_first_minibatch_too() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_loaded_weights_start_a_new_history(schedule: str) -> None:
-    pipe, eager, model = pair(models.gpt(layers=2), schedule, 2)
+    pipe, eager, model = pair(models.gpt(layers=1), schedule, 2)
     train(pipe, model, [8, 8]), train(eager, model, [8, 8])
-    state = models.gpt(layers=2, seed=3).state_dict()
+    state = models.gpt(layers=1, seed=3).state_dict()
     pipe.load_state_dict(state), eager.load_state_dict(state)
     assert train(pipe, model, [8, 8, 8]) == train(eager, model, [8, 8, 8])
     assert not states_equal(pipe.state_dict(), eager.state_dict())
@@ -174,7 +174,7 @@ def test_loaded_weights_start_a_new_history(schedule: str) -> None:
 
 
 def test_the_model_itself_is_trained_and_the_generator_left_alone() -> None:
-    pipe, _, model = pair(models.gpt(layers=2, dropout=0.2), "2bw", 2)
+    pipe, _, model = pair(models.gpt(layers=1, dropout=0.2), "2bw", 2)
     before = torch.get_rng_state()
     train(pipe, model, [8, 8])
     assert torch.equal(torch.get_rng_state(), before)

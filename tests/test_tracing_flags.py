@@ -140,6 +140,7 @@ def test_the_question_is_put_back_as_it_was() -> None:
     assert import_utils.is_fake_tensor is plain
 
 
+@pytest.mark.slow
 def test_the_first_capture_of_a_process_keeps_no_model() -> None:
     """Modules of torch that are imported during it keep what is asked meanwhile."""
     script = """

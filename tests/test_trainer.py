@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 def model():
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
-        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_hidden_layers=1, hidden_size=16, intermediate_size=24, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=32,
     ))
 
