@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.errors import ConfigError, InputError, PdcompileError, TraceError
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
 
 class Tagger(nn.Module):
     """Returns its own loss, a mean over the labels that count."""
@@ -205,7 +207,7 @@ def test_training_that_trains_nothing_is_refused_and_evaluation_is_not(
 )
 def test_states_that_cannot_be_loaded(state: Any, message: str, remedy: str) -> None:
     model = nn.Linear(8, 8)
-    pipe = pdcompile.compile(model, loss_fn=nn.functional.mse_loss, costs="estimated")
+    pipe = pdcompile.compile(model, loss_fn=nn.functional.mse_loss, costs="estimated", verify="off")
     pipe.prepare(torch.ones(4, 8), target=torch.ones(4, 8))
     before = model.weight.detach().clone()
     with pytest.raises(InputError, match=message) as caught:

@@ -24,8 +24,11 @@ BIASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Biased(nn.Module):
+    captured_once = True
+
     def __init__(self, made: str) -> None:
         super().__init__()
+        self.named = made
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.made = BIASES[made]
 

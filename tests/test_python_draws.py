@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pdcompile
 from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import SourceError, TraceError
 from pdcompile.ir import python_draws
+from pdcompile.ir.graph import Capture
 from pdcompile.ir.python_draws import PythonDraw
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.launch import processes
@@ -85,8 +86,15 @@ def example(seed: int = 0) -> tuple[Tensor, Tensor]:
     return rows(6, seed=seed), torch.arange(6) % 5 + 4
 
 
+@cache
+def captured_spans() -> tuple[Spans, Capture]:
+    """The model and its capture, which is as eager at several sizes."""
+    model = spans()
+    return model, faithful(model, *example(), sizes=(1, 3, 6))
+
+
 def test_the_graph_draws_what_eager_draws() -> None:
-    found = faithful(spans(), *example(), sizes=(1, 3, 6))
+    _, found = captured_spans()
     draws = [op for op in found.train.ops if op.target.endswith("PythonDraw.apply")]
     names = [op.args[0] for op in draws]
     own = f"{__name__}.masked_spans"
@@ -120,8 +128,8 @@ def test_stages_train_as_the_reference_and_leave_the_callers_generators_alone() 
 
 
 def test_the_graph_as_a_module_draws_from_the_callers_generators() -> None:
-    model = spans()
-    module = pdcompile.trace(model, example()).to_module()
+    model, found_once = captured_spans()
+    module = found_once.train.to_module()
     found = []
     for each in (model, module):
         torch.manual_seed(3)
@@ -241,7 +249,7 @@ def test_a_graph_calls_no_function_but_those_that_draw(name: str) -> None:
 
 def test_functions_of_the_generators_are_back_in_their_places() -> None:
     before = dict(vars(np.random)), dict(vars(random))
-    captured(spans(), *example())
+    captured(make(lambda self, x: fresh_rows(self.lin(x))))
     with DrawScope(nn.Linear(1, 1), 0, 0, 0):
         assert np.random.rand is not before[0]["rand"]
     assert (dict(vars(np.random)), dict(vars(random))) == before
@@ -317,14 +325,14 @@ def test_a_step_without_such_draws_does_not_read_their_generators(
     read: list[int] = []
     plain = python_draws.states
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": None}
-    for model, times in ((nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), 0), (spans(), 1)):
+    draws = make(lambda self, x: fresh_rows(self.lin(x)))
+    for model, times in ((nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), 0), (draws, 1)):
         pipe = pdcompile.compile(model, microbatches=2, costs="estimated", verify="off", **options)
-        given = example() if times else example()[:1]
-        pipe.forward_backward(*given, target=rows(6))
+        pipe.forward_backward(rows(6), target=rows(6))
         with monkeypatch.context() as patched:
             patched.setattr(python_draws, "states", lambda: read.append(1) or plain())
             before = plain()
-            pipe.forward_backward(*given, target=rows(6))
+            pipe.forward_backward(rows(6), target=rows(6))
             assert plain() == before
         assert len(read) == times
         pipe.close()
