@@ -33,12 +33,12 @@ from pdcompile.options.table import ROWS, default_optimizer
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
-from pdcompile.passes.planning.candidate_plan import note_on_outputs
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.assemble import notes_on_own_buffers
 from pdcompile.passes.stages.capture_file import read_capture, write_capture
+from pdcompile.passes.stages.kept_outputs import kept_by_default, note_on_dropped
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.size_range import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
@@ -147,6 +147,7 @@ def run_passes(
     apply_overrides(model)
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
+    chosen = _with_outputs(chosen, captured.train, options)
     if options.plan is not None or options.sources is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
@@ -160,7 +161,7 @@ def run_passes(
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     notes = (
         *plan.notes,
-        *note_on_outputs(plan, captured.train),
+        *note_on_dropped(plan, captured.train),
         *notes_on_own_buffers(plan, captured.train),
         *uneven_means(captured.train, plan.training),
         *note_on_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices),
@@ -252,6 +253,17 @@ def _captured(
     )  # fmt: skip
     check_loss(found.train)
     return found
+
+
+def _with_outputs(chosen: Configuration, graph: OpGraph, options: Options) -> Configuration:
+    """The configuration without outputs of training that nobody names, where these take much, or
+    would be sent between replicas."""
+    training, last = chosen.training, options.replicas
+    last = last[-1] if isinstance(last, tuple) else last
+    keeps = last in (1, "1") and kept_by_default(graph, training.batch_size, chosen.cluster.devices)
+    if keeps or not chosen.outputs_open:
+        return chosen
+    return replace(chosen, training=replace(training, keeps_outputs=False))
 
 
 def _write_capture(captured: Capture, options: Options, listener: Listener) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdcompile.eager.meta import refuse_mostly_estimated
-from pdcompile.errors import ConfigError, InfeasibleError
+from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
@@ -28,15 +27,13 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.spans import widest_users
 from pdcompile.passes.costs.machines import relative
-from pdcompile.passes.partition.space.pipelines import exceeds
 from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
-from pdcompile.passes.planning.candidate_plan import candidate_plan, taken_by_outputs
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
 from pdcompile.passes.planning.preferred_plan import fitting, preferred_plan
 from pdcompile.passes.planning.refine import refine
-from pdcompile.passes.planning.solved_problem import candidate_of, space_of_cut
+from pdcompile.passes.planning.solved_problem import space_of_cut
 from pdcompile.passes.profile import machine_for, source_of
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import LEAST_RUNS, StageTimes, measure_stages
@@ -83,7 +80,6 @@ class Planner:
         self.cluster, self.listener = chosen.cluster, listener
         self.training = replace(
             chosen.training,
-            keeps_outputs=chosen.training.keeps_outputs and not chosen.outputs_open,
             optimizer_factor=takes.factor,
             step=takes.step,
             step_moved=takes.moved,
@@ -106,16 +102,13 @@ class Planner:
             progress=listener.part,
             say=self._notes.append,
         )
-        self._outputs_open = chosen.outputs_open
-        self._whole: dict[int, OpGraph] = {}  # with costs, by the number of microbatches
-        self._graphs: dict[int, OpGraph] = {}  # the part that is planned
+        self._graphs: dict[int, OpGraph] = {}  # the part that is planned, with costs
         self._problem_at = cache(partial(self._problem, self._graphs))
 
     def costs(self) -> OpGraph:
         """The graph with costs, for every number of microbatches in the space; the first one."""
         for m in self.space.microbatches:
-            self._whole[m] = self._sizes.at(self._size(m))
-            self._graphs[m] = planned(self._whole[m], self.training)
+            self._graphs[m] = planned(self._sizes.at(self._size(m)), self.training)
         first = self._graphs[self.space.microbatches[0]]
         if self.options.costs == "measured" and (
             self.options.refine is True or not self.options.searches
@@ -134,42 +127,11 @@ class Planner:
             InfeasibleError: no plan fits (NotFoundError: none was found).
         """
         plan = self._best(self._graphs, self._problem_at)
-        if self._outputs_open:
-            plan = self._with_outputs(plan)
         reason = why_not_timed(plan, self.options, self.model)
         if not reason:
             return plan
         note = f"stages not timed: {reason}; refine=True (--refine on) does it"
         return replace(plan, notes=(*plan.notes, note))
-
-    def _with_outputs(self, plan: Plan) -> Plan:
-        """A plan that keeps outputs of training, where they take little and it fits; else the one
-        that is given, without them."""
-        m, dropping = plan.training.num_microbatches, dict(self._graphs)
-        if not taken_by_outputs(plan, self._whole[m]).little:
-            return plan
-        self.training = replace(self.training, keeps_outputs=True)
-        for n, whole in self._whole.items():
-            self._graphs[n] = planned(whole, self.training)
-        self._problem_at.cache_clear()
-        if [one.cost for one in self._graphs[m].ops] != [one.cost for one in dropping[m].ops]:
-            with suppress(InfeasibleError):  # something is computed for them alone
-                return self._best(self._graphs, self._problem_at)
-        elif plan.problem is not None:
-            kept = replace(plan.training, keeps_outputs=True)
-            made = candidate_plan(
-                self._graphs[m], plan.problem, candidate_of(plan), kept, self.cluster
-            )
-            if made.forecast is None or not exceeds(made.forecast.ledgers, self.cluster):
-                notes = tuple(dict.fromkeys((*plan.notes, *made.notes)))
-                return replace(
-                    plan, training=made.training, stages=made.stages, notes=notes,
-                    forecast=made.forecast, rehearsed=made.rehearsed,
-                )  # fmt: skip
-        self.training = replace(self.training, keeps_outputs=False)
-        self._graphs.update(dropping)
-        self._problem_at.cache_clear()
-        return plan
 
     def times_stages(self, plan: Plan) -> bool:
         """True if the stages of the plan are to be timed."""

@@ -29,7 +29,6 @@ from pdcompile.options.of_plan import completed, refuse_others
 from pdcompile.options.table import ROWS
 from pdcompile.passes import codegen
 from pdcompile.passes.costs.forecast import Progress
-from pdcompile.passes.planning.candidate_plan import taken_by_outputs
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
@@ -245,7 +244,7 @@ def _with_outputs(plan: Plan, chosen: Configuration, options: Options, graph: Op
         if options.sources is None and options.alone:
             keeps = True
         elif options.sources is None and keeps and not chosen.idle:
-            keeps = taken_by_outputs(plan, graph).little
+            keeps = asked.keeps_outputs
         return replace(plan, training=replace(training, keeps_outputs=keeps))
     less = replace(training, keeps_outputs=True, sends_outputs=False, outputs_by_size=False)
     needed, last = planned(graph, less), len(plan.stages) - 1

@@ -14,8 +14,16 @@ import pdcompile
 from pdcompile import Cluster, CutBefore, driver
 from pdcompile.batch import example_call
 from pdcompile.batch.omitted_output import DROPPED
+from pdcompile.cluster import Device
 from pdcompile.errors import InfeasibleError
+from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
+from pdcompile.passes.stages.kept_outputs import (
+    LITTLE,
+    LITTLE_BYTES,
+    kept_by_default,
+    outputs_bytes,
+)
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.units import format_bytes
 from tests.helpers.alike import COMMON
@@ -53,6 +61,11 @@ def planned_for_ranks(model: nn.Module, **options: Any) -> Plan:
     return driver.build(model, example, Options.given(given | options)).plan
 
 
+def driver_graph() -> OpGraph:
+    """Of a model with 16 numbers a sample, and no loss."""
+    return pdcompile.trace(nn.Linear(4, 16), torch.ones(8, 4))
+
+
 def ledger_of(plan: Plan) -> MemoryLedger:
     """Of the last rank."""
     assert plan.forecast is not None
@@ -71,21 +84,31 @@ def of_dropped(plan: Plan) -> list[str]:
 def test_outputs_that_take_little_are_kept_by_default_and_others_dropped(aside: bool) -> None:
     """Of plans for several ranks; the ledger is that of what is kept."""
     plan, named = (
-        planned_for_ranks(Large(4096, aside), **more) for more in ({}, {"outputs": "last"})
+        planned_for_ranks(Large(4096, aside), memory="5 MB", **more)
+        for more in ({}, {"outputs": "last"})
     )
     (note,) = of_dropped(plan)
     taken = ledger_of(named).outputs_bytes
-    assert taken > 0.02 * ledger_of(named).total_bytes
-    assert format_bytes(taken) in note
+    assert taken > LITTLE * 5e6
+    assert format_bytes(2 * 8 * 4096 * 4) in note
     assert "outputs='last' (--outputs last)" in note
     assert ledger_of(plan).outputs_bytes == 0
     assert ledger_of(plan).total_bytes <= ledger_of(named).total_bytes - taken
     assert not plan.training.keeps_outputs
-    plan, named = (planned_for_ranks(Large(8, aside), **more) for more in ({}, {"outputs": "last"}))
-    assert not of_dropped(plan)
-    assert plan.training.keeps_outputs
-    assert 0 < ledger_of(plan).outputs_bytes <= 0.02 * ledger_of(plan).total_bytes
-    assert (plan.stages, plan.forecast) == (named.stages, named.forecast)
+    for width, more in ((8, {"memory": "5 MB"}), (4096, {})):
+        plan = planned_for_ranks(Large(width, aside), **more)
+        named = planned_for_ranks(Large(width, aside), outputs="last", **more)
+        assert not of_dropped(plan)
+        assert plan.training.keeps_outputs
+        assert (plan.stages, plan.forecast) == (named.stages, named.forecast)
+
+
+def test_more_than_a_number_of_bytes_is_dropped_whatever_a_device_has() -> None:
+    graph, devices = driver_graph(), (Device(), Device(memory_bytes=10**12))
+    size = outputs_bytes(graph, 8)
+    assert size == 2 * 8 * 16 * 4
+    assert kept_by_default(graph, 8 * LITTLE_BYTES // size, devices)
+    assert not kept_by_default(graph, 8 * (LITTLE_BYTES // size + 1), devices)
 
 
 def test_outputs_are_not_sent_between_replicas_by_default() -> None:
@@ -95,7 +118,7 @@ def test_outputs_are_not_sent_between_replicas_by_default() -> None:
 
 
 def test_a_plan_fits_without_outputs_that_nobody_names() -> None:
-    most = ledger_of(planned_for_ranks(Large(4096))).total_bytes + 100_000
+    most = ledger_of(planned_for_ranks(Large(4096), outputs="none")).total_bytes + 100_000
     plan = planned_for_ranks(Large(4096), memory=most)
     assert of_dropped(plan)
     assert ledger_of(plan).total_bytes <= most
@@ -105,7 +128,7 @@ def test_a_plan_fits_without_outputs_that_nobody_names() -> None:
 
 def test_one_process_keeps_what_a_plan_for_ranks_drops() -> None:
     assert planned_for_ranks(Large(4096), cluster=Cluster.local(2)).training.keeps_outputs
-    plan = Plan.from_json(planned_for_ranks(Large(4096)).to_json())
+    plan = Plan.from_json(planned_for_ranks(Large(4096), memory="5 MB").to_json())
     assert of_dropped(plan)
     for outputs in (None, "none"):
         with pdcompile.compile(
@@ -155,6 +178,7 @@ for more, kept in ({}, False), ({"outputs": "last"}, True), ({"width": 8}, True)
         warnings.simplefilter("always")
         pipe = pdcompile.compile(
             Large(more.pop("width")), large_batch(), costs="estimated", microbatches=4, **more,
+            memory="5 MB",
             optimizer=partial(torch.optim.SGD, lr=0.1),
         )
     notes = [one for one in (str(w.message) for w in told) if "keep no outputs" in one]
@@ -173,7 +197,7 @@ for more, kept in ({}, False), ({"outputs": "last"}, True), ({"width": 8}, True)
                 say("has outputs")
             except ConfigError as error:
                 assert type(error).__name__ == "OmittedOutputError", error
-                assert "% of what rank 1 would hold" in str(error)
+                assert "which would take" in str(error)
                 assert 'outputs="last"' in str(error)
     assert (pipe.predict(**large_batch()) is None) == (rank == 0)
     made = pipe.plan if more["outputs"] is None and made is None and not kept else None

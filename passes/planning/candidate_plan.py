@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
-from pdcompile.ir.graph import OpGraph, Ref, walk
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
-from pdcompile.passes.planning.graph_free import ledgers_of
 from pdcompile.passes.simulate import simulate
-from pdcompile.passes.stages.assemble import assemble, with_outputs
-from pdcompile.passes.stages.kept_outputs import Taken
+from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import NOT_CERTIFIED, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
@@ -32,26 +30,6 @@ def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0)
     unlike = sum(set(Counter(stage_of).values())) / max(len(stage_of), 1)
     each = rehearsals.seconds / rehearsals.ops if rehearsals.ops else REHEARSING
     return max(others, OTHERS * len(graph.ops)) + each * unlike * len(graph.ops)
-
-
-def taken_by_outputs(plan: Plan, graph: OpGraph) -> Taken:
-    """What outputs of training steps take, or would take if the plan kept them.
-
-    `graph`: the whole training graph, its costs do not matter.
-    """
-    kept = with_outputs(plan, graph)
-    return Taken.of(kept, ledgers_of(kept))
-
-
-def note_on_outputs(plan: Plan, graph: OpGraph) -> Iterator[str]:
-    """A note on outputs of training that a plan drops, as nobody named any: what they would take.
-
-    `graph`: the whole training graph.
-    """
-    training = plan.training
-    others = any(ref.name != graph.loss for ref in walk(graph.output, Ref))
-    if training.outputs_by_size and others and not training.keeps_outputs:
-        yield str(taken_by_outputs(plan, graph))
 
 
 def candidate_plan(

@@ -21,7 +21,7 @@ from pdcompile.passes.costs import Resident
 from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, residents
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.stages import boundaries
-from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out, planned
+from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, StagePlan, Training
 from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
 from pdcompile.units import format_bytes
@@ -292,20 +292,6 @@ def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int)
         sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
         sum(one.bytes(b) for one in values if one.producer is not None),
     )
-
-
-def with_outputs(plan: Plan, graph: OpGraph) -> Plan:
-    """The plan with outputs of training kept, in the bytes that it returns of a microbatch alone.
-
-    `graph`: the whole training graph.
-    """
-    training = replace(plan.training, keeps_outputs=True)
-    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
-    given = given_by(training, planned(graph, training), stage_of, len(plan.stages))
-    b = -(-training.batch_size // training.num_microbatches)
-    _, made = _caller_bytes(given, (), training, b)
-    last = replace(plan.stages[-1], output_bytes=made)
-    return replace(plan, training=training, stages=(*plan.stages[:-1], last))
 
 
 def _kernels(plan: Plan) -> Kernels:

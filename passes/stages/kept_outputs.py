@@ -3,17 +3,17 @@
 A decoder's caches of keys and values, or the hidden states of all layers, would otherwise be sent
 to the last stage in every step.  What is planned is what the loss needs; once it is known where
 that runs, the last stage returns what it makes, and makes besides what it can of what it has.
-Evaluation gives everything.  Where nobody names any, outputs are kept as long as they take little
-of what their rank holds (`Taken`): logits of a large vocabulary may be more than all else.
+Evaluation gives everything.  Where nobody names any, outputs are kept as long as they take little:
+logits of a large vocabulary may be more than all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from pdcompile.batch.omitted_output import DROPPED
+from pdcompile.cluster import Device
 from pdcompile.errors import some
 from pdcompile.ir.graph import (
     Argument,
@@ -26,40 +26,37 @@ from pdcompile.ir.graph import (
     walk,
 )
 from pdcompile.passes.trace.reachable import prune, with_consumers
-from pdcompile.plan import MemoryLedger, Plan, Training
+from pdcompile.plan import Plan, Training
 from pdcompile.units import format_bytes
 
-LITTLE = 0.02  # of what a rank holds: outputs that nobody names are kept
+LITTLE_BYTES = 64 * 10**6  # outputs that nobody names are kept up to so many
+LITTLE = 0.02  # and up to this share of a device's memory
 
 
-class Taken(NamedTuple):
-    """Bytes that outputs of training take on `rank`, of all that it holds; `sent`: its stage has
-    replicas, which would send each other theirs."""
+def outputs_bytes(graph: OpGraph, batch_size: int) -> int:
+    """Bytes of what training steps return beside the loss, of the two minibatches that are held."""
+    names = {ref.name for ref in walk(graph.output, Ref)} - {graph.loss}
+    return 2 * sum(graph.values[name].bytes(batch_size) for name in names)
 
-    rank: int
-    bytes: int
-    of_bytes: int
-    sent: bool
 
-    @classmethod
-    def of(cls, plan: Plan, ledgers: Sequence[MemoryLedger]) -> Taken:
-        """Reads a plan that keeps them, by its ledgers."""
-        ranks = plan.ranks[-1]
-        rank = max(ranks, key=lambda one: ledgers[one].outputs_bytes)
-        ledger = ledgers[rank]
-        return cls(rank, ledger.outputs_bytes, ledger.total_bytes, len(ranks) > 1)
+def kept_by_default(graph: OpGraph, batch_size: int, devices: Sequence[Device]) -> bool:
+    """True where outputs that nobody names take little."""
+    limits = (one.memory_bytes for one in devices)
+    most = min((LITTLE * limit for limit in limits if limit is not None), default=LITTLE_BYTES)
+    return outputs_bytes(graph, batch_size) <= min(most, LITTLE_BYTES)
 
-    @property
-    def little(self) -> bool:
-        """True where they are kept though nobody names any."""
-        return not self.sent and self.bytes <= LITTLE * self.of_bytes
 
-    def __str__(self) -> str:
-        """The note of a plan that drops them."""
-        share = f"{100 * self.bytes / max(self.of_bytes, 1):.2g} % of what rank {self.rank} would"
-        beside = ", and be sent between replicas" if self.sent else ""
-        return (
-            f"{DROPPED}, which would take {format_bytes(self.bytes)}, {share} hold{beside}; "
+def note_on_dropped(plan: Plan, graph: OpGraph) -> Iterator[str]:
+    """A note on outputs of training that a plan drops, as nobody named any: what they would take.
+
+    `graph`: the whole training graph.
+    """
+    training = plan.training
+    size = outputs_bytes(graph, training.batch_size)
+    if size and training.outputs_by_size and not training.keeps_outputs:
+        beside = ", and be sent between replicas" if plan.stages[-1].replicas > 1 else ""
+        yield (
+            f"{DROPPED}, which would take {format_bytes(size)} on the last ranks{beside}; "
             "outputs='last' (--outputs last) keeps them, and evaluation gives its own"
         )
 

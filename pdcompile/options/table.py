@@ -182,7 +182,7 @@ class TrainingOptions:
         "Outputs of training steps: none (evaluation: none, and evaluation's on all ranks); what "
         "the last stage makes; everything, of earlier stages too, which is sent to it; and all of "
         "that on all ranks. Evaluation gives everything. Default: last, where that takes at most "
-        "2 % of its rank's memory.",
+        "64 MB, and 2 % of a device's limit.",
         "Else they are dropped: a warning tells their bytes, and reading them raises; in one "
         'process "last" drops nothing.  What earlier stages make and the last one does not is a '
         "mark (`OmittedOutput`), and a note of the plan names it.  What only outputs need is not "
