@@ -190,13 +190,8 @@ def test_schedules_and_replicas_of_other_runtimes(tmp_path: Path) -> None:
 def test_what_does_not_run_is_where_its_weight_is() -> None:
     """Embeddings that two parts of a model share, of which only those are called."""
     devices = {"encoder.tokens": 0, "blocks.0": 1, "decoder.tokens": 1, "head": 1}
-    tensors = {
-        "shared.weight": "shared.weight",
-        "encoder.tokens.weight": "shared.weight",
-        "decoder.tokens.weight": "shared.weight",
-        "blocks.0.weight": "blocks.0.weight",
-        "unused.bias": "unused.bias",
-    }
+    shared = ["shared.weight", "encoder.tokens.weight", "decoder.tokens.weight"]
+    tensors = {names[0]: names for names in (shared, ["blocks.0.weight"], ["unused.bias"])}
     notes = list(_with_tensors(devices, tensors, {"shared.weight": 0, "blocks.0.weight": 1}))
     assert devices["shared"] == devices["decoder.tokens"] == devices["encoder.tokens"] == 0
     assert devices["unused"] == 1

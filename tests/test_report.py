@@ -233,7 +233,7 @@ def test_traffic_says_that_it_is_without_sums_over_replicas() -> None:
     assert "sums of gradients" not in plan_table.explain(alone)
     both = replace(alone.stages[0], ranks=(0, 1), replicas=2)
     shared = replace(alone, stages=(both, *alone.stages[1:]))
-    assert "sums of gradients over replicas among it" in plan_table.forecast_line(shared).plain
+    assert "MB of it sums of gradients over replicas" in plan_table.forecast_line(shared).plain
 
 
 def test_the_legend_says_what_is_shown_and_no_more() -> None:

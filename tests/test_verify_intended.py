@@ -55,7 +55,7 @@ def test_the_reduction_that_fits_is_told(rows, loss_fn, fits):
     assert f"loss_reduction={fits!r} would agree" in hints[0]
 
 
-def test_a_mean_over_tokens_is_told_from_its_weights():
+def test_a_mean_over_tokens_is_told():
     model = models.gpt(layers=1)
     inputs, target = models.batch_for(model, 4)
     target = target.clone()
@@ -66,7 +66,7 @@ def test_a_mean_over_tokens_is_told_from_its_weights():
 
     hints = told(model, inputs, target, loss_fn)[1]
     # 2 * 4 of 2 * 4 + 2 * 16 tokens count in the first microbatch
-    assert "your loss weighs the microbatches 0.2, 0.8" in hints[0]
+    assert "a mean over targets of which samples have unlike numbers" in hints[0]
     assert told(model, inputs, target, loss_fn, lambda a, k, t: (t != -100).sum())[1] == ()
 
 
@@ -105,7 +105,7 @@ def test_dropout_is_off_while_gradients_are_compared():
 
 
 @pytest.mark.filterwarnings("ignore:captured as opaque")
-def test_layers_that_are_dropped_hide_no_wrong_reduction():
+def test_models_that_draw_which_layers_run_are_not_compared():
     class Dropping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -121,9 +121,8 @@ def test_layers_that_are_dropped_hide_no_wrong_reduction():
 
     inputs, target = torch.randn(4, 6), torch.randn(4, 6)
     notes, hints = told(nn.Sequential(Dropping()), inputs, target, summed, "mean")
-    assert not any("not compared" in note for note in notes)
-    assert "loss_reduction='sum' would agree" in hints[0]
-    assert told(nn.Sequential(Dropping()), inputs, target, mean, "mean")[1] == ()
+    assert any("not compared: rand draws random numbers" in note for note in notes)
+    assert hints == ()
 
 
 def test_what_cannot_be_asked_is_said():

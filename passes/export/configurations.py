@@ -15,7 +15,7 @@ Each follows what the project's own code reads (looked up in November 2026):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ def megatron(subject: Subject) -> Exported:
         raise refused("megatron", reason, remedy)
     counts = [sum(placed[path] == k for path in numbered) for k in range(len(plan.stages))]
     rows = "|".join("t" * count if count < 4 else f"t*{count}" for count in counts)
-    tied = bool(_shared(subject))
+    tied = bool(_tied(subject.model))
     lines = [
         f"--pipeline-model-parallel-size {_places(plan)}",
         f"--pipeline-model-parallel-layout E{rows}L",
@@ -122,28 +122,27 @@ def _unlike_megatrons(
             anything,
         )
         return
-    order = list(placed)
+    order, runs = list(placed), runs_of_parts(subject.capture.train)
     begin, end = order.index(numbered[0]), order.index(numbered[-1])
-    for path in order[begin : end + 1]:
-        if path not in numbered:
+    for n, path in enumerate(order):
+        if runs[path] > 1:
+            yield (
+                f"{path!r} runs {runs[path]} times in a forward, and Megatron runs each once",
+                anything,
+            )
+        if begin <= n <= end and path not in numbered:
             yield (
                 f"{path!r} runs between the layers, and Megatron's layout has none but these there",
                 anything,
             )
-    last = len(subject.plan.stages) - 1
-    ends = [(path, 0, "embedding") for path in order[:begin]]
-    ends += [(path, last, "head") for path in order[end + 1 :]]
-    for path, stage, what in ends:
-        if placed[path] != stage:
+        what, stage = ("embedding", 0) if n < begin else ("head", len(subject.plan.stages) - 1)
+        if not begin <= n <= end and placed[path] != stage:
             yield (
                 f"{path!r}, of the {what}, is on stage {placed[path]}, and Megatron has all of "
                 f"that on stage {stage}",
                 f"--pin {path}={stage} when you plan",
             )
-    for path, count in runs_of_parts(subject.capture.train).items():
-        if count > 1 and path in placed:
-            yield f"{path!r} runs {count} times in a forward, and Megatron runs each once", anything
-    for canonical, names in _shared(subject).items():
+    for canonical, names in _tied(subject.model).items():
         parts = [_holder(name, placed) or name for name in names]
         at = sorted(order.index(path) if path in order else len(order) for path in parts)
         if not (len(at) == 2 and at[0] < begin and at[1] > end):
@@ -154,22 +153,17 @@ def _unlike_megatrons(
             )
 
 
-def _shared(subject: Subject) -> dict[str, list[str]]:
-    """The names of each tensor that has several, by its canonical one."""
-    holders: dict[str, list[str]] = {}
-    for name, canonical in tensor_names(subject.model).items():
-        holders.setdefault(canonical, []).append(name)
-    return {canonical: names for canonical, names in holders.items() if len(names) > 1}
+def names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
+    """All names in ``state_dict()`` of each parameter and buffer, by the first of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):  # not extra state
+            names.setdefault(id(tensor), []).append(name)
+    return {own[0]: own for own in names.values()}
 
 
-def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters and buffers in ``state_dict()``, each with the first of its tensor."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(tensor), name)
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)  # not extra state
-    }
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    return {first: names for first, names in names_of_tensors(model).items() if len(names) > 1}
 
 
 def accelerate(subject: Subject) -> Exported:
@@ -192,7 +186,7 @@ def accelerate(subject: Subject) -> Exported:
         for fqn in op.used_tensors
         if op.name in stage_of
     }
-    notes = list(_with_tensors(devices, tensor_names(subject.model), read))
+    notes = list(_with_tensors(devices, names_of_tensors(subject.model), read))
     notes.append(
         "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
         "from_pretrained; it runs one device after the other, and does not pipeline"
@@ -206,20 +200,22 @@ def accelerate(subject: Subject) -> Exported:
 
 
 def _with_tensors(
-    devices: dict[str, int], tensors: Mapping[str, str], read: Mapping[str, int]
+    devices: dict[str, int], tensors: Mapping[str, Sequence[str]], read: Mapping[str, int]
 ) -> Iterator[str]:
     """Gives every tensor a device, and tied ones the same: that of what runs first with it.  Yields
     what was decided.
 
     Args:
-        read: the device of the first op that reads each tensor, by its canonical name.
+        tensors: as `names_of_tensors`.
+        read: the device of the first op that reads each tensor, by its first name.
     """
-    order, holders = list(devices), dict[str, list[str]]()
-    for name, canonical in tensors.items():
-        part = _holder(name, devices) or part_at(name.rpartition(".")[0], _around(order)) or name
-        holders.setdefault(canonical, []).append(part)
-    last = list(devices.values())[-1]
-    for canonical, parts in holders.items():
+    order, last = list(devices), list(devices.values())[-1]
+    around = frozenset(above for path in order for above in ancestors(path)[:-1])
+    for canonical, names in tensors.items():
+        parts = [
+            _holder(name, devices) or part_at(name.rpartition(".")[0], around) or name
+            for name in names
+        ]
         home = next((path for path in order if path in parts), parts[0])
         device = devices.setdefault(home, read.get(canonical, last))
         for part in parts:
@@ -266,8 +262,3 @@ def _holder(name: str, parts: Mapping[str, object]) -> str | None:
     pieces = name.split(".")
     paths = (".".join(pieces[:n]) for n in range(len(pieces), 0, -1))
     return next((path for path in paths if path in parts), None)
-
-
-def _around(placed: Iterable[str]) -> frozenset[str]:
-    """Modules above the parts."""
-    return frozenset(above for path in placed for above in ancestors(path)[:-1])

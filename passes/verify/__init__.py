@@ -124,19 +124,18 @@ def _compared(
     mode: Literal["auto", "full"],
     loss_reduction: Reduction | None,
 ) -> Verification:
-    capture, sources, model = comparison.capture, comparison.sources, comparison.model
-    plan, layout, loss_fn = comparison.plan, comparison.layout, comparison.loss_fn
-    full, large = mode == "full", is_large(capture.train)
-    count = 2 if full or not large else 1
-    report = comparison.run(step_inputs(flat, layout, capture.train, count))
-    if comparison.found and not sources.edited:
-        raise difference_error(comparison.found, report.places, capture.train)
-    if comparison.found or (large and not full):
-        return replace(report, notes=capture.train.notes)
-    reduction = loss_reduction or plan.training.loss_reduction
+    graph, layout = comparison.capture.train, comparison.layout
+    full, large = mode == "full", is_large(graph)
+    report = comparison.run(step_inputs(flat, layout, graph, 2 if full or not large else 1))
+    if report.differences and not report.edited:
+        raise difference_error(report.differences, report.places, graph)
+    if report.differences or (large and not full):
+        return replace(report, notes=graph.notes)
+    reduction = loss_reduction or comparison.plan.training.loss_reduction
     known, hints = full_batch_notes(
-        model, capture.train, flat, layout, loss_fn, reduction, most=None if not large else 2
-    )
+        comparison.model, graph, flat, layout, comparison.loss_fn, reduction,
+        most=2 if large else None,
+    )  # fmt: skip
     if not full:
         known = ()  # a plan has its own notes; here only what may be a mistake
         for hint in hints:

@@ -9,10 +9,9 @@ captured graph computes, in the same order.  Two microbatch sizes tell a number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +35,6 @@ from pdcompile.ir.graph import (
     walk,
     written_buffers,
 )
-from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.stage_interface import (
     Port,
     Sources,
@@ -66,8 +64,8 @@ Constructors: TypeAlias = dict[str, tuple[tuple[str, Argument], ...] | None]  # 
 
 
 def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[Difference]]:
-    """The number of ops of all stages in both modes, and those that a source does not compute: of
-    one that nobody edited the first of each mode, of an edited one where it departs from the ops.
+    """The number of ops of all stages in both modes, and of each stage and mode the first one that
+    its source does not compute.
 
     Raises:
         VerifyError: a stage raises.
@@ -89,7 +87,7 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
             count += len(stage.ops)
             for b in _sizes(mode.graph, stage.ops):
                 if unlike := stage.follow(b, sources.edited):
-                    found += [one.difference(mode.graph, interface.index) for one in unlike]
+                    found.append(unlike.difference(mode.graph, interface.index))
                     break
     return count, found
 
@@ -153,13 +151,13 @@ class _Stage:
             constructors[path] = constructor_of(submodule_of(module, path))
         self.copied = {op.name: cloned_buffers(op, mode.graph) for op in self.ops}
 
-    def follow(self, b: int, edited: tuple[str, ...]) -> list[_Unlike]:
-        """Runs the stage at one microbatch size: where it does not compute the ops of the graph.
+    def follow(self, b: int, edited: tuple[str, ...]) -> _Unlike | None:
+        """Runs the stage at one microbatch size, to where it does not compute the graph's ops.
 
         Raises:
             VerifyError: it raises.
         """
-        follower = _Follower(self, b, goes_on=f"stage_{self.interface.index}.py" in edited)
+        follower = _Follower(self, b)
         set_draw(type(self.module), follower.announced)
         try:
             with ExitStack() as around:
@@ -171,13 +169,12 @@ class _Stage:
                 around.enter_context(follower)
                 self._run(follower)
         except _Unlike as unlike:
-            follower.unlike.append(unlike)
+            return unlike
         except PdcompileError:
             raise
         except Exception as error:
-            if not follower.unlike:
-                raise failed_stage(self.interface.index, self.graph, error, edited) from error
-        return follower.unlike
+            raise failed_stage(self.interface.index, self.graph, error, edited) from error
+        return None
 
     def _run(self, follower: _Follower) -> None:
         k, own = self.interface.index, self.interface
@@ -229,15 +226,10 @@ class _Names:
 
 
 class _Follower(TorchFunctionMode):
-    """Compares each call with the next op of a stage, whose result it then has.
+    """Compares each call with the next op of a stage, whose result it then has."""
 
-    With `goes_on` what is no op of the stage runs by itself, until one of the next ops comes.
-    """
-
-    def __init__(self, stage: _Stage, b: int, *, goes_on: bool) -> None:
+    def __init__(self, stage: _Stage, b: int) -> None:
         super().__init__()
-        self.unlike: list[_Unlike] = []
-        self._goes_on, self._lost = goes_on, False
         self._stage, self._b, self._values = stage, b, stage.graph.values
         self._names = _Names({key: Attr(fqn) for key, fqn in stage.fqns.items()})
         self._items: dict[str, list[Op]] = {}  # by container
@@ -266,13 +258,13 @@ class _Follower(TorchFunctionMode):
 
     def check_result(self, name: str, result: Any) -> None:
         """Raises _Unlike unless a result is the value of this name."""
-        if self._names.of.get(id(result)) not in (Ref(name), _UNKNOWN):
+        if self._names.of.get(id(result)) != Ref(name):
             maker = next((op for op in self._stage.ops if op.name == name), None)
             raise _Unlike(maker, f"{self._file} returns another value in its place")
 
     def finish(self) -> None:
         """Raises _Unlike unless all ops have run."""
-        if not self._lost and (self._op is not None or self._drawn is not None):
+        if self._op is not None or self._drawn is not None:
             raise _Unlike(self._op, f"{self._file} ends without it")
 
     @property
@@ -292,14 +284,14 @@ class _Follower(TorchFunctionMode):
             kind, target = "module", qualified_name(type(module))
             if opaque:
                 kind, target = "opaque", self._op.target if self._op is not None else ""
-            return self._next(kind, target, args, kwargs, partial(plain_call, module), path)
+            return self._next(kind, target, args, kwargs, path)
 
         def check(condition: Any, message: str) -> Any:
-            return self._next("function", CHECK, (condition, message), {}, free=lambda *_: None)
+            return self._next("function", CHECK, (condition, message), {})
 
         def apply(cls: Any, *args: Any) -> Any:
             plain = plain_apply.__get__(None, cls)
-            return self._next(*target_of(plain, args, {}), {}, free=plain)
+            return self._next(*target_of(plain, args, {}), {})
 
         return patched(
             (nn.Module, "__call__", __call__),
@@ -337,49 +329,17 @@ class _Follower(TorchFunctionMode):
             result = func(*args)
             if not isinstance(result, Tensor):
                 return result
-            return self._next("getattr", own, args, {}, free=func)
+            return self._next("getattr", own, args, {})
         if name in _NO_OPS and (self._op is None or self._op.target != name):
             return func(*args, **kwargs)
         try:
             kind, target, ordered = target_of(func, args, kwargs)
         except TraceError:
             raise self._unlike(f"calls {name}") from None
-        return self._next(
-            kind, target, ordered, kwargs, free=lambda *_, **__: func(*args, **kwargs)
-        )
+        return self._next(kind, target, ordered, kwargs)
 
-    def _next(
-        self, kind: str, target: str, args: Any, kwargs: Any, free: Callable[..., Any],
-        path: str = "",
-    ) -> Any:  # fmt: skip
-        """The result of the next op, which this call has to be; else, where the stage goes on, that
-        of a later one of this kind, or of the call itself, which `free` makes.
-
-        Raises:
-            _Unlike: it is not, and the stage does not go on.
-        """
-        try:
-            result = self._expected(kind, target, args, kwargs, path)
-            self._lost = False
-            return result
-        except _Unlike as unlike:
-            if not self._goes_on:
-                raise
-            if not self._lost:
-                self.unlike.append(unlike)
-        self._drawn = None
-        for i, op in enumerate(self._ops[self._ran : self._ran + AHEAD]):
-            if (op.kind, op.target) == (kind, target) and path in ("", op.module_path):
-                self._ran, self._lost = self._ran + i + 1, False
-                return self._result(op.name)
-        self._lost = True
-        result = free(*args, **kwargs)
-        for tensor in tensors_among(result):
-            self._names.give(tensor, _UNKNOWN)
-        return result
-
-    def _expected(self, kind: str, target: str, args: Any, kwargs: Any, path: str) -> Any:
-        """The result of the next op; raises _Unlike where this call is another one."""
+    def _next(self, kind: str, target: str, args: Any, kwargs: Any, path: str = "") -> Any:
+        """The result of the next op.  Raises _Unlike where this call is another one."""
         op, shown = self._op, f"self.{path}" if path else target
         try:
             given = [self._names.argument(each) for each in args]
@@ -422,13 +382,9 @@ class _Follower(TorchFunctionMode):
         for key in dict.fromkeys((*wanted, *found)):
             one, other = (each.get(key, _NONE) for each in (wanted, found))
             # By their text, in which 1, 1.0 and True differ, and NaN is NaN.
-            if (
-                repr(one) != repr(other)
-                and _UNKNOWN not in walk(other, Ref)
-                and not (
-                    isinstance(key, str)
-                    and all(each is _NONE or is_default(op, key, each) for each in (one, other))
-                )
+            if repr(one) != repr(other) and not (
+                isinstance(key, str)
+                and all(each is _NONE or is_default(op, key, each) for each in (one, other))
             ):
                 place = key if isinstance(key, str) else f"argument {key}"
                 return f" with another {place} ({_shown(other)} instead of {_shown(one)})"
@@ -475,9 +431,7 @@ class _Items(tuple[Any, ...]):
     """Results of an op that has several; one without any is an object of its own too."""
 
 
-AHEAD = 8  # ops among which an edited stage may come back to those of the graph
 _NONE = Ref("nothing")  # in the place of an argument that is not there
-_UNKNOWN = Ref("unknown")  # the name of what no op has made, in a stage that goes on
 # What passes the mode and is no op: regions, and questions that a shape or a dtype answers.
 _NO_OPS = frozenset(
     ("_set_grad_enabled", "size", "dim", "numel", "__len__", "is_floating_point", "is_complex")

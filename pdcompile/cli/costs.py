@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated
 
 import typer
@@ -61,14 +62,9 @@ def sizes_of(text: str) -> dict[str, int]:
     """
     from pdcompile.errors import ConfigError
 
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, number = part.strip().partition("=")
-        if name not in ("b", "s") or name in found or not number.isdecimal():
-            raise ConfigError(
-                f"--at {text!r} does not give sizes", remedy=f"write them as {_SIZES}, or as b=8"
-            )
-        found[name] = int(number)
-    if "b" not in found:
-        raise ConfigError(f"--at {text!r} gives no microbatch size", remedy=f"as in {_SIZES}")
-    return found
+    found = re.fullmatch(r"b=(\d+)(?:, *s=(\d+))?", text.strip())
+    if found is None:
+        raise ConfigError(
+            f"--at {text!r} does not give sizes", remedy=f"write them as {_SIZES}, or as b=8"
+        )
+    return {name: int(size) for name, size in zip("bs", found.groups(), strict=True) if size}

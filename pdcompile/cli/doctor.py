@@ -95,18 +95,15 @@ def doctor(
 
 def tested() -> tuple[Probed, list[Outcome]]:
     """The self-test; all ranks call it, rank 0 has the outcomes."""
-    from pdcompile.cli.output import is_first_rank, stderr
     from pdcompile.cli.self_test import self_test
     from pdcompile.passes.probe.links import alone, job
     from pdcompile.passes.probe.probed import probe
+    from pdcompile.report.progress import working
 
-    def said(text: str) -> None:
-        if is_first_rank():
-            stderr().print(f"doctor: {text}")
-
-    with job() if "WORLD_SIZE" in os.environ else alone() as (rank, ranks, device):
-        found = probe(rank, ranks, device, said)
-        return found, self_test(rank, ranks, device, said)
+    place = job() if "WORLD_SIZE" in os.environ else alone()
+    with working("doctor", "testing") as live, place as (rank, ranks, device):
+        found = probe(rank, ranks, device, live.found)
+        return found, self_test(rank, ranks, device, live.found)
 
 
 def table(lines: Sequence[Line]) -> Table:

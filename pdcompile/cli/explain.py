@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
 from pdcompile.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @app.command()
@@ -26,9 +29,13 @@ def explain(
 
       pdcompile explain plan.json
     """  # fmt: skip
-    from pdcompile.cli.output import emit_json, stdout
+    from rich.text import Text
+
+    from pdcompile.cli.output import result
     from pdcompile.errors import PlanError
     from pdcompile.jsonio import encode
+    from pdcompile.passes.planning.explain import explain as explained
+    from pdcompile.report.explain_table import explain_report
     from pdcompile.report.plan_table import plan_report
     from pdcompile.report.progress import working
 
@@ -37,28 +44,16 @@ def explain(
         "status": loaded.certificate.status,
         "plan": json.loads(loaded.to_json()),
     }
-    console = stdout()
-    if not as_json:
-        console.print(plan_report(loaded))
+    shown: list[RenderableType] = [plan_report(loaded)]
     try:
-        from pdcompile.passes.planning.explain import explain as explained
-
         with working("explaining", "other cuts"):
             found = explained(loaded, where=str(plan))
     except PlanError as error:
         # The plan itself is sound: show the tables, and say what cannot be explained.
-        if as_json:
-            document |= {"explanation": None, "missing": f"{error.message}; {error.remedy}"}
-            emit_json(document)
-            return
-        console.print(f"note: cannot explain what binds: {error.message}")
-        console.print(f"  where: {error.where}\n  remedy: {error.remedy}")
-        return
-    if as_json:
-        emit_json(document | {"explanation": encode(found)})
+        document |= {"explanation": None, "missing": f"{error.message}; {error.remedy}"}
+        shown.append(Text(f"note: cannot explain what binds: {error.message}"))
+        shown.append(Text(f"  where: {error.where}\n  remedy: {error.remedy}"))
     else:
-        from pdcompile.report.explain_table import explain_report
-
-        console.print(explain_report(found))
-        for one in found.commands:  # which can be pasted, and are never broken
-            console.print(one, soft_wrap=True)
+        document["explanation"] = encode(found)
+        shown += [explain_report(found), *found.commands]  # which can be pasted
+    result(document, *shown, as_json=as_json)

@@ -39,18 +39,13 @@ def probe(
 
       pdcompile plan gpt.py:build --cluster cluster.toml
     """
-    from pdcompile.cli.output import is_first_rank, result, stderr, write_text
+    from pdcompile.cli.output import is_first_rank, result, write_text
     from pdcompile.passes.probe.links import job
     from pdcompile.passes.probe.probed import probe as probed
+    from pdcompile.report.progress import working
 
-    with job() as (rank, ranks, device):
-        live = stderr()
-
-        def said(text: str) -> None:
-            if is_first_rank() and live.is_terminal:
-                live.print(f"measuring: {text}", end="\r", soft_wrap=True)
-
-        found = probed(rank, ranks, device, said)
+    with working("probe", "measuring") as live, job() as (rank, ranks, device):
+        found = probed(rank, ranks, device, live.found)
     if not is_first_rank():
         return
     write_text(output, found.cluster.to_toml())

@@ -17,8 +17,6 @@ from pdcompile.plan import Plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pdcompile.report.page.compose import Sources
-
 
 @app.command()
 def simulate(
@@ -63,8 +61,7 @@ def simulate(
 
     from pdcompile.cli.output import result, stdout, write_text
     from pdcompile.passes.simulate.critical_chain import critical_path
-    from pdcompile.report import chrome, timeline
-    from pdcompile.report.page.compose import simulated
+    from pdcompile.report import chrome, page, timeline
     from pdcompile.report.page.measured_run import compared, comparison_table, run_of
     from pdcompile.report.page.words import path_in_words
     from pdcompile.report.plan_table import forecast_line, memory_table
@@ -75,7 +72,7 @@ def simulate(
     stream = loaded.training.kind.stream
     steps = steps or (2 * loaded.spec.reach - 1 if stream else 1)
     with working("simulating", f"{steps} minibatches"):
-        made = replace(simulated(loaded, steps), run=run)
+        made = replace(page.simulated(loaded, steps), run=run)
     loaded = replace(loaded, forecast=made.steady.forecast)
     events = made.drawn.timeline
     path = critical_path(made.steady.timeline, made.steady.window, flush=not stream)
@@ -83,7 +80,10 @@ def simulate(
         drawn = chrome.Trace(events, plan=loaded.fingerprint)
         write_text(trace, json.dumps(chrome.trace(drawn)))
     if html is not None:
-        write_page(loaded, made, html, title=plan.name)
+        write_text(html, "")  # errors of the place before the work
+        date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
+        data = page.page_data(loaded, made, title=plan.name, date=date)
+        write_text(html, page.html(data))
     shown = timeline.bars(events)
     rows = [] if run is None else list(compared(loaded, run))
     document = {
@@ -105,19 +105,3 @@ def simulate(
     if run is not None:
         parts += [comparison_table(rows), *([Text(f"note: {run.note}")] if run.note else [])]
     result(document, *parts, as_json=as_json, written=[trace, html])
-
-
-def write_page(plan: Plan, made: Sources, path: Path, *, title: str) -> None:
-    """Explain the plan, and write its page."""
-    from pdcompile.cli.output import write_text
-    from pdcompile.errors import PlanError
-    from pdcompile.passes.planning.explain import explain
-    from pdcompile.report import page
-
-    write_text(path, "")  # errors of the place before the work
-    try:
-        made = replace(made, explanation=explain(plan, where=title))
-    except PlanError as error:
-        made = replace(made, unexplained=f"Not known: {error.message}.")
-    date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
-    write_text(path, page.html(page.page_data(plan, made, title=title, date=date)))

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
+from pdcompile.plan.times import times_of
 from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
@@ -188,17 +189,10 @@ def _in_turns(plan: Plan) -> str:
 
 
 def _sums(plan: Plan) -> str:
-    """Remark on sums of gradients over replicas among what is sent: bytes and seconds, where the
-    plan holds its problem."""
+    """Remark on sums of gradients over replicas among what is sent: bytes and seconds."""
     if all(stage.replicas == 1 for stage in plan.stages):
         return ""
-    from pdcompile.errors import PlanError
-    from pdcompile.passes.planning.solved_problem import placed
-
-    try:
-        times = placed(plan).times
-    except PlanError:  # without a problem, or with other stages than it has
-        return ", sums of gradients over replicas among it"
+    times = times_of(plan, Cluster.from_toml(plan.cluster, where="plan: cluster"), ())
     pairs = zip(plan.stages, times.reduced, strict=True)
     summed = sum(2 * (stage.replicas - 1) * size for stage, size in pairs)
     longest = max(map(times.reduction, range(len(plan.stages))))

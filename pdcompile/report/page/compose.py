@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from pdcompile.errors import PlanError
 from pdcompile.passes.simulate import Simulation, simulate, simulate_drained
 from pdcompile.passes.simulate.critical_chain import critical_path
 from pdcompile.passes.simulate.ledger import held_over_time
@@ -29,9 +29,6 @@ from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.report.timeline import Event
 from pdcompile.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:  # it brings the search along
-    from pdcompile.passes.planning.explain import Explanation
-
 COLOURS = {
     **{kind.replace(" ", "-"): even for kind, (even, _) in palette.WORK.items()},
     **{f"{kind.replace(' ', '-')}-odd": odd for kind, (_, odd) in palette.WORK.items()},
@@ -40,7 +37,6 @@ COLOURS = {
     "stage": palette.WEIGHTS,
     "ink": palette.INK,
 }
-FAR = 1.25  # times, from which a run is called far from its forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +44,11 @@ class Sources:
     """Inputs of a page beside the plan.
 
     `steady`: the simulation that the forecast is read from; `drawn`: the minibatches of the
-    timeline.  `explanation`: what of it is missing, `unexplained` says.
+    timeline.
     """
 
     steady: Simulation
     drawn: Simulation
-    explanation: Explanation | None = None
-    unexplained: str = ""
     run: Run | None = None
 
 
@@ -77,7 +71,7 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         title=f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
         subtitle=f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
         tiles=_tiles(plan, run),
-        limits=(*what_limits(plan, path), *_off(plan, run)),
+        limits=tuple(what_limits(plan, path)),
         proof=proved(plan),
         certificate=certificate_line(plan).plain,
         timeline=lanes(drawn, () if run is None else run.aligned(drawn)),
@@ -86,7 +80,7 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         stages=Grid.of(plan_stages(plan)),
         memory=memory_lanes(plan, curves, seconds),
         traffic=traffic(plan, made.steady),
-        binding=_binding(made),
+        binding=_binding(plan, title),
         measured=None
         if run is None
         else Grid.of(comparison_table([*compared(plan, run)]), run.note),
@@ -94,20 +88,6 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         colours=COLOURS,
         stage_colours=palette.stages(len(plan.stages)),
     )
-
-
-def _off(plan: Plan, run: Run | None) -> Iterator[str]:
-    """A sentence where a run was far from the forecast."""
-    forecast = plan.forecast
-    measured = None if run is None else run.step_seconds
-    if forecast is None or not measured or not forecast.step_seconds:
-        return
-    ratio = measured / forecast.step_seconds
-    if not 1 / FAR <= ratio <= FAR:
-        yield (
-            f"The run took {format_seconds(measured)} a step, {ratio:.2g} times the forecast: "
-            "compare its stages below, and plan again with costs measured where it runs."
-        )
 
 
 def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
@@ -134,14 +114,13 @@ def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
     )  # fmt: skip
 
 
-def _binding(made: Sources) -> Binding:
-    found = made.explanation
-    if found is None:
-        return Binding(made.unexplained)
+def _binding(plan: Plan, title: str) -> Binding:
+    from pdcompile.passes.planning.explain import explain
     from pdcompile.report.explain_table import boundary_table, deciding, stage_table
 
-    return Binding(
-        " ".join(filter(None, (f"{deciding(found)}.", made.unexplained))),
-        Grid.of(stage_table(found)),
-        Grid.of(boundary_table(found)) if found.boundaries else None,
-    )
+    try:
+        found = explain(plan, where=title)
+    except PlanError as error:
+        return Binding(f"Not known: {error.message}.")
+    cuts = Grid.of(boundary_table(found)) if found.boundaries else None
+    return Binding(f"{deciding(found)}.", Grid.of(stage_table(found)), cuts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pdcompile.report.page.page_data import Lane, Lanes
 from pdcompile.report.palette import WORK
@@ -15,7 +15,11 @@ def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> Lanes:
     """The compute of every rank, predicted, and `measured` of a run, whose first start is at
     second 0 too."""
     predicted, real = bars(events), bars(measured)
-    found = [*_lanes(predicted, measured=False), *_lanes(real, measured=True)]
+    found = [
+        Lane(rank, measured, tuple(_row(bar) for bar in own if bar.rank == rank))
+        for measured, own in ((False, predicted), (True, real))
+        for rank in {bar.rank for bar in own}
+    ]
     found.sort(key=lambda lane: (lane.rank, lane.measured))
     spans = _minibatches([*predicted, *real])
     return Lanes(
@@ -26,14 +30,6 @@ def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> Lanes:
         shown=len(spans) // 2,
         numbered=numbered(predicted),
     )
-
-
-def _lanes(shown: Sequence[Bar], *, measured: bool) -> Iterator[Lane]:
-    what = "measured, " if measured else ""
-    for rank in sorted({bar.rank for bar in shown}):
-        own = [bar for bar in shown if bar.rank == rank]
-        stages = ", ".join(map(str, sorted({bar.stage for bar in own})))
-        yield Lane(rank, f"rank {rank}, {what}stage {stages}", measured, tuple(map(_row, own)))
 
 
 def _row(bar: Bar) -> tuple[int, int, int, int, int, float, float]:

@@ -50,7 +50,6 @@ class Lane:
     """
 
     rank: int
-    name: str
     measured: bool
     bars: tuple[tuple[int, int, int, int, int, float, float], ...]
 

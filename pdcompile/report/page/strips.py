@@ -83,12 +83,8 @@ def _link(
     for event in events:
         carried[CARRIED[event.action.kind]] += event.num_bytes
     what = ", ".join(f"{format_bytes(count / steps)} {name}" for name, count in carried.items())
-    return Strip(
-        f"rank {ends[0]} → {ends[1]}{_level(plan, ends)}",
-        f"{percent(_busy(events, seconds))} busy; a step: {what}",
-        _busy(events, seconds),
-        "link",
-    )
+    label = f"rank {ends[0]} → {ends[1]}{_level(plan, ends)}"
+    return _busy(label, events, seconds, f"a step: {what}")
 
 
 def _level(plan: Plan, ends: tuple[int, int]) -> str:
@@ -103,15 +99,11 @@ def _sums(
 ) -> Strip:
     ranks = plan.stages[stage].ranks
     own = [event for event in events if event.rank == events[0].rank]
-    sent = sum(event.num_bytes for event in own) / steps
-    return Strip(
-        f"replicas of stage {stage}, ranks {', '.join(map(str, ranks))}",
-        f"{percent(_busy(own, seconds))} busy; each sends {format_bytes(sent)} of sums of "
-        "gradients a step",
-        _busy(own, seconds),
-        "link",
-    )
+    sent = format_bytes(sum(event.num_bytes for event in own) / steps)
+    label = f"replicas of stage {stage}, ranks {', '.join(map(str, ranks))}"
+    return _busy(label, own, seconds, f"each sends {sent} of sums of gradients a step")
 
 
-def _busy(events: Sequence[TimelineEvent], seconds: float) -> float:
-    return sum(one.end_seconds - one.start_seconds for one in events) / seconds if seconds else 0.0
+def _busy(label: str, events: Sequence[TimelineEvent], seconds: float, what: str) -> Strip:
+    busy = sum(one.end_seconds - one.start_seconds for one in events) / seconds if seconds else 0.0
+    return Strip(label, f"{percent(busy)} busy; {what}", busy, "link")
