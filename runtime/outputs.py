@@ -97,11 +97,6 @@ def share(
         }
 
 
-def _in_order(feed: Feed) -> list[dict[str, Tensor]]:
-    """The outputs by microbatch; nothing where the model returns no tensors of its own."""
-    return [feed.outputs.get(i, {}) for i in range(len(feed.sizes))]
-
-
 def join(
     graph: OpGraph, feed: Feed, layout: BatchLayout, loss: Tensor | None,
     tensors: Mapping[str, Tensor],
@@ -110,7 +105,7 @@ def join(
 
     `tensors` are the model's own, for an output that is one of them.
     """
-    placed = list(named_leaves(graph.output))
+    placed, spec = list(named_leaves(graph.output)), graph.output_spec
     device = next((tensor.device for tensor in tensors.values()), devices.HOST)
 
     def leaf(place: str, part: Any, values: Mapping[str, Tensor], size: int) -> Any:
@@ -125,8 +120,9 @@ def join(
         return tensors[part.fqn].detach() if isinstance(part, Attr) else part
 
     outputs = [
-        unflatten_output([leaf(*one, values, size) for one in placed], graph.output_spec)
-        for values, size in zip(_in_order(feed), feed.sizes, strict=True)
+        # Nothing is there where the model returns no tensors of its own.
+        unflatten_output([leaf(*one, feed.outputs.get(i, {}), n) for one in placed], spec)
+        for i, n in enumerate(feed.sizes)
     ]
     names = [part.name if isinstance(part, Ref) else None for _, part in placed]
     place = names.index(graph.loss) if loss is not None and graph.loss in names else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from pdcompile.schedule import Instruction, Phase
 from pdcompile.schedule.recorded import RecordedEvent
@@ -49,14 +49,10 @@ class Recording:
 
 def together(texts: Iterable[str]) -> tuple[RecordedEvent, ...]:
     """The recordings of several processes as one, from second 0, by start."""
-    events = sorted(_events(texts), key=lambda one: (one.start_seconds, one.rank))
+    noted = [RecordedEvent(*fields) for text in texts for fields in json.loads(text)]
+    events = sorted(noted, key=lambda one: (one.start_seconds, one.rank))
     first = events[0].start_seconds if events else 0.0
     return tuple(
         one._replace(start_seconds=one.start_seconds - first, end_seconds=one.end_seconds - first)
         for one in events
     )
-
-
-def _events(texts: Iterable[str]) -> Iterator[RecordedEvent]:
-    for text in texts:
-        yield from (RecordedEvent(*fields) for fields in json.loads(text))

@@ -141,7 +141,7 @@ def _read(
             yield from unread()
         return
     seeded: Any = _Seeded(dataset, session.plan.training.seed, options.pop("collate_fn", None))
-    parts = _Drawn(part for part in drawn() if part.rows)
+    parts: Any = (part for part in drawn() if part.rows)
     loader: Any = DataLoader(seeded, batch_sampler=parts, collate_fn=_as_it_is, **options)
     for batch, drew in loader:
         if drew:
@@ -204,16 +204,6 @@ def _generators() -> tuple[Any, ...]:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-class _Drawn:
-    """Samplers are iterated once for each pass over a loader: this one has one."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
 
 
 def _digest(indices: list[Any]) -> int:

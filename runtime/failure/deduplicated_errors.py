@@ -55,26 +55,20 @@ def _without_sigterm() -> Iterator[None]:
 
 
 def _show_once(text: str, show: Callable[[bool], None], derived: bool) -> tuple[int, ...]:
-    shown = False
+    own = _Entry(int(os.environ["RANK"]), derived, hashlib.sha256(text.encode()).hexdigest())
     try:
         board = _board()
-        own = _Entry(int(os.environ["RANK"]), derived, hashlib.sha256(text.encode()).hexdigest())
         board.append(_KEY, f"{own.rank} {derived:d} {own.digest}\n")
-        entries = _entries(board)
-        if next(one for one in entries if one.digest == own.digest) != own:
-            _settled(board)
-            return ()
-        if not derived:
-            show(own == next(one for one in entries if not one.derived))
-            shown = True
         found = _settled(board)
-        if derived and all(one.derived for one in found):
-            show(own == found[0])
-        return tuple(sorted({one.rank for one in found if one.digest == own.digest} - {own.rank}))
     except (OSError, RuntimeError):  # there is no store, or it went with torchrun
-        if not shown:
-            show(True)
+        show(True)
         return ()
+    same = [one.rank for one in found if one.digest == own.digest]
+    first = next((one for one in found if not one.derived), found[0])
+    if same[0] != own.rank or (derived and not first.derived):
+        return ()
+    show(own == first)
+    return tuple(sorted({*same} - {own.rank}))
 
 
 def _entries(board: Any) -> list[_Entry]:

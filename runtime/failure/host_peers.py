@@ -37,24 +37,14 @@ def exit_status(of: str, *, wait: bool = True) -> str:
 
     With `wait` one that still runs is given a second to end.
     """
-    *machine, pid, started = of.split(" ") if of else ("", "", "")
-    try:
-        if tuple(machine) != _machine():
+    deadline = time.monotonic() + _SECONDS
+    while (seen := _seen(of)) is not None and seen[0] not in "ZX":
+        if not wait:
             return ""
-        deadline = time.monotonic() + _SECONDS
-        while True:
-            state, start, code = _status(int(pid))
-            if start != started:
-                return ""  # the number is another process's by now
-            if state in "ZX":
-                return _in_words(code)
-            if not wait:
-                return ""
-            if time.monotonic() > deadline:
-                return f"its process {pid} still runs"
-            time.sleep(0.01)
-    except OSError:
-        return ""
+        if time.monotonic() > deadline:
+            return f"its process {of.split(' ')[2]} still runs"
+        time.sleep(0.01)
+    return "" if seen is None else _in_words(seen[1])
 
 
 def same_machine(of: str) -> bool:
@@ -75,12 +65,21 @@ def network() -> str:
 
 def stopped(of: str) -> bool:
     """True if somebody stopped the process of that `identity`, as SIGSTOP and debuggers do."""
-    pid, started = of.split(" ")[2:]
+    seen = _seen(of)
+    return seen is not None and seen[0] in "Tt"
+
+
+def _seen(of: str) -> tuple[str, int] | None:
+    """State and exit status of the process of that `identity`, None where the system does not
+    tell, or the number is another process's by now."""
     try:
-        state, start, _ = _status(int(pid))
+        if not same_machine(of):
+            return None
+        pid, started = of.split(" ")[2:]
+        state, start, code = _status(int(pid))
     except OSError:
-        return False
-    return start == started and state in "Tt"
+        return None
+    return (state, code) if start == started else None
 
 
 def _machine() -> tuple[str, str]:

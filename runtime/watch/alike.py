@@ -91,7 +91,7 @@ def facts_of_start(model: nn.Module, options: Options, flat: FlatCall | None) ->
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     for path, leaf in tensors.items():
         found[f"input {path} of the first minibatch{MAYBE}"] = _shape(leaf)
-    return {name: said.removeprefix(LOOSE) for name, said in found.items()}
+    return found
 
 
 def facts_of_reads(
@@ -99,65 +99,61 @@ def facts_of_reads(
 ) -> Facts:
     """Facts that are compared once rank 0 has captured the model: attributes that forward read.
 
-    A value that may be the rank's number, or say whether it is rank 0, may be there for a log.
+    A value that may be the rank's number, or tell whether it is rank 0, may be there for a log, and
+    so may None and a function of the user's.
     """
-    read = owners(model, loss_fn, places)
-    return {f"{path}{MAYBE}": text(attribute(owner, name), rank) for owner, name, path, _ in read}
+    number, found = rf"(?<![\d.])0*{rank}(?![\d.])", {}
+    for owner, name, path, _ in owners(model, loss_fn, places):
+        value = attribute(owner, name)
+        said = text(value)
+        loose = value is None or said == str(rank == 0) or bool(re.search(number, said))
+        loose = loose or (isinstance(value, _NAMED) and not said.startswith(_LIBRARIES))
+        found[f"{path}{MAYBE}"] = f"{LOOSE * loose}{said}" if said else ""
+    return found
 
 
-def text(value: Any, rank: int | None = None, depth: int = 0) -> str:
-    """A value as a text that is equal for equal values; "" for what may differ.
+_NAMED = (type, FunctionType, BuiltinFunctionType, functools.partial, MethodType)
+_LIBRARIES = ("torch.", "math.", "operator.")
 
-    `rank`: whose number may be in it, or be told by it.
-    """
-    match value:
-        case None:
-            return f"{LOOSE}None"
-        case float() | complex() | bytes() | torch.dtype() | enum.Enum():
-            return repr(value)[:_LONGEST]
-        case bool():
-            return f"{LOOSE}{value}" if rank is not None and value == (rank == 0) else str(value)
-        case int():
-            return f"{LOOSE}{value}" if rank is not None and value == rank else str(value)
-        case str():
-            if _PLACES.search(value):
-                return ""
-            numbered = rank is not None and re.search(rf"(?<!\d)0*{rank}(?!\d)", value)
-            return f"{LOOSE * bool(numbered)}{value!r}"[:_LONGEST]
-        case type() | FunctionType() | BuiltinFunctionType() | functools.partial() | MethodType():
-            return _named(value, depth)
-        case tuple() | list() | set() | frozenset() | dict():
-            return _items(value, rank, depth)
+
+def text(value: Any, depth: int = 0) -> str:
+    """A value as a text that is equal for equal values; "" for what may differ."""
+    if isinstance(value, str):
+        return "" if _PLACES.search(value) else repr(value)[:_LONGEST]
+    if value is None or isinstance(value, int | float | complex | bytes | torch.dtype | enum.Enum):
+        return repr(value)[:_LONGEST]
+    if isinstance(value, _NAMED):
+        return _named(value, depth)
+    if isinstance(value, tuple | list | set | frozenset | dict):
+        return _items(value, depth)
     if dataclasses.is_dataclass(value) and not isinstance(value, PurePath):
         fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        return type(value).__qualname__ + _items(fields, rank, depth)
+        return type(value).__qualname__ + _items(fields, depth)
     return ""
 
 
-def _items(value: Any, rank: int | None, depth: int) -> str:
+def _items(value: Any, depth: int) -> str:
     if depth >= _DEPTH:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, dict):
         pairs = [*value.items()][:_ITEMS]
-        said = [f"{text(k)}: {text(one, rank, depth + 1)}" for k, one in pairs]
+        said = [f"{text(key)}: {text(one, depth + 1)}" for key, one in pairs]
     else:
-        said = [text(one, rank, depth + 1) for one in [*value][:_ITEMS]]
+        said = [text(one, depth + 1) for one in [*value][:_ITEMS]]
         said = sorted(said) if isinstance(value, set | frozenset) else said
-    more = f", … {len(value)} in all" if len(value) > _ITEMS else ""
+    said += [f"… {len(value)} in all"] if len(value) > _ITEMS else []
     plain = ", ".join(said)
-    begin, end = ("[", "]") if isinstance(value, list) else ("(", ")")
-    return f"{LOOSE * (LOOSE in plain)}{begin}{plain.replace(LOOSE, '')}{more}{end}"
+    return f"[{plain}]" if isinstance(value, list) else f"({plain})"
 
 
 def _named(value: Any, depth: int = 0) -> str:
-    """The name of a function or class.  One of the user's may be there for a log."""
+    """The name of a function or class, with the arguments of a partial one."""
     if isinstance(value, functools.partial):
         given = [*map(text, value.args)]
-        given += [f"{name}={text(one, None, depth + 1)}" for name, one in value.keywords.items()]
-        return f"partial({', '.join([_named(value.func), *given])})".replace(LOOSE, "")
+        given += [f"{name}={text(one, depth + 1)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([_named(value.func), *given])})"
     home = str(getattr(value, "__module__", None) or "builtins")
-    name = f"{home}.{getattr(value, '__qualname__', value)}"
-    return name if home.partition(".")[0] in ("torch", "math", "operator") else LOOSE + name
+    return f"{home}.{getattr(value, '__qualname__', value)}"
 
 
 def _of_modules(root: str, model: nn.Module) -> Facts:
@@ -176,10 +172,10 @@ def _of_modules(root: str, model: nn.Module) -> Facts:
         place = f"module {'.'.join(filter(None, (root, path))) or 'itself'}"
         said = kind.__qualname__
         if _of_torch(kind):
-            if kind not in arguments:
-                arguments[kind] = _arguments(kind)
+            if kind not in arguments:  # other attributes of torch's modules are the user's
+                arguments[kind] = frozenset(inspect.signature(kind).parameters)
             numbers = {n: text(v) for n, v in vars(module).items() if n in arguments[kind]}
-            shown = [f"{n}={v.removeprefix(LOOSE)}" for n, v in numbers.items() if v]
+            shown = [f"{n}={said}" for n, said in numbers.items() if said]
             said += f"({', '.join(shown)})" if shown else ""
         if module.training != model.training:
             said += ", in evaluation mode" if model.training else ", in training mode"
@@ -196,17 +192,9 @@ def _of_modules(root: str, model: nn.Module) -> Facts:
     return found
 
 
-def _arguments(kind: type) -> frozenset[str]:
-    """Arguments that a class is made with: other attributes of torch's modules are the user's."""
-    return frozenset(inspect.signature(kind).parameters)
-
-
-def _of_torch(kind: type) -> bool:
-    return _is_torchs(kind.__module__)
-
-
-def _is_torchs(module: str | None) -> bool:
-    return (module or "").partition(".")[0] == "torch"
+def _of_torch(one: Any) -> bool:
+    """True if a class or function is torch's own."""
+    return (one.__module__ or "").partition(".")[0] == "torch"
 
 
 def _shape(tensor: Tensor) -> str:
@@ -223,25 +211,20 @@ def _of_code(what: str, given: Any, *, only_code: bool = False) -> Facts:
     if not only_code:
         known = callable(given) and not hasattr(given, "__name__")
         other = isinstance(given, functools.partial) or given is None or not known
-        found[what] = (text(given) if other else _named(type(given))).removeprefix(LOOSE)
+        found[what] = text(given) if other else _named(type(given))
         if isinstance(function, functools.partial):
             function = function.func
         elif known:
             function = type(given).__call__
-    function = _unwrapped(function)
-    if isinstance(function, FunctionType) and not _is_torchs(function.__module__):
+    while isinstance(getattr(function, "__wrapped__", None), FunctionType):
+        function = function.__wrapped__
+    if isinstance(function, FunctionType) and not _of_torch(function):
         home = function.__globals__
         # Where a global name stands for one of torch's functions, it is part of the code.
         used = [text(home[name]) for name in function.__code__.co_names if name in home]
         named = [one for one in used if one.startswith("torch.")]
         found[f"the code of {what} {_CODE}{MAYBE}"] = _digest(function.__code__, *named)
     return found
-
-
-def _unwrapped(function: Any) -> Any:
-    while isinstance(getattr(function, "__wrapped__", None), FunctionType):
-        function = function.__wrapped__
-    return function
 
 
 def _digest(code: CodeType, *more: str) -> str:
@@ -271,7 +254,7 @@ def _of_optimizer(make: Callable[..., Any] | None, model: nn.Module) -> Facts:
     if made is None:
         return found
     found |= _of_code(f"{type(made).__qualname__}.step", type(made).step, only_code=True)
-    found[f"the class of the optimizer{MAYBE}"] = _named(type(made)).removeprefix(LOOSE)
+    found[f"the class of the optimizer{MAYBE}"] = _named(type(made))
     found[f"the number of parameter groups{MAYBE}"] = str(len(made.param_groups))
     for number, group in enumerate(made.param_groups):
         found[f"parameters in group {number}{MAYBE}"] = str(len(group["params"]))

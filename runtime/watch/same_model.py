@@ -54,24 +54,28 @@ class RefuseForward:
         )
 
 
-def allow_forward(model: nn.Module) -> None:
-    """Take off the hook that refuses forward."""
-    for key, hook in [*model._forward_pre_hooks.items()]:
-        if isinstance(hook, RefuseForward):
-            del model._forward_pre_hooks[key]
-
-
-@contextmanager
-def forward_allowed(model: nn.Module) -> Iterator[None]:
-    """Lets rank 0 capture a model that is split already, from the shapes of its tensors."""
-    taken = [
+def _refusals(model: nn.Module) -> list[tuple[nn.Module, int, RefuseForward]]:
+    """Hooks that refuse forward: of which of the model's modules, and the key of each."""
+    return [
         (module, key, hook)
         for module in model.modules()
         for key, hook in module._forward_pre_hooks.items()
         if isinstance(hook, RefuseForward)
     ]
+
+
+def allow_forward(model: nn.Module) -> list[tuple[nn.Module, int, RefuseForward]]:
+    """Take off the hooks that refuse forward, and return them."""
+    taken = _refusals(model)
     for module, key, _ in taken:
         del module._forward_pre_hooks[key]
+    return taken
+
+
+@contextmanager
+def forward_allowed(model: nn.Module) -> Iterator[None]:
+    """Lets rank 0 capture a model that is split already, from the shapes of its tensors."""
+    taken = allow_forward(model)
     try:
         yield
     finally:
@@ -103,11 +107,7 @@ def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
         path, _, leaf = slot.names[0].rpartition(".")
         if one := _held.get(model.get_submodule(path), {}).get(leaf):
             found[fqn] = one
-    hooked = [
-        module
-        for module in model.modules()
-        if any(isinstance(hook, RefuseForward) for hook in module._forward_pre_hooks.values())
-    ]
+    hooked = _refusals(model)
     what = "split this model over several ranks, and each has only its own stages' parameters"
     if options.weights is not None:
         if next(_beside(None, _tensors(model)), None) is not None:
@@ -117,12 +117,11 @@ def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
                 "cut alike; or close the other one first; or have it train a copy "
                 "(keep_model=True)",
             )
-        for module in hooked:
-            allow_forward(module)
+        allow_forward(model)
         return {}
     if hooked and not found:
         raise ConfigError(
-            f"{type(hooked[0]).__name__}: this is a copy of a model; an earlier pipeline {what}",
+            f"{type(hooked[0][0]).__name__}: this is a copy of a model; an earlier pipeline {what}",
             remedy="compile the model itself, which is then cut alike; or say where the values of "
             "all are: weights=, a .safetensors file of what full_state_dict() gave; or build the "
             "model again",
