@@ -26,7 +26,7 @@ from pdcompile.batch import (
 )
 from pdcompile.compiled import Compiled
 from pdcompile.eager.snapshot import attribute, plain_text
-from pdcompile.errors import ConfigError, InputError, PdcompileError, did_you_mean, some
+from pdcompile.errors import ConfigError, InputError, did_you_mean, some
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
@@ -52,25 +52,20 @@ def begin_call(
     if flat.whole is not None:
         part = microbatches_here(session, flat.whole.size, turn, training=training)
     paths = needed_paths(session, training=training, with_loss=with_loss)
-    graph = compiled.capture.train if training else compiled.capture.eval
-    try:
+    graph = _graph(compiled, training=training)
+    with session.refusing():
         if flat.whole is not None:
             _check_turn(flat.whole, number, training=training)
         size = check_call(compiled, graph, flat, paths if part is None or part else (), part)
         _check_objects(session, flat)
         check_values(compiled, graph, flat, size, part)
-    except PdcompileError as error:
-        session.refuse(error)
-        raise
     session.check_changes(training)
     with session.guard():
         size = session.agree(kind, number, size, flat)
     if size is None:
         raise InputError("no input tells the batch size", remedy="pass the model's inputs")
-    layout = replace(compiled.layout, size=size)
-    count = microbatch_count(compiled, graph, size)
-    sizes = microbatch_sizes(size, count) if layout.splits else [size]
-    scales: list[float] = []
+    layout, sizes = replace(compiled.layout, size=size), _sizes(compiled, graph, size)
+    count, scales = len(sizes), list[float]()
     if with_loss and session.wirings[session.stages[-1], training].is_last:
         with session.guard() if session.world is not None else nullcontext():
             scales = weights(options.loss_reduction, flat, layout, count)
@@ -124,19 +119,22 @@ def microbatch_count(compiled: Compiled, graph: OpGraph, size: int) -> int:
     return min(fitting, key=lambda m: abs(m - usual), default=usual)
 
 
-def _sizes(session: Session, size: int, *, training: bool) -> list[int]:
-    """Samples of each microbatch."""
-    compiled = session.compiled
-    graph = compiled.capture.train if training else compiled.capture.eval
+def _sizes(compiled: Compiled, graph: OpGraph, size: int) -> list[int]:
+    """Samples of each microbatch of a call; one has all where a batch cannot be cut."""
+    if not compiled.layout.splits:
+        return [size]
     return microbatch_sizes(size, microbatch_count(compiled, graph, size))
+
+
+def _graph(compiled: Compiled, *, training: bool) -> OpGraph:
+    return compiled.capture.train if training else compiled.capture.eval
 
 
 def microbatches_here(session: Session, size: int, turn: int, *, training: bool) -> tuple[int, ...]:
     """The microbatches of which this process reads samples, of minibatch `turn` and that size."""
     if not any(wiring.paths(True) for wiring in session.wirings.values()):
         return ()
-    splits = session.compiled.layout.splits
-    count = len(_sizes(session, size, training=training)) if splits else 1
+    count = len(_sizes(session.compiled, _graph(session.compiled, training=training), size))
     parts = [_microbatches_of(session, worker, turn, count) for worker in session.workers]
     return tuple(sorted({i for part in parts for i in part}))
 
@@ -144,9 +142,7 @@ def microbatches_here(session: Session, size: int, turn: int, *, training: bool)
 def rows_here(session: Session, size: int, turn: int, *, training: bool) -> list[int]:
     """The samples that this process reads of minibatch `turn`, which has so many."""
     part = microbatches_here(session, size, turn, training=training)
-    if not session.compiled.layout.splits:
-        return list(range(size)) if part else []
-    sizes = _sizes(session, size, training=training)
+    sizes = _sizes(session.compiled, _graph(session.compiled, training=training), size)
     ends = [*accumulate(sizes)]
     return [row for i in part for row in range(ends[i] - sizes[i], ends[i])]
 
@@ -215,10 +211,9 @@ def check_call(
         if several or _counts_rows(graph, path):
             raise lone_row_error(flat, path, layout.size)
     size = layout.size if flat.whole is None or part is None else flat.whole.size
-    count = microbatch_count(compiled, graph, size)
+    sizes = _sizes(compiled, graph, size)
     told = any(layout.dims[path] is not None for path in tensors)
     if flat.whole is not None and part is not None:
-        sizes = microbatch_sizes(size, count)
         due = sum(sizes[i] for i in part)
         if told and layout.size != due:
             raise InputError(
@@ -228,7 +223,7 @@ def check_call(
             )
     elif not told:
         return None
-    _check_sizes(graph, size, count, training=graph is compiled.capture.train)
+    _check_sizes(graph, sizes, training=graph is compiled.capture.train)
     return size
 
 
@@ -282,18 +277,17 @@ def _check_objects(session: Session, flat: FlatCall) -> None:
 def _check_trainable(tensors: Mapping[str, Tensor]) -> None:
     for path, leaf in tensors.items():
         if leaf.is_inference():
-            raise InputError(
-                "this input was made under torch.inference_mode, and cannot be trained on",
-                where=path,
-                remedy="clone() it outside",
+            what = "was made under torch.inference_mode, and cannot be trained on"
+            remedy = "clone() it outside"
+        elif leaf.grad_fn is not None:
+            what = (
+                "is the result of a computation that waits for gradients, which would be computed "
+                "once a microbatch"
             )
-        if leaf.grad_fn is not None:
-            raise InputError(
-                "this input is the result of a computation that waits for gradients, which "
-                "would be computed once a microbatch",
-                where=path,
-                remedy="detach() it, or make that computation a part of the model",
-            )
+            remedy = "detach() it, or make that computation a part of the model"
+        else:
+            continue
+        raise InputError(f"this input {what}", where=path, remedy=remedy)
 
 
 def _counts_rows(graph: OpGraph, path: str) -> bool:
@@ -366,26 +360,22 @@ def check_values(
     """Raise InputError where the model's Python would go another way than in the capture."""
     if size is None or not graph.checks:
         return
-    layout = replace(compiled.layout, size=size)
-    count = microbatch_count(compiled, graph, size)
-    sizes = microbatch_sizes(size, count) if layout.splits else [size]
+    layout, sizes = replace(compiled.layout, size=size), _sizes(compiled, graph, size)
     given = {entry.path: flat.leaves.get(entry.path) for entry in graph.inputs}
-    parts = split(given, layout, count, part)
+    parts = split(given, layout, len(sizes), part)
     for i in range(len(sizes)) if part is None else part:
         check_inputs(graph, parts[i], sizes[i])
 
 
 def check_size(session: Session, size: int, *, training: bool) -> None:
     """Raise InputError where no call takes a minibatch of so many samples."""
-    compiled = session.compiled
-    graph = compiled.capture.train if training else compiled.capture.eval
-    if compiled.layout.splits:
-        _check_sizes(graph, size, microbatch_count(compiled, graph, size), training=training)
+    graph = _graph(session.compiled, training=training)
+    if session.compiled.layout.splits:
+        _check_sizes(graph, _sizes(session.compiled, graph, size), training=training)
 
 
-def _check_sizes(graph: OpGraph, size: int, count: int, *, training: bool) -> None:
+def _check_sizes(graph: OpGraph, sizes: list[int], *, training: bool) -> None:
     """The model may be another computation for fewer or more samples than were captured."""
-    sizes = microbatch_sizes(size, count)
     largest, smallest = sizes[0], sizes[-1]
     known = graph.sizes
     if smallest < known.smallest:
@@ -396,14 +386,14 @@ def _check_sizes(graph: OpGraph, size: int, count: int, *, training: bool) -> No
     else:
         return
     if known.is_one:
-        due = known.smallest * (count if training else 1)
+        due = known.smallest * (len(sizes) if training else 1)
         remedy = f"minibatches of {due} samples" if training else (
             f"evaluate minibatches of {due} samples or a multiple of it, filled up if need be"
         )  # fmt: skip
     to = f" to {known.largest}" if known.largest != known.smallest else " alone"
     raise InputError(
-        f"a minibatch of {size} samples in {len(sizes)} microbatches makes one of {wrong}, and "
-        f"the captured model is right for {known.smallest}{to}: {reason}",
+        f"a minibatch of {sum(sizes)} samples in {len(sizes)} microbatches makes one of {wrong}, "
+        f"and the captured model is right for {known.smallest}{to}: {reason}",
         where="the batch size",
         remedy=remedy,
     )

@@ -1,11 +1,9 @@
 """Device of a process: where its tensors live, and in what order work on them is done.
 
 On the CPU work is done when a call returns.  On a GPU it is queued, and a rank's program is the
-order of one stream, on which all of its stages compute.  What goes on beside that (copies between
-the memory of device and host) begins after what the stream had queued when its instruction came,
-and ends before what is queued after the instruction that waits for it.  So what a program is
-proved to do in its order is done in that order on the device, and nothing but copies has to say
-for what it waits.
+order of one stream, on which all of its stages compute.  Only copies to the host go on beside that:
+they begin after what the stream had queued when their instruction came.  So what a program is
+proved to do in its order is done in that order on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,23 +38,8 @@ def device_failed(text: str) -> DeviceFailed:
     )
 
 
-class Event(Protocol):
-    """A place in what a device has queued."""
-
-    def query(self) -> bool:
-        """True once the device is past it."""
-
-    def synchronize(self) -> None:
-        """Wait for that."""
-
-
 class Handle:
-    """A message in flight. `wait` returns the tensor of a receive.
-
-    `memory` is the address of the slot that a pooled receive is in.
-    """
-
-    memory = -1
+    """A message in flight. `wait` returns the tensor of a receive."""
 
     def ready(self) -> bool:
         """True if wait may be called now: on a blocking transport always."""
@@ -69,15 +52,12 @@ class Handle:
     def wait(self) -> Tensor | None:
         raise NotImplementedError
 
-    def free(self) -> None:
-        """Give a pooled slot back: nobody reads the tensor any more."""
-
 
 class Fetched(Handle):
     """A tensor in host memory that may be on its way there; `source` is kept until it has come."""
 
     def __init__(
-        self, tensor: Tensor, done: Event | None = None, source: Tensor | None = None,
+        self, tensor: Tensor, done: Any = None, source: Tensor | None = None,
         starter: Starter | None = None,
     ) -> None:  # fmt: skip
         self.tensor = tensor
@@ -104,7 +84,7 @@ class Fetched(Handle):
 class Deferred:
     """The Work of something that begins when a device is past an event."""
 
-    def __init__(self, done: Event | None, start: Callable[[], Any]) -> None:
+    def __init__(self, done: Any, start: Callable[[], Any]) -> None:
         self._done = done
         self._start: Callable[[], Any] | None = start
         self._over = Flag()
@@ -156,7 +136,7 @@ class Starter:
         self._waiting: list[Deferred] = []
         self._thread: Thread | None = None
 
-    def begin(self, done: Event | None, start: Callable[[], Any]) -> Any:
+    def begin(self, done: Any, start: Callable[[], Any]) -> Any:
         """Begin when the device is past `done`, or at once if nothing before waits; returns the
         Work of that."""
         self._waiting = [one for one in self._waiting if not one.begun]
@@ -200,18 +180,6 @@ class DeviceMemory(NamedTuple):
     total: int
 
 
-class Landing:
-    """Memory in which a message arrives; `beside`: the host's, on its way to the device."""
-
-    beside = False
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-
-    def arrived(self) -> None:
-        """The message is there: what is computed from now on finds it on the device."""
-
-
 class RankDevice:
     """The device of a process: the CPU, where what is computed is there when a call returns."""
 
@@ -228,23 +196,26 @@ class RankDevice:
 
     def on_host(self, tensor: Tensor) -> bool:
         """True if the host may read the tensor now."""
-        return True
+        return devices.on_host(tensor)
 
     def empty(self, num_bytes: int) -> Tensor:
         """Memory on the device."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device; what is computed from now on finds it there."""
+    def place(self, tensor: Tensor, *, pinned: bool = False) -> Tensor:
+        """The tensor on the device; what is computed from now on finds it there.
+
+        `pinned`: it is in memory of `pinned`, which nobody writes any more.
+        """
         return tensor
 
     def fetch(self, tensor: Tensor) -> Fetched:
         """The tensor in host memory, as soon as it has been computed."""
         return Fetched(tensor)
 
-    def landing(self, target: Tensor) -> Landing:
-        """Landing for a message into memory, of device or host, that is free from now on."""
-        return Landing(target)
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Memory of the host from which `place` copies while the host goes on."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def memory(self) -> DeviceMemory | None:
         """Use of the device's memory; None on the CPU."""
@@ -261,10 +232,10 @@ class QueuedDevice(RankDevice):
     """One GPU of a process.
 
     All memory is from the allocator of the present stream, that of computing while a program runs:
-    what is freed there is used again by what is queued there later.  Copies beside it touch memory
-    only between a `fork` of that stream and an event that it waits for, or, outwards, as long as
-    somebody keeps the source.  Memory of the host is torch's own pool of pinned memory, which uses
-    none again before the copies that were begun with it are over.
+    what is freed there is used again by what is queued there later.  Copies to the device are
+    queued there too; copies to the host go on beside it, while somebody keeps the source.  Memory
+    of the host is torch's own pool of pinned memory, which uses none again before the copies that
+    were begun with it are over.
     """
 
     queued = True
@@ -273,7 +244,7 @@ class QueuedDevice(RankDevice):
         """`cuda`: has the streams and events."""
         self.device = device
         self._cuda = cuda
-        self._compute, self._outward, self._inward = (cuda.Stream(device=device) for _ in range(3))
+        self._compute, self._outward = (cuda.Stream(device=device) for _ in range(2))
         self._starter = Starter()
 
     @contextmanager
@@ -289,33 +260,23 @@ class QueuedDevice(RankDevice):
     def making(self) -> AbstractContextManager[object]:
         return self.device
 
-    def on_host(self, tensor: Tensor) -> bool:
-        return devices.on_host(tensor)
-
-    def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
     @torch.no_grad()
-    def place(self, tensor: Tensor) -> Tensor:
+    def place(self, tensor: Tensor, *, pinned: bool = False) -> Tensor:
         if not self.on_host(tensor):
             return tensor
+        source = tensor if pinned else self.pinned_like(tensor).copy_(tensor)
         target = torch.empty_like(tensor, device=self.device, requires_grad=False)
-        source = self.pinned_like(tensor).copy_(tensor)
-        self.fill(target, source, self.fork())
-        return target
+        return target.copy_(source, non_blocking=True)
 
     @torch.no_grad()
     def fetch(self, tensor: Tensor) -> Fetched:
         if self.on_host(tensor):
             return Fetched(tensor, starter=self._starter)
         copy = self.pinned_like(tensor)
-        self._outward.wait_event(self.fork())
+        self._outward.wait_stream(self._cuda.current_stream(self.device))
         with self._cuda.stream(self._outward):
             copy.copy_(tensor, non_blocking=True)
         return Fetched(copy, self._past(self._outward), tensor, self._starter)
-
-    def landing(self, target: Tensor) -> Landing:
-        return Landing(target) if self.on_host(target) else _Beside(self, target)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Memory of the host for a copy that goes on while the host does."""
@@ -323,21 +284,13 @@ class QueuedDevice(RankDevice):
             tensor, device=devices.HOST, pin_memory=True, requires_grad=False
         )  # fmt: skip
 
-    def fork(self) -> Event:
-        """Event behind all that has been queued so far."""
-        return self._past(self._cuda.current_stream(self.device))
+    def pinned(self, num_bytes: int) -> Tensor:
+        return self.pinned_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
 
-    def fill(self, target: Tensor, source: Tensor, free: Event) -> None:
-        """Copy from pinned memory when the device is past `free`; what is queued from now on finds
-        it there."""
-        self._inward.wait_event(free)
-        with self._cuda.stream(self._inward):
-            target.copy_(source, non_blocking=True)
-        self._cuda.current_stream(self.device).wait_event(self._past(self._inward))
-
-    def _past(self, stream: Any) -> Event:
-        found: Event = self._cuda.Event(blocking=True)  # who waits for it sleeps
-        found.record(stream)  # type: ignore[attr-defined]
+    def _past(self, stream: Any) -> Any:
+        """Event behind all that the stream has."""
+        found = self._cuda.Event(blocking=True)  # who waits for it sleeps
+        found.record(stream)
         return found
 
     def memory(self) -> DeviceMemory:
@@ -349,22 +302,8 @@ class QueuedDevice(RankDevice):
         self._past(self._compute).synchronize()
 
     def abandon(self) -> None:
-        for copies in (self._outward, self._inward):
-            self._compute.wait_stream(copies)  # what they work on is about to be freed
+        self._compute.wait_stream(self._outward)  # what it reads is about to be freed
         self._starter.abandon()
-
-
-class _Beside(Landing):
-    """A message arrives in pinned memory, and goes on to the device."""
-
-    beside = True
-
-    def __init__(self, device: QueuedDevice, target: Tensor) -> None:
-        super().__init__(device.pinned_like(target))
-        self._device, self._target, self._free = device, target, device.fork()
-
-    def arrived(self) -> None:
-        self._device.fill(self._target, self.memory, self._free)
 
 
 def device_of(plan: Plan, ranks: Collection[int], *, alone: bool) -> RankDevice:

@@ -152,10 +152,7 @@ class Evaluations:
             wirings(compiled, session.stages, edges),
             [self._module(worker, compiled) for worker in session.workers],
             first,
-            AttributeWatch(
-                session.model, session.options.loss_fn, compiled.capture.attributes,
-                [path for one in compiled.interfaces for path in one.opaque],
-            ),
+            AttributeWatch(session.model, session.options.loss_fn, compiled),
         )  # fmt: skip
 
     def _check_held(self, unlike: Unlike, found: Compiled, *, ordered: bool) -> None:

@@ -29,7 +29,6 @@ from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Done, Transport
 from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
-from pdcompile.schedule.instruction import TO_WEIGHTS
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
@@ -53,7 +52,6 @@ class Loss:
         self.own: Tensor | None = None
         self._parts: dict[int, Handle] = {}  # by rank
         self._value: Tensor | None = None
-        self._abandoned = False
 
     def add(self, rank: int, part: Handle) -> None:
         self._parts[rank] = part
@@ -62,12 +60,11 @@ class Loss:
         return self._value is not None or all(part.known() for part in self._parts.values())
 
     def abandon(self) -> None:
-        self._abandoned = self._value is None
         self._parts.clear()
 
     def wait(self) -> Tensor:
         if self._value is None:
-            if self._abandoned:
+            if not self._parts:
                 raise ClosedError(
                     "the pipeline ended before this loss arrived",
                     remedy="read the losses, or call pipe.flush(), before the pipeline ends",
@@ -139,7 +136,6 @@ class Worker:
         self._weights_at: set[int] | None = None  # their memory; None: it may be another now
         self._receiving: dict[Key, Handle] = {}
         self._arrived: dict[Key, Tensor] = {}
-        self._slots: dict[tuple[int, int], list[Handle]] = {}
         self._outgoing: dict[Key, list[Tensor]] = {}  # once for each receiver
         self._sending: dict[tuple[Key, int, int], Handle] = {}
         self._transfers: dict[Phase, Callable[[Instruction], None]] = {
@@ -153,7 +149,7 @@ class Worker:
             Action.BACKWARD: self._backward,
             Action.BACKWARD_INPUT: self._backward,
             Action.BACKWARD_WEIGHT: self._backward_weight,
-            Action.FREE: self._free,
+            Action.FREE: lambda _: None,  # what came in goes with the last that refers to it
             Action.STEP: self._step,
             Action.POST_NORMS: self._post_norms,
             Action.WAIT_NORMS: self._wait_norms,
@@ -196,7 +192,7 @@ class Worker:
         if minibatch is not None:
             self.feeds.pop(minibatch, None)
             self.weights.abandon(minibatch)
-        mine = self._receiving, self._arrived, self._slots, self._outgoing, self._sending
+        mine = self._receiving, self._arrived, self._outgoing, self._sending
         for part in (*mine, self._compute.flights):
             part.clear()
         self.norms.abandon()
@@ -219,12 +215,7 @@ class Worker:
     def execute(self, ins: Instruction) -> None:
         """Run one instruction; after an error, `current` says which one it was."""
         self.current = ins
-        rule = self._transfers.get(ins.action.phase) or self._rest[ins.action]
-        if self.replicas is not None and ins.action in TO_WEIGHTS:
-            with self.replicas.summing(ins, self.base + ins.minibatch):
-                rule(ins)
-        else:
-            rule(ins)
+        (self._transfers.get(ins.action.phase) or self._rest[ins.action])(ins)
         self.current = None
 
     # -- messages ----------------------------------------------------------------------------
@@ -249,13 +240,11 @@ class Worker:
         key = self._key(ins)
         target = self.stage if len(self.held) > 1 and ins.stage >= 0 else -1
         channel = Channel(key[0], ins.edge, ins.peer, target)
-        pooled = ins.action.kind is Kind.VALUE
-        self._receiving[key] = self.transport.receive(channel, self._expected(key), pooled=pooled)
+        self._receiving[key] = self.transport.receive(channel, self._expected(key))
 
     def _wait(self, ins: Instruction) -> None:
         key, kind = self._key(ins), ins.action.kind
-        handle = self._receiving.pop(key)
-        tensor = handle.wait()
+        tensor = self._receiving.pop(key).wait()
         assert tensor is not None
         if kind is Kind.WEIGHT:
             self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
@@ -266,8 +255,6 @@ class Worker:
             self._box.tensors[ins.edge, ins.microbatch] = tensor
         else:
             self._arrived[key] = tensor
-        if kind is Kind.VALUE:
-            self._slots.setdefault((key[2], key[3]), []).append(handle)
 
     def _send(self, ins: Instruction) -> None:
         key, kind = self._key(ins), ins.action.kind
@@ -290,10 +277,6 @@ class Worker:
     def _wait_send(self, ins: Instruction) -> None:
         self._sending.pop((self._key(ins), ins.peer, ins.target)).wait()
 
-    def _free(self, ins: Instruction) -> None:
-        for handle in self._slots.pop((self.base + ins.minibatch, ins.microbatch), ()):
-            handle.free()
-
     def _forward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
         feed, version = self.feeds[minibatch], self.weights.newest
@@ -307,10 +290,10 @@ class Worker:
         sent = {port.value: edge for port, edge in wiring.outputs if edge is not None}
         if not feed.keep_outputs:
             values = {name: value for name, value in values.items() if name in sent}
-        written = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
+        written: set[int] = set()
         if values:
             self._weights_at = self._weights_at or self.weights.memories(parameters=True)
-            written |= self._weights_at | self.weights.memories(parameters=False)
+            written = self._weights_at | self.weights.memories(parameters=False)
         kept = {name: _apart(value, written) for name, value in values.items()}
         for name, edge in sent.items():
             key = wiring.kind, edge, minibatch, microbatch
@@ -365,7 +348,7 @@ class Worker:
 
 
 def _apart(value: Tensor, written: Collection[int]) -> Tensor:
-    """A result of a stage, copied where it is a view of what came in, or of the stage's own."""
+    """A result of a stage, copied where it is a view of the stage's own tensors."""
     value = value.detach()
     return value.clone() if memory_of(value) in written else value
 

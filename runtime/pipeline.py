@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, flatten_call
@@ -51,51 +50,41 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             where="autocast",
             remedy="plan again with a dtype: autocast='bfloat16' is the region of the devices",
         )
-    _check_recomputation(plan, graph)
-    _check_sums(plan, graph)
-    _check_scaling(plan, graph)
+    for message, where, remedy in _refusals(plan, graph):
+        raise ConfigError(message, where=where, remedy=remedy)
 
 
-def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
-    """Refuse forward hooks inside of what is recomputed: they would run twice a microbatch."""
-    stage_of = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
+def _refusals(plan: Plan, graph: OpGraph) -> Iterator[tuple[str, str, str]]:
+    """Parts of a model that a plan cannot train: what is wrong, where, and the remedy."""
+    again = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
     for op in graph.ops:
-        if op.hooks and op.name in stage_of:
-            raise ConfigError(
-                f"stage {stage_of[op.name].index} recomputes its forward, and the forward hook "
+        if op.hooks and op.name in again:
+            yield (
+                f"stage {again[op.name].index} recomputes its forward, and the forward hook "
                 f"{op.hooks[0]} of the opaque module {op.module_path!r} would run twice",
-                where=op.module_path,
-                remedy="remove it, or do that in the module's forward; or recompute=False for "
-                "this stage",
+                op.module_path,
+                "remove it, or do that in the module's forward; or recompute=False for this stage",
             )
-
-
-def _check_scaling(plan: Plan, graph: OpGraph) -> None:
-    """Refuse parameters whose gradients are in float16: divided by the scale they would vanish."""
-    for fqn, info in graph.tensors.items() if plan.training.loss_scaling else ():
-        if info.requires_grad and info.dtype == "float16":
-            raise ConfigError(
-                "this parameter is float16, and so is its gradient, which a GradScaler cannot "
-                "divide by the scale",
-                where=fqn,
-                remedy="keep parameters in float32, and give autocast=torch.float16",
-            )
-
-
-def _check_sums(plan: Plan, graph: OpGraph) -> None:
-    """Refuse sparse gradients where replicas sum them."""
-    stage_of = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
+    summing = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
     shared = plan.num_ranks < sum(stage.replicas for stage in plan.stages)  # then all have as many
     for fqn, lookups in sparse_lookups(graph).items():
-        stage = stage_of.get(lookups[0].name)
+        stage = summing.get(lookups[0].name)
         if stage is not None:
             counts = tuple(1 if one is stage else one.replicas for one in plan.stages)
             instead = f"one replica for this stage, as in replicas={counts}"
-            raise ConfigError(
+            yield (
                 f"the gradient of this parameter is sparse ({lookups[0].source}), and the "
                 f"{stage.replicas} replicas of stage {stage.index} sum dense ones",
-                where=fqn,
-                remedy=f"sparse=False; or {'replicas=1' if shared else instead}",
+                fqn,
+                f"sparse=False; or {'replicas=1' if shared else instead}",
+            )
+    for fqn, info in graph.tensors.items() if plan.training.loss_scaling else ():
+        if info.requires_grad and info.dtype == "float16":  # divided by the scale it would vanish
+            yield (
+                "this parameter is float16, and so is its gradient, which a GradScaler cannot "
+                "divide by the scale",
+                fqn,
+                "keep parameters in float32, and give autocast=torch.float16",
             )
 
 
@@ -181,10 +170,7 @@ class Pipeline(Saving):
             kept, self._model = self._model, copy_of(self._model)
             for module in kept.modules():
                 module.training = passed[module]
-        if start is None:
-            return None
-        agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
-        return launch.connect(start, self._options, plan, agreed)
+        return None if start is None else launch.connect(start, self._options, plan)
 
     def _compiled(self, flat: Any, start: StartUp | None) -> Compiled:
         if flat is None and (start is None or start.rank == 0 or self._example[0] is not None):

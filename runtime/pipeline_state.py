@@ -82,8 +82,7 @@ class PipelineState(ModuleHints):
     @property
     def _running(self) -> Session:
         if self._session is None:
-            if self._closed:
-                raise ClosedError("this pipeline was closed", remedy="make a new pipeline")
+            self._check_open()
             raise NotPrepared(
                 "there is no plan yet: the model is captured with the first minibatch",
                 remedy="call pipe.step(...) or pipe.prepare(inputs) first, or give "

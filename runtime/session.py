@@ -13,7 +13,6 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import one_thread, preserved_rng
-from pdcompile.errors import PdcompileError
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
@@ -190,8 +189,6 @@ class Session(Guarded):
         """Interpret a program whose minibatch 0 is number `base`."""
         for n, worker in enumerate(self.workers):
             worker.begin(base, feeds[n] if feeds else None, box, max_norm)
-            if worker.replicas is not None:
-                worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
         with _running(self) as check:
             if check is not None and feeds is not None:
@@ -219,15 +216,12 @@ class Session(Guarded):
         Raises:
             ConfigError: something was done that cannot be taken over.
         """
-        try:
+        with self.refusing():
             self._watch.check(training=training, in_flight=self.in_flight, rebind=self._rebind)
             self._optimizer_watch.check(in_flight=self.in_flight)
             for worker in self.workers:
                 if worker.replicas is not None:
                     worker.replicas.refuse_hooks()
-        except PdcompileError as error:
-            self.refuse(error)
-            raise
         if not self.in_flight:
             self._adopt()
 
@@ -292,11 +286,8 @@ def in_one_thread(session: Session) -> Iterator[None]:
         ConfigError: see `pdcompile.eager.randomness.one_thread`.
     """
     with ExitStack() as stack:
-        try:
+        with session.refusing():
             stack.enter_context(one_thread())
-        except PdcompileError as error:
-            session.refuse(error)
-            raise
         yield
 
 
@@ -311,18 +302,10 @@ def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
 
 
 def _watched(session: Session) -> ModelWatch:
-    compiled, alone = session.compiled, session.world is None
-    stages = set(session.stages)
-    return ModelWatch(
-        session.model,
-        session.options.loss_fn,
-        compiled.capture.attributes,
-        opaque=[path for stage in stages for path in compiled.interfaces[stage].opaque],
-        read=compiled.capture.numbers,
-        tied=[one.fqn for one in session.plan.tied if not alone and stages & set(one.stages)],
-        several=not alone,
-        overlaps=compiled.overlaps,
-    )
+    alone, stages = session.world is None, set(session.stages)
+    tied = [one.fqn for one in session.plan.tied if not alone and stages & set(one.stages)]
+    given = session.model, session.options.loss_fn, session.compiled, tied
+    return ModelWatch(*given, several=not alone)
 
 
 def wirings(

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
-from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.plan import Plan
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.interpreter import Worker
-from pdcompile.runtime.stage.compute import Compute, Precision, SecondRun
+from pdcompile.runtime.stage.compute import Compute
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
 from pdcompile.runtime.transport.launch import World
-from pdcompile.runtime.transport.links import OrderedLink, pairs
+from pdcompile.runtime.transport.links import Link, pairs
 from pdcompile.runtime.transport.point_to_point import (
     GroupTransport,
     LocalTransport,
@@ -85,7 +82,7 @@ class Workers:
                 for pair in pairs(self._spec, evaluation)
                 if rank in pair
             }
-            data = OrderedLink(rank, groups, direct=world.path.direct)
+            data = Link(groups, rank, direct=world.path.direct)
         return GroupTransport(
             world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
         )
@@ -107,33 +104,16 @@ class Workers:
         return GroupSums(group, ranks, index, self._device, direct=direct)
 
     def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
-        plan, train = self._compiled.plan, self._compiled.capture.train
+        compiled, device, train = self._compiled, self._device, self._compiled.capture.train
         weights = self._weights(stage)
-        again = plan.stages[stage].recompute
-        second = SecondRun(weights.modules[0], self._compiled, stage) if again else None
-        makes = self._compiled.makes_tensors(stage)
-        precision = Precision(partial(self._region, makes), self._scale)
-        whole = bool(self._compiled.interfaces[stage].opaque)
-        compute = Compute(
-            stage, weights, self.streams, precision, second,
-            whole=whole, device=self._device,
-        )  # fmt: skip
+        compute = Compute(stage, compiled, weights, self.streams, device, self._scale)
         dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
-        worker = Worker(stage, compute, plan, weights, norms, transport, dtype, self._device)
+        worker = Worker(stage, compute, compiled.plan, weights, norms, transport, dtype, device)
         worker.replicas = self._replicas(stage, transport.rank, weights)
         return worker
 
-    @contextmanager
-    def _region(self, makes: bool) -> Iterator[None]:
-        """Context of model and loss; `makes`: they make tensors of nothing."""
-        making = self._device.making() if makes else nullcontext()
-        with autocast_region(self._compiled.plan.training.autocast), making:
-            yield
-
     def _weights(self, stage: int) -> StageWeights:
-        compiled, interface = self._compiled, self._compiled.interfaces[stage]
-        tied = tied_here(compiled.plan, self._stages)
-        taken = {fqn for fqn, stages in tied if stage in stages[1:]}
+        taken = {f for f, s in tied_here(self._compiled.plan, self._stages) if stage in s[1:]}
 
         def tensor(fqn: str) -> Tensor:
             found = self._state.tensors[fqn]
@@ -141,42 +121,20 @@ class Workers:
                 return nn.Parameter(found.detach().clone())
             return found
 
-        stage_class = compiled.stage_classes[stage]
-        weights = self.first.get(stage)
-        ties = {
-            one.fqn: stage == one.stages[0] for one in compiled.plan.tied if stage in one.stages
-        }
-        if weights is None:
-            weights = self.first[stage] = StageWeights(
-                stage_class,
-                interface,
-                tensor,
-                tied=ties,
-                versions=self._spec.versions(stage),
-                apart=compiled.overlaps,
-                model=self._model,
-                group=self._spec.group(stage),
-            )
-        else:
-            weights = ReplicaWeights(
-                weights, stage_class, interface, tensor,
-                tied=ties, written=compiled.written_buffers(stage), model=self._model,
-            )  # fmt: skip
+        given = stage, self._compiled, tensor, self._model
+        first = self.first.get(stage)
+        weights = StageWeights(*given) if first is None else ReplicaWeights(first, *given)
+        self.first.setdefault(stage, weights)
         for module in weights.modules:
-            self.streams.attach(module, interface)
+            self.streams.attach(module, self._compiled.interfaces[stage])
         return weights
 
     def _replicas(self, stage: int, rank: int, weights: StageWeights) -> Replicas | None:
         ranks = self._spec.ranks[stage]
         if len(ranks) == 1:
             return None
-        compiled = self._compiled
-        once = not compiled.interfaces[stage].opaque and not compiled.edited(stage)
-        # In device order a sum begins where the program says, and no bucket of it before; nor on
-        # a device, where it would begin on a thread of autograd's.
-        once = once and not self._ordered and not self._device.queued
         sums = self._sums(stage, rank)
-        return Replicas(sums, weights, compiled.written_buffers(stage), once=once)
+        return Replicas(sums, weights, self._compiled.written_buffers(stage))
 
 
 def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:

@@ -18,7 +18,7 @@ from pdcompile.hardware import devices
 from pdcompile.plan import Edge, Plan
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.launch import DataPath, data_path
-from pdcompile.runtime.transport.links import OrderedLink, pairs
+from pdcompile.runtime.transport.links import Link, pairs
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.schedule import Kind, Phase
 from pdcompile.schedule.instruction import DATA
@@ -57,7 +57,7 @@ class Group:
 
 def test_control_has_tags_and_data_has_none() -> None:
     control, lower, upper = Group(), Group(), Group()
-    data = OrderedLink(1, {0: lower, 2: upper})
+    data = Link({0: lower, 2: upper}, 1)
     transport = GroupTransport(control, rank=1, plan=7, reach=2, data=data)
     value = Channel(Kind.VALUE, 5, 2)
     transport.send(value, torch.zeros(3), 0).wait()
@@ -261,4 +261,4 @@ except LaunchError as error:
 """
     )
     run = processes(script, 2, tmp_path)
-    assert run.output.count("and PDCOMPILE_TRANSPORT=ordered") == 2, run
+    assert run.output.count("PDCOMPILE_TRANSPORT is tags on rank 0, ordered on rank 1") == 2, run

@@ -22,7 +22,7 @@ from pdcompile.passes.profile import Profile
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.runtime.failure.first_cause import Failures
-from pdcompile.runtime.transport.contract import Channel, Expected, read_header
+from pdcompile.runtime.transport.contract import Channel, Expected, read_note
 from pdcompile.runtime.transport.links import PeerLost
 from pdcompile.schedule import Kind
 from pdcompile.schedule.written import read as read_schedule
@@ -130,7 +130,7 @@ def half_of_torchrun(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unlike_ranks(*_: Any) -> None:
     expected = Expected((2, 3), torch.float32, 7)
-    read_header(Channel(Kind.VALUE, 3, 1), header(shape=(3, 3)), expected, 99)
+    read_note(Channel(Kind.VALUE, 3, 1), header(shape=(3, 3)), expected, 99)
 
 
 def lost(*_: Any) -> None:

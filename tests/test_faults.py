@@ -20,7 +20,15 @@ from pdcompile.errors import ConfigError, ContractError, LaunchError
 from pdcompile.runtime.failure.first_cause import NOBODY, Failures, FirstCause, Verdict, verdict_of
 from pdcompile.runtime.failure.instruction_log import KEPT, InstructionLog, Outside, decoded
 from pdcompile.runtime.failure.watchdog import Termination
-from pdcompile.runtime.transport.contract import SEAL_BYTES, Channel, check_seal, seal
+from pdcompile.runtime.transport.contract import (
+    HEADER_LENGTH,
+    MAX_DIMS,
+    Channel,
+    Expected,
+    Note,
+    checksum,
+    read_note,
+)
 from pdcompile.runtime.transport.launch import debugs_messages
 from pdcompile.schedule import Action, Instruction, Kind
 from tests.helpers.launch import processes
@@ -132,20 +140,31 @@ def test_the_first_cause_wins() -> None:
 def test_a_sealed_message_is_refused_once_anything_differs(
     payload: bytes, serial: int, minibatch: int, data: st.DataObject
 ) -> None:
-    channel, plan = Channel(Kind.VALUE, 3, 1), 0xABC
-    flat = seal(torch.tensor(list(payload), dtype=torch.uint8), channel, serial, minibatch, plan)
-    assert flat.numel() == len(payload) + SEAL_BYTES
-    check_seal(flat, channel, serial, minibatch, plan)
+    channel, plan, order = Channel(Kind.VALUE, 3, 1), 0xABC, (0,)
+    flat = torch.tensor(list(payload), dtype=torch.uint8)
+    expected = Expected((len(payload),), torch.uint8, minibatch)
+    said = Note(
+        plan, channel, minibatch, flat.dtype, expected.shape, order, serial, True, checksum(flat)
+    )
+    packed = said.packed()
+    note = read_note(channel, packed, expected, plan, serial)
+    assert note == said
+    note.check(flat)
     flat[data.draw(st.integers(0, flat.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(ContractError, match=f"message {serial} from rank 1 has "):
-        check_seal(flat, channel, serial, minibatch, plan)
+    with pytest.raises(ContractError, match=f"message {serial} from rank 1 has checksum "):
+        note.check(flat)
+    field = data.draw(st.sampled_from([*range(7), 9, HEADER_LENGTH - 2 * MAX_DIMS]))
+    packed[field] ^= 1 << data.draw(st.integers(0, 62))
+    with pytest.raises(ContractError, match="rank 1 is about to send "):
+        read_note(channel, packed, expected, plan, serial)
 
 
 def test_a_sealed_message_names_what_differs() -> None:
-    flat = seal(torch.zeros(3, dtype=torch.uint8), Channel(Kind.VALUE, 3, 1), 4, 5, 6)
+    channel = Channel(Kind.VALUE, 3, 1)
+    packed = Note(6, channel, 5, torch.float32, (), (), 4).packed()
     with pytest.raises(ContractError) as caught:
-        check_seal(flat, Channel(Kind.VALUE, 3, 1), 5, 6, 7)
-    expected = "plan 6 instead of 7, minibatch 5 instead of 6, number in its channel 4 instead of 5"
+        read_note(channel, packed, Expected((), torch.float32, 6), 7, 5)
+    expected = "plan 6 instead of 7, minibatch 5 instead of 6, number 4 instead of 5"
     assert caught.value.message.endswith(expected)
 
 

@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_597),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_496),
-    "runtime": (("runtime",), 9_473),
+    "runtime": (("runtime",), 8_988),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_630,

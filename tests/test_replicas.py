@@ -13,11 +13,9 @@ from torch import nn
 
 import pdcompile
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, ContractError
+from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_options
-from pdcompile.runtime.transport import reductions
-from pdcompile.schedule import Action
 from tests.helpers.alike import CLOSE, PLANNED, close
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
 
@@ -161,58 +159,6 @@ def test_gradients_without_an_update_accumulate(schedule: str) -> None:
         one.zero_grad()
         one.step(x, target=y)
     close(pipe.full_state_dict(), expected.full_state_dict())
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (mlp, {"schedule": "gpipe", "replicas": 2, "stages": 1}),
-        (mlp, {"schedule": "1f1b", "replicas": (3, 2)}),
-        (mlp, {"schedule": "zb-h1", "replicas": (2, 1), "recompute": True}),
-        (unet, {"schedule": "2bw", "replicas": (1, 2, 1), "max_grad_norm": 0.3}),
-        (partial(gpt, layers=3, tied=True), {"replicas": (2, 2), "max_grad_norm": 0.3}),
-    ],
-)
-def test_sums_begin_within_the_last_backward(
-    build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every bucket that it fills; whatever then comes, replicas begin them in one order."""
-    monkeypatch.setattr(reductions, "BUCKET_BYTES", 1)  # a parameter each
-    model = build()
-    pipe, expected = pair(model, **options)
-    begun: dict[Any, list[Any]] = {}
-    start = reductions.LocalSums.start
-
-    def noted(self: Any, flat: torch.Tensor) -> Any:
-        (at,) = (one.current for one in pipe._session.workers if one.current is not None)
-        if at.action is not Action.POST_NORMS:  # those are of all ranks
-            begun.setdefault((at.stage, self.index), []).append((flat.numel(), at))
-        return start(self, flat)
-
-    monkeypatch.setattr(reductions.LocalSums, "start", noted)
-    for t, size in enumerate((8, 8, 1, 5, 8)):
-        x, y = batch_for(model, size, t)
-        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
-        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
-    close(pipe.full_state_dict(), expected.full_state_dict())
-    for (stage, index), sums in begun.items():
-        assert [size for size, _ in sums] == [size for size, _ in begun[stage, 0]], index
-        actions = {at.action for _, at in sums}
-        ends = Action.BACKWARD_WEIGHT if options.get("schedule") == "zb-h1" else Action.BACKWARD
-        assert ends in actions
-        # A replica without a microbatch of the minibatch has no backward to begin in.
-        assert actions <= {ends, Action.POST_REDUCE}
-
-
-def test_what_is_on_its_way_does_not_grow() -> None:
-    sums = reductions.Reduction(
-        reductions.LocalSums({}, 2, 0), {"a": reductions.Shape((2,), torch.float32)}
-    )
-    sums.add(0, "a", torch.ones(2))
-    with pytest.raises(ContractError, match="'a' grew again"):
-        sums.add(0, "a", torch.ones(2))
-    sums.add(1, "a", torch.ones(2))
 
 
 class Rare(nn.Module):

@@ -19,9 +19,9 @@ from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     Channel,
     Expected,
+    Note,
     from_bytes,
-    header_of,
-    read_header,
+    read_note,
     to_bytes,
 )
 from pdcompile.runtime.transport.point_to_point import GroupTransport, LocalTransport, Wire, Wires
@@ -96,12 +96,19 @@ def header(**changes: object) -> torch.Tensor:
     tensor = torch.zeros(said["shape"], dtype=said["dtype"])  # type: ignore[call-overload]
     channel = Channel(Kind.VALUE, said["edge"], 1)  # type: ignore[arg-type]
     order = memory_order(tensor)
-    return header_of(channel, tensor, order, said["minibatch"], said["plan"])  # type: ignore[arg-type]
+    return Note(
+        said["plan"],
+        channel,
+        said["minibatch"],
+        tensor.dtype,
+        tuple(tensor.shape),
+        order,  # type: ignore[arg-type]
+    ).packed()
 
 
 def test_a_header_that_keeps_the_contract() -> None:
     expected = Expected((2, 3), torch.float32, 7)
-    assert read_header(Channel(Kind.VALUE, 3, 0), header(), expected, 99) == (0, 1)
+    assert read_note(Channel(Kind.VALUE, 3, 0), header(), expected, 99).order == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +125,13 @@ def test_a_header_that_keeps_the_contract() -> None:
 def test_a_header_that_breaks_it(changes: dict[str, object], words: str) -> None:
     expected = Expected((2, 3), torch.float32, 7)
     with pytest.raises(ContractError, match=f"rank 0 is about to send .*{words}"):
-        read_header(Channel(Kind.VALUE, 3, 0), header(**changes), expected, 99)
+        read_note(Channel(Kind.VALUE, 3, 0), header(**changes), expected, 99)
 
 
 def test_too_many_dimensions() -> None:
-    tensor = torch.zeros([1] * 13)
+    shape, order = (1,) * 13, tuple(range(13))
     with pytest.raises(ContractError, match="13 dimensions"):
-        header_of(Channel(Kind.VALUE, 0, 0), tensor, tuple(range(13)), 0, 0)
+        Note(0, Channel(Kind.VALUE, 0, 0), 0, torch.float32, shape, order).packed()
 
 
 def test_messages_in_one_process_are_first_in_first_out_and_checked() -> None:

@@ -18,8 +18,7 @@ import torch
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.links import TaggedLink
-from pdcompile.runtime.transport.point_to_point import _Transfer
+from pdcompile.runtime.transport.links import Link, Working
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ def _metered(pipe: Pipeline, whole: Meter, model: Meter) -> Iterator[None]:
         if session.optimizer is not None:
             kind = type(session.optimizer)  # of the optimizer itself changes are noticed
             stack.enter_context(patch.object(kind, "step", model.around(kind.step)))
-        tensors = ((TaggedLink, "start"), (_Transfer, "wait"), (StageWeights, "advance"))
+        tensors = ((Link, "start"), (Working, "wait"), (StageWeights, "advance"))
         for owner, name in tensors:
             stack.enter_context(patch.object(owner, name, model.around(getattr(owner, name))))
         for worker in session.workers:

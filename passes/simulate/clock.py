@@ -13,8 +13,7 @@ The timing model, all of it:
 - WAIT_RECV and WAIT_SEND end when their transfer ends.  A hop inside a rank takes no time.
 - WAIT_REDUCE ends 2 (r − 1) (bytes / r / bandwidth + latency) after the last of r replicas
   has posted (ring), WAIT_NORMS one latency after the last rank has.  Both use the slowest level
-  between members and do not slow transfers down.  (The runtime begins to sum within the last
-  backward: at most its seconds of such a ring pass unseen.)  LOSS takes no time.
+  between members and do not slow transfers down.  LOSS takes no time.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ with tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from pdcompile.schedule.instruction import REPLICATED, TO_WEIGHTS, Instruction, Kind, Phase
+from pdcompile.schedule.instruction import Instruction, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +37,6 @@ class Schedule:
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("| " + " | ".join(padded) + " |")
         return "\n".join(lines)
-
-
-def ending_in_sums(column: Iterable[Instruction], stage: int) -> frozenset[Instruction]:
-    """A stage's backwards after which its replicas next sum the gradients of their minibatch.
-
-    What such a backward has completed is ready for the sum: no other one comes before POST_REDUCE,
-    nor does a sum of anything else, so that all replicas begin their sums in one order.
-    """
-    found, last = [], None
-    for one in column:
-        if one.stage != stage:
-            continue
-        if one.action in TO_WEIGHTS:
-            last = one
-        elif one.action.phase is Phase.POST and one.action.kind in REPLICATED:
-            # An update of several minibatches is named by the last one.
-            if last and one.action.kind is Kind.REDUCE and one.minibatch >= last.minibatch:
-                found.append(last)
-            last = None
-    return frozenset(found)
 
 
 LEGEND = (

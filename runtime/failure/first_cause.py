@@ -63,8 +63,8 @@ class FirstCause(NamedTuple):
 
     @staticmethod
     def unpacked(text: str) -> FirstCause:
-        verdict, rank, by, said = json.loads(text)
-        return FirstCause(Verdict(verdict), rank, by, said)
+        verdict, *rest = json.loads(text)
+        return FirstCause(Verdict(verdict), *rest)
 
 
 def verdict_of(error: BaseException) -> Verdict:
@@ -165,15 +165,14 @@ class Failures:
         self._size = size
         self._peers = peers
 
-    def refuse(self, text: str) -> None:
-        """This rank refused a call before anything was sent; peers read it if it ends there."""
-        with suppress(RuntimeError):
-            self._store.set(f"refused/{self._rank}", text)
+    def say(self, kind: str, text: str) -> None:
+        """Say something of this rank, which peers may read as it ends.
 
-    def closing(self) -> None:
-        """This rank is about to close the pipeline: the end of its process is no failure."""
-        with suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", f"rank {self._rank} ended in pipe.close()")
+        "raised": an error that nobody caught; "refused": a call, before anything was sent; "left":
+        how its program ends, which is no failure then; "process": its identity.
+        """
+        with suppress(RuntimeError):  # the store has gone: so have those who would read it
+            self._store.set(f"{kind}/{self._rank}", text)
 
     def report(self, text: str, verdict: Verdict = Verdict.CRASH, rank: int | None = None) -> None:
         """Record a cause, unless there is one: of this rank, or what it found of another."""
@@ -251,7 +250,7 @@ class Failures:
         return next(others, peer)
 
     def said(self, kind: str, peer: int) -> str:
-        """Text that a rank wrote of itself: "raised", "refused", "left", "process"; "": none."""
+        """Text that a rank wrote of itself (see `say`); "": none."""
         key = f"{kind}/{peer}"
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else ""
 

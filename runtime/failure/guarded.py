@@ -19,7 +19,6 @@ from pdcompile.errors import ClosedError, ContractError, PdcompileError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
 from pdcompile.runtime.failure.first_cause import (
-    Failures,
     Verdict,
     describe,
     explained,
@@ -129,7 +128,7 @@ class Guarded:
         self._capture = capture
         self._log = None if world is None else world.peers.log
         if world is not None:
-            self._failures = Failures(world.store, world.rank, world.size, world.peers)
+            self._failures = world.failures
             world.exit.leave = weakref.WeakMethod(self.leave)
 
     def check_running(self) -> None:
@@ -159,7 +158,7 @@ class Guarded:
         self.check_running()
         if self._refused:  # and yet the program goes on
             self._refused = False
-            self._failures.refuse("")
+            self._failures.say("refused", "")
         lost: PeerLost | None = None
         if self._log is not None:
             self._log.enter(Outside.CALL)
@@ -220,9 +219,7 @@ class Guarded:
         """Report an error of this rank, and let its peers raise it before the program goes on."""
         if self.world is None:
             return
-        self.world.watchdog.stand_down()
-        self._failures.report(cause, verdict)
-        self._failures.conclude()
+        self.world.fail(cause, verdict)
         self._abandon()
         self._failures.wait_for_peers()
         self.world.close(failed=True)
@@ -238,11 +235,18 @@ class Guarded:
             worker.abandon()
         self.world.disconnect()
 
-    def refuse(self, error: PdcompileError) -> None:
-        """This rank will not run a call that its peers may have begun."""
-        if self.world is not None and self.failed is None:
-            self._refused = True
-            self._failures.refuse(f"rank {self.world.rank} refused the call: {error.message}")
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Context of checks: by an error of ours this rank refuses a call that its peers may have
+        begun."""
+        try:
+            yield
+        except PdcompileError as error:
+            if self.world is not None and self.failed is None:
+                self._refused = True
+                said = f"rank {self.world.rank} refused the call: {error.message}"
+                self._failures.say("refused", said)
+            raise
 
     def wait_loss(self, loss: Loss) -> Tensor:
         """Wait for a loss; a broken connection ends the pipeline as in a step."""
@@ -256,7 +260,7 @@ class Guarded:
         if self.world is not None:
             with self.meeting():
                 self.workers[0].settle()
-                self._failures.closing()
+                self._failures.say("left", f"rank {self.world.rank} ended in pipe.close()")
                 try:
                     self.world.group.barrier().wait()
                 except RuntimeError as error:  # gloo does not say who it was: ask the next rank

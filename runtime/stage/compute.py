@@ -14,15 +14,16 @@ first run alone: those that do more than look were refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.compiled import Compiled
+from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.ir.graph import size_at
@@ -125,36 +126,28 @@ class _Waiting:
     sent: set[int] = field(default_factory=set)  # by the first part: memory of gradients
 
 
-class Precision(NamedTuple):
-    """The region that model and loss run in, and the scale of the loss."""
-
-    region: Callable[[], AbstractContextManager[Any]] = nullcontext
-    scale: LossScale | None = None
-
-
 class Compute:
     """The compute of one stage: `StageRun` on the weights of a version, and what is in flight."""
 
     def __init__(
-        self,
-        stage: int,
-        weights: StageWeights,
-        streams: Streams,
-        precision: Precision,
-        second: SecondRun | None = None,
-        *,
-        whole: bool = False,
-        device: RankDevice | None = None,
-    ) -> None:
-        """`second`: of a stage that recomputes; `whole`: its backward cannot be split."""
-        self._device = device or RankDevice()
-        self._stage = stage
-        self._weights = weights
-        self._stage_run = StageRun(stage, streams, precision.region)
-        self._scale = precision.scale
-        self._second = second
-        self._whole = whole
+        self, stage: int, compiled: Compiled, weights: StageWeights, streams: Streams,
+        device: RankDevice, scale: LossScale | None,
+    ) -> None:  # fmt: skip
+        self._stage, self._weights, self._device, self._scale = stage, weights, device, scale
+        self._stage_run = StageRun(stage, streams, self._region)
+        self._autocast = compiled.plan.training.autocast
+        self._makes = compiled.makes_tensors(stage)  # of nothing
+        self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
+        again = compiled.plan.stages[stage].recompute
+        self._second = SecondRun(weights.modules[0], compiled, stage) if again else None
         self.flights: dict[tuple[int, int], _Waiting] = {}  # what waits for its backward
+
+    @contextmanager
+    def _region(self) -> Iterator[None]:
+        """Context of model and loss."""
+        making = self._device.making() if self._makes else nullcontext()
+        with autocast_region(self._autocast), making:
+            yield
 
     def forward(
         self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]

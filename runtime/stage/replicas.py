@@ -10,25 +10,22 @@ all values between calls, before anybody reads a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest, digest_of_ends
 from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.errors import ConfigError, ContractError
-from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.position import Accumulated
 from pdcompile.runtime.device import Handle
 from pdcompile.runtime.stage.gradients import Gradients
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
-from pdcompile.schedule import Action, Instruction
-from pdcompile.schedule.program import ending_in_sums
+from pdcompile.runtime.transport.reductions import Reduction, Sums
+from pdcompile.schedule import Action
 
 OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)
 
@@ -55,58 +52,18 @@ class Replicas:
     them: then those that differ become their mean where they are floating, the first replica's
     otherwise.  `written`: their names.  Gradients that wait for the others of their group are
     summed with them, and `shown` until the next minibatch.
-
-    `once`: a backward accumulates once into each gradient, which it has then completed.  An opaque
-    module or a person's edit may run a backward of its own within it.
     """
 
-    def __init__(
-        self, sums: Sums, weights: StageWeights, written: Collection[str], *, once: bool
-    ) -> None:
+    def __init__(self, sums: Sums, weights: StageWeights, written: Collection[str]) -> None:
         self.updates = True  # the user has the gradients, where not
-        self._once = once
-        self._column: tuple[Instruction, ...] = ()  # the present program
-        self._ending: frozenset[Instruction] = frozenset()  # its backwards that end in a sum
         self._sums = sums
         self._weights = weights
         self._written = written
-        self._untied = [fqn for fqn in weights.owned if fqn not in weights.tied]
         weights.sums_hooked = False
         self.shown: Gradients = {}
         self._digests: dict[tuple[Action, int], Digests] = {}  # by what waits, and minibatch
-        self._gradients = Reduction(
-            sums, {fqn: _shape(weights.master(fqn)) for fqn in weights.owned}
-        )
-        held = weights.buffers(written)
-        self._buffers = Reduction(sums, {fqn: _shape(tensor) for fqn, tensor in held.items()})
-
-    def follow(self, column: tuple[Instruction, ...], stage: int) -> None:
-        """A program begins, of which this is the rank's part; it is often the one before."""
-        if self._once and column is not self._column:
-            self._column, self._ending = column, ending_in_sums(column, stage)
-
-    @contextmanager
-    def summing(self, backward: Instruction, minibatch: int) -> Iterator[None]:
-        """Context of a backward: sums what it completes as it goes on."""
-        version = self._weights.numbers.version(minibatch, backward.lag)
-        owned = self._untied if backward in self._ending else ()
-        handles = [
-            self._weights.parameter(version, fqn).register_post_accumulate_grad_hook(
-                partial(self._completed, minibatch, version, fqn)
-            )  # type: ignore[no-untyped-call]
-            for fqn in owned
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _completed(self, minibatch: int, version: int, fqn: str, parameter: Tensor) -> None:
-        if parameter.grad is None:  # an autograd.Function gave it none
-            return
-        for posted in self._gradients.add(self._update(minibatch), fqn, parameter.grad):
-            self._weights.parameter(version, posted).grad = None  # the sum takes its place
+        self._gradients = Reduction(sums, {fqn: weights.master(fqn) for fqn in weights.owned})
+        self._buffers = Reduction(sums, weights.buffers(written))
 
     def _update(self, minibatch: int) -> int:
         """The number of the update that takes a minibatch."""
@@ -240,11 +197,6 @@ class Replicas:
         self._buffers.abandon()
 
 
-def _shape(tensor: Tensor) -> Shape:
-    dtype = torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
-    return Shape(tuple(tensor.shape), dtype)
-
-
 def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -253,32 +205,17 @@ class ReplicaWeights(StageWeights):
     """Gradients, and the buffers that training writes, are this replica's own; the values of
     parameters are those of `first`, the first replica.
 
-    `tensors(fqn)` is the tensor of the first replica; `written`: the stage's buffers that training
-    writes.
+    `tensors(fqn)` is the tensor of the first replica.
     """
 
     def __init__(
-        self,
-        first: StageWeights,
-        stage_class: type[nn.Module],
-        interface: StageInterface,
-        tensors: Callable[[str], Tensor],
-        *,
-        tied: Mapping[str, bool],
-        written: Collection[str],
-        model: nn.Module | None = None,
-    ) -> None:
+        self, first: StageWeights, stage: int, compiled: Compiled,
+        tensors: Callable[[str], Tensor], model: nn.Module,
+    ) -> None:  # fmt: skip
         self._first = first
-        self._own = {fqn: tensors(fqn).clone() for fqn in written}
+        self._own = {fqn: tensors(fqn).clone() for fqn in compiled.written_buffers(stage)}
         super().__init__(
-            stage_class,
-            interface,
-            lambda fqn: self._own.get(fqn, tensors(fqn)),
-            tied=tied,
-            versions=first.versions,
-            apart=True,
-            model=model,
-            group=first.numbers.group,
+            stage, compiled, lambda fqn: self._own.get(fqn, tensors(fqn)), model, apart=True
         )
 
     def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:

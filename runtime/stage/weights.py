@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
@@ -28,38 +29,31 @@ class StageWeights(StageGradients):
     """All versions of a stage's module.  FQNs are canonical names of the model's tensors.
 
     `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
-    `tied`: parameters that other stages hold too, and whether this one owns them.  Backward adds to
-    Parameters of their own, without hooks: once an update the stages sum what they have, and hooks
-    run on the owner's sum.  Updates of the others arrive by message.  `apart`: minibatches overlap,
-    so that versions, or the only one, have Parameters of their own.  `model` has the opaque
-    modules.  `group`: minibatches whose gradients one update takes: versions and gradients have the
-    numbers of updates.
+    To parameters that other stages hold too backward adds on Parameters of their own, without
+    hooks: once an update the stages sum what they have, and hooks run on the owner's sum.  Updates
+    of the others arrive by message.  `apart`, and where minibatches overlap: versions, or the only
+    one, have Parameters of their own.  `model` has the opaque modules.
     """
 
     def __init__(
-        self,
-        stage_class: type[nn.Module],
-        interface: StageInterface,
-        tensors: Callable[[str], Tensor],
-        *,
-        tied: Mapping[str, bool],
-        versions: int,
-        apart: bool,
-        model: nn.Module | None = None,
-        group: int = 1,
-    ) -> None:
+        self, stage: int, compiled: Compiled, tensors: Callable[[str], Tensor], model: nn.Module,
+        *, apart: bool = False,
+    ) -> None:  # fmt: skip
+        interface, spec = compiled.interfaces[stage], compiled.stream.spec
+        tied = {t.fqn: stage == t.stages[0] for t in compiled.plan.tied if stage in t.stages}
         masters, slots = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
-        self.versions, self.apart = versions, apart
+        self.versions, self.apart = spec.versions(stage), apart or compiled.overlaps
         self._hooks = Hooks()
         for fqn in interface.parameters:
             master = tensors(fqn)
             assert isinstance(master, nn.Parameter)
             if master.requires_grad:
                 masters[fqn] = master
-                own = fqn not in tied and not apart
+                own = fqn not in tied and not self.apart
                 slots[fqn] = [master] if own else self._new_slots(fqn, master)
-        super().__init__(masters, slots, tied, Numbering(group))
-        self.modules = [instance(stage_class, interface, model) for _ in range(versions)]
+        super().__init__(masters, slots, tied, Numbering(spec.group(stage)))
+        stage_class = compiled.stage_classes[stage]
+        self.modules = [instance(stage_class, interface, model) for _ in range(self.versions)]
         self.evaluators = self.modules  # others for another form of call
         self._homes = [home for module in self.modules for home in module.modules()]
         self._places = places(self.modules[0], interface)
@@ -178,15 +172,10 @@ class StageWeights(StageGradients):
 
     def restart(self, minibatches: int) -> None:
         """A new history begins after so many minibatches, with other weights."""
-        newest = {fqn: slots[self.newest % self.versions] for fqn, slots in self._slots.items()}
-        self._begin(minibatches)
-        for fqn, slot in newest.items():
-            slots = self._slots[fqn]
-            present = slots[self.newest % self.versions]
-            if present is not slot:
-                present.data.copy_(slot.data)
-            self._masters[fqn].data = present.data
         self.forget()
+        self._begin(minibatches)
+        for fqn, master in self._masters.items():
+            master.data = self.parameter(self.newest, fqn).data
 
     def _begin(self, minibatches: int) -> None:
         """A history begins, without gradients that wait for others of their group."""

@@ -1,10 +1,11 @@
-"""Contract of two ranks: headers before the first payload of a channel, and layout of payloads.
+"""Contract of two ranks: notes ahead of payloads, and the layout of payloads.
 
 gloo delivers bytes: another dtype or shape of the same size arrives without an error, and a
-bigger message aborts the receiving process.  So the first message of every channel is a header
-that says what follows, and the receiver posts a buffer for the payload only when the header says
-what was planned.  The header also carries the order of the dimensions in memory: values keep
-the layout that the sender's kernels gave them, as they would in one process.
+bigger message aborts the receiving process.  So the first message of every channel is a note
+that says what follows, and the receiver posts a buffer for the payload only when the note says
+what was planned.  It also carries the order of the dimensions in memory: values keep the layout
+that the sender's kernels gave them, as they would in one process.  Where every message is to be
+checked, or may be absent, there is a note ahead of each.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from pdcompile.schedule import Kind
 
 MAX_DIMS = 12
 MAX_EDGES = 1 << 16  # where ranks hold several stages
-HEADER_LENGTH = 6 + 2 * MAX_DIMS
-SEAL_BYTES = 5 * 8
+HEADER_LENGTH = 10 + 2 * MAX_DIMS
 _DTYPES = tuple(DTYPE_BYTES)
 
 
@@ -85,82 +85,85 @@ def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tens
     return memory.view(shape).permute([position[dim] for dim in range(len(order))])
 
 
-def header_of(
-    channel: Channel, tensor: Tensor, order: tuple[int, ...], minibatch: int, plan: int
-) -> Tensor:
-    """The int64 header (HEADER_LENGTH,) that goes before the first payload of a channel."""
-    if tensor.dim() > MAX_DIMS:
-        raise ContractError(
-            f"a tensor of {tensor.dim()} dimensions cannot be sent, {MAX_DIMS} at most",
-            where=str(channel),
-            remedy="reshape it, or keep its producer and consumers on one stage",
-        )
-    padding = [0] * (MAX_DIMS - tensor.dim())
-    fields = [plan, channel.kind, channel.edge, minibatch, _code(tensor.dtype), tensor.dim()]
-    return torch.tensor(fields + list(tensor.shape) + padding + list(order) + padding)
+class Note(NamedTuple):
+    """Message over control ahead of a payload: what follows.
+
+    `serial`: of the payload in its channel, where all are noted; `comes`: False for a gradient that
+    is absent; `checksum`: of the payload's bytes, 0 where they are not checked.
+    """
+
+    plan: int
+    channel: Channel
+    minibatch: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    serial: int = 0
+    comes: bool = True
+    checksum: int = 0
+
+    def packed(self) -> Tensor:
+        """The int64 header (HEADER_LENGTH,).  Raises ContractError for too many dimensions."""
+        if len(self.shape) > MAX_DIMS:
+            raise ContractError(
+                f"a tensor of {len(self.shape)} dimensions cannot be sent, {MAX_DIMS} at most",
+                where=str(self.channel),
+                remedy="reshape it, or keep its producer and consumers on one stage",
+            )
+        padding = [0] * (MAX_DIMS - len(self.shape))
+        kind, edge, _, target = self.channel
+        fields = [self.plan, kind, edge, target, self.minibatch, _code(self.dtype), self.serial]
+        fields += [self.comes, self.checksum, len(self.shape)]
+        return torch.tensor([*fields, *self.shape, *padding, *self.order, *padding])
+
+    def check(self, flat: Tensor) -> None:
+        """Raise ContractError where a payload in host memory has another checksum."""
+        if (here := checksum(flat)) != self.checksum:
+            raise ContractError(
+                f"message {self.serial} from rank {self.channel.peer} has checksum {here:x} "
+                f"instead of {self.checksum:x}",
+                where=str(self.channel),
+                remedy="look for faulty memory or network",
+            )
 
 
-def read_header(channel: Channel, header: Tensor, expected: Expected, plan: int) -> tuple[int, ...]:
-    """Compare a peer's header with what was planned; the memory order that it announces.
+def read_note(
+    channel: Channel, header: Tensor, expected: Expected, plan: int, serial: int = 0
+) -> Note:
+    """What a peer's header says, compared with what was planned.
 
     Raises ContractError naming every field that differs, the peer's value first.
     """
     theirs = header.tolist()
-    ours = [plan, channel.kind, channel.edge, expected.minibatch, _code(expected.dtype)]
-    names = ("plan", "kind of channel", "edge", "minibatch", "dtype")
+    ours = [plan, channel.kind, channel.edge, channel.target]
+    ours += [expected.minibatch, _code(expected.dtype), serial]
+    names = "plan", "kind of channel", "edge", "stage", "minibatch", "dtype", "number"
     wrong = [
         f"{name} {_shown(name, a)} instead of {_shown(name, b)}"
         for name, a, b in zip(names, theirs, ours, strict=False)
         if a != b
     ]
-    dims = theirs[5]
+    *_, comes, checksum, dims = theirs[: HEADER_LENGTH - 2 * MAX_DIMS]
     known = 0 <= dims <= MAX_DIMS
-    shape = tuple(theirs[6 : 6 + dims]) if known else (dims,)
-    order = tuple(theirs[6 + MAX_DIMS : 6 + MAX_DIMS + dims])
+    sizes, order = theirs[-2 * MAX_DIMS : -MAX_DIMS], theirs[-MAX_DIMS:]
+    shape = tuple(sizes[:dims]) if known else (dims,)
     if shape != expected.shape:
         wrong.append(f"shape {shape} instead of {expected.shape}")
-    elif sorted(order) != list(range(dims)):
-        wrong.append(f"memory order {order}")
+    elif sorted(order[:dims]) != list(range(dims)):
+        wrong.append(f"memory order {order[:dims]}")
     if wrong:
         raise ContractError(
             f"rank {channel.peer} is about to send {', '.join(wrong)}",
             where=str(channel),
             remedy="run the same script, plan, stage sources and minibatches on every rank",
         )
-    return order
+    given = expected.minibatch, expected.dtype, shape, tuple(order[:dims])
+    return Note(plan, channel, *given, serial, bool(comes), checksum)
 
 
-def seal(flat: Tensor, channel: Channel, serial: int, minibatch: int, plan: int) -> Tensor:
-    """A message with its checksum and what it is behind it, which `check_seal` compares.
-
-    `serial`: of the message in its channel, which tells the microbatch.
-    """
-    fields = [zlib.crc32(flat.numpy().tobytes()), plan, channel.tag, minibatch, serial]
-    return torch.cat((flat, torch.tensor(fields).view(torch.uint8)))
-
-
-def check_seal(flat: Tensor, channel: Channel, serial: int, minibatch: int, plan: int) -> None:
-    """Compare a sealed message with what was planned.
-
-    Raises ContractError naming every field that differs.
-    """
-    size = flat.numel() - SEAL_BYTES
-    theirs = flat[size:].clone().view(torch.int64).tolist()
-    ours = [zlib.crc32(flat[:size].numpy().tobytes()), plan, channel.tag, minibatch, serial]
-    names = ("checksum", "plan", "channel", "minibatch", "number in its channel")
-    wrong = [
-        f"{name} {a:x} instead of {b:x}" if name in ("checksum", "plan") else
-        f"{name} {a} instead of {b}"
-        for name, a, b in zip(names, theirs, ours, strict=True)
-        if a != b
-    ]  # fmt: skip
-    if wrong:
-        raise ContractError(
-            f"message {serial} from rank {channel.peer} has {', '.join(wrong)}",
-            where=str(channel),
-            remedy="if only the checksum differs, look for faulty memory or network; otherwise run "
-            "the same script, plan, stage sources and minibatches on every rank",
-        )
+def checksum(flat: Tensor) -> int:
+    """Checksum of bytes in host memory, never 0."""
+    return 1 + zlib.crc32(flat.numpy().tobytes())
 
 
 def check_tensor(tensor: object, expected: Expected, what: str) -> None:

@@ -31,14 +31,14 @@ from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import default_store, gloo_options
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.failure.exit_hooks import PipelineExit
-from pdcompile.runtime.failure.first_cause import Failures, describe, verdict_of
+from pdcompile.runtime.failure.first_cause import Failures, Verdict, describe, verdict_of
 from pdcompile.runtime.failure.host_peers import HostPeers, network
 from pdcompile.runtime.failure.watchdog import Watchdog, end_with_launcher
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.start_up import Seal, StartUp
 
 Made = TypeVar("Made")
-_TRANSPORT = "PDCOMPILE_TRANSPORT"
+_TRANSPORT, _DEBUG = "PDCOMPILE_TRANSPORT", "PDCOMPILE_DEBUG"
 _TIMEOUT = timedelta(minutes=30)
 WAIT = timedelta(hours=24)  # others read weights meanwhile; the watchdog knows who has failed
 _stores: list[Any] = []  # the store of this process, once it was needed
@@ -66,21 +66,20 @@ class DataPath(StrEnum):
 class World:
     """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
 
-    def __init__(self, start: StartUp, agreed: str, options: Options, path: DataPath) -> None:
+    def __init__(self, start: StartUp, options: Options, plan: Plan, path: DataPath) -> None:
         self.rank = start.rank
         self.size = start.size
         self.sealed = debugs_messages()
         self.path = path
         self.store = _part_of(start.store, "connected")
         # Before anyone connects: one that leaves would disturb those that still do.
-        agreed += " and PDCOMPILE_DEBUG=messages" if self.sealed else ""
-        agreed += f" and {_TRANSPORT}={path}" if path.ordered else ""
-        for rank, theirs in enumerate(start.tell("agreement", agreed)):
-            if theirs != agreed:
-                raise LaunchError(
-                    f"rank {rank} has {theirs}, rank {self.rank} has {agreed}",
-                    remedy="run the same program with the same packages on every rank",
-                )
+        agreed = {
+            "the plan": plan.hash()[:16],
+            "torch": torch.__version__,
+            _DEBUG: "messages" if self.sealed else "not set",
+            _TRANSPORT: str(path),
+        }
+        start.compare("agreement", agreed)
         mine = network()  # of the machine
         self._loopback = {*start.tell("network", mine)} == {mine} != {""}
         self.exit = PipelineExit(self.store, self.rank)
@@ -90,6 +89,7 @@ class World:
             options.stall_timeout, options.progress_timeout,
         )  # fmt: skip
         self.exit.watchdog = self.watchdog
+        self.failures = Failures(self.store, self.rank, self.size, self.peers)
         self.watchdog.start()
         start.over()
         self.group: Any = None
@@ -119,11 +119,14 @@ class World:
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not begin, and why."""
-        cause = describe(self.rank, error, None, 0)
-        failures = Failures(self.store, self.rank, self.size, self.peers)
-        failures.report(cause, verdict_of(error))
-        failures.conclude()
+        self.fail(describe(self.rank, error, None, 0), verdict_of(error))
         self.close()
+
+    def fail(self, cause: str, verdict: Verdict) -> None:
+        """Report an error of this rank."""
+        self.watchdog.stand_down()
+        self.failures.report(cause, verdict)
+        self.failures.conclude()
 
     def disconnect(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
@@ -174,11 +177,8 @@ def start_up(options: Options) -> StartUp:
     return StartUp(store, rank, len(ranks), options.progress_timeout)
 
 
-def connect(start: StartUp, options: Options, plan: Plan, agreed: str) -> World:
+def connect(start: StartUp, options: Options, plan: Plan) -> World:
     """Connect the ranks of one pipeline; every one of them calls this at the same point.
-
-    Args:
-        agreed: what has to be the same everywhere, as text (plan, torch version).
 
     Raises:
         LaunchError: not as many processes as ranks, unlike ranks, a variable of torchrun's is
@@ -192,7 +192,7 @@ def connect(start: StartUp, options: Options, plan: Plan, agreed: str) -> World:
         )
     path = data_path(plan, alone=False)
     try:
-        return World(start, agreed, options, path)
+        return World(start, options, plan, path)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {start.rank} of {start.size} cannot connect to the others: "
@@ -229,10 +229,10 @@ def _members(options: Options) -> tuple[int, list[int]]:
 
 def debugs_messages() -> bool:
     """True if every message is to be checked; raises LaunchError for another wish."""
-    wanted = os.environ.get("PDCOMPILE_DEBUG", "")
+    wanted = os.environ.get(_DEBUG, "")
     if wanted not in ("", "messages"):
         raise LaunchError(
-            f"PDCOMPILE_DEBUG is {wanted!r}",
+            f"{_DEBUG} is {wanted!r}",
             remedy="'messages' checks every message; unset it for none",
         )
     return bool(wanted)

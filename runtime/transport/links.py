@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from pdcompile.releases.torch_internals import profiler_records, record_functions
-from pdcompile.runtime.device import DeviceFailed, Fetched, device_failed
+from pdcompile.runtime.device import DeviceFailed, Fetched, Handle, device_failed
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
@@ -42,60 +42,72 @@ def lost(peer: int, text: str) -> PeerLost | DeviceFailed:
     return PeerLost(peer, text)
 
 
-class Link(Protocol):
-    """Way of the messages of one half; `direct`: from and into memory of the device."""
+class Working(Handle):
+    """Work of a group, and its memory, which is the group's until `wait`.
 
-    direct: bool
+    No other place holds the Work, and no frame does while an error passes: connections close
+    only when the last Work is gone, and a traceback may live long.
+    """
 
-    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
-        """Begin a message from or into memory that is the link's until the Work that this returns
-        has been waited for; what is on its way there is sent when it has come.  Messages of a
-        channel come in their order."""
+    def __init__(self, begin: Callable[[], Any], flat: Fetched, peer: int) -> None:
+        """`peer`: the rank that is asked about a broken connection."""
+        self._flat: Fetched | None = flat
+        self._peer = peer
+        self._work: Any = None
+        try:
+            self._work = begin()
+            return
+        except RuntimeError as error:
+            text = str(error)
+        del begin
+        raise lost(peer, text)
+
+    def wait(self) -> Tensor:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            text = str(error)
+        else:
+            flat, self._flat, self._work = self._flat, None, None
+            assert flat is not None, "nobody waits twice"
+            return flat.tensor
+        self._work = None
+        raise lost(self._peer, text)
+
+
+class Link:
+    """Way of the messages of one half, over groups that are used for nothing else.
+
+    Messages of a channel come in their order; over a group without tags they meet in the order in
+    which both ends begin them, in whatever direction they go.
+    """
+
+    def __init__(
+        self, groups: Mapping[int, Any], rank: int | None = None, *, direct: bool = False
+    ) -> None:
+        """`groups`: by the rank at the other end; the lower one of it and `rank` is rank 0 there.
+        `rank` None: all are one group of all ranks, with tags.  `direct`: they are NCCL's, and
+        messages go from and into memory of the device."""
+        self._groups, self._rank, self.direct = groups, rank, direct
+
+    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Working:
+        """Begin a message; what is on its way to the memory is sent when it has come."""
+        group, peer = self._groups[channel.peer], channel.peer
+        if self._rank is None:
+            other, tag = peer, channel.tag
+        else:
+            other, tag = int(peer > self._rank), 0
+        post = group.send if sending else group.recv
+        begin = partial(flat.then, partial(_posted, post, flat.tensor, other, tag))
+        try:
+            return Working(begin, flat, peer)
+        finally:
+            del group, post, begin  # see Working
 
     def abandon(self) -> None:
         """Let go of the groups, so that connections can close."""
-
-
-class TaggedLink:
-    """One gloo group of all ranks, which is used for nothing else."""
-
-    direct = False
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
-        post = self._group.send if sending else self._group.recv
-        try:
-            return flat.then(partial(_posted, post, flat.tensor, channel.peer, channel.tag))
-        finally:
-            del post  # see Transfer
-
-    def abandon(self) -> None:
-        self._group = None
-
-
-class OrderedLink:
-    """A group of two for each rank that this one exchanges data with, and no tags: messages meet in
-    the order in which both ends begin them, in whatever direction they go."""
-
-    def __init__(self, rank: int, groups: Mapping[int, Any], *, direct: bool = False) -> None:
-        """`groups`: by the rank at the other end; the lower of the two is rank 0 there.  `direct`:
-        they are NCCL's."""
-        self._rank, self._groups = rank, dict(groups)
-        self.direct = direct
-
-    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Any:
-        group, other = self._groups[channel.peer], int(channel.peer > self._rank)
-        post = group.send if sending else group.recv
-        try:
-            return flat.then(partial(_posted, post, flat.tensor, other, 0))
-        finally:
-            del group, post  # see Transfer
-
-    def abandon(self) -> None:
         groups = [*self._groups.values()] if self.direct else []
-        self._groups.clear()
+        self._groups = {}
         device_groups.end_all([group.abort for group in groups])
 
 
@@ -104,7 +116,7 @@ def _posted(post: Callable[..., Any], flat: Tensor, peer: int, tag: int) -> Any:
         with unrecorded():
             return post([flat], peer, tag)
     finally:
-        del post  # see Transfer
+        del post  # see Working
 
 
 def pairs(spec: PipelineSpec, *others: PipelineSpec) -> list[tuple[int, int]]:

@@ -4,9 +4,9 @@ Why not send and recv: a gloo send returns only when the peer has posted its rec
 sends deadlock under most schedules.  Channels are first-in-first-out and apart (see `links`).
 Every Work is kept and waited for, and the memory of a message belongs to it until then.
 
-The header of a channel's first message (see `contract`) makes the receiver post its first
+The note ahead of a channel's first message (see `contract`) makes the receiver post its first
 payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
-sender may wait for its sends as usual.  The header itself is awaited some calls later (`settle`).
+sender may wait for its sends as usual.  Notes themselves are awaited some calls later (`settle`).
 
 Inside one process (`LocalTransport`) messages lie in queues, and nothing is copied: the same
 instruction lists run over it, so that a debugger sees all stages.  A receive is ready when the
@@ -15,30 +15,30 @@ sender has sent; a send is complete at once, because the tensor itself is handed
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdcompile.batch import memory_order
-from pdcompile.runtime.device import Fetched, Handle, Landing, RankDevice
+from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
-    SEAL_BYTES,
     Channel,
     Expected,
-    check_seal,
+    Note,
     check_tensor,
+    checksum,
     from_bytes,
-    header_of,
-    read_header,
-    seal,
+    read_note,
     to_bytes,
 )
-from pdcompile.runtime.transport.links import Link, TaggedLink, lost
+from pdcompile.runtime.transport.links import Link, Working
 from pdcompile.schedule import Kind
 from pdcompile.schedule.instruction import DATA
 
@@ -60,34 +60,13 @@ class Done(Handle):
         return self._tensor
 
 
-class Transport(Protocol):
-    """Interface of the interpreter to either transport."""
-
-    rank: int
-    blocking: bool
-
-    def send(
-        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
-    ) -> Handle:
-        """Post a message; `deferred`: nobody will wait for the handle, `settle` will."""
-
-    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
-        """Post a receive; `pooled`: into a slot that comes back with `Handle.free`."""
-
-    def settle(self, call: int | None = None) -> None:
-        """A new call begins (or, None, all have ended): wait for old deferred sends."""
-
-    def abandon(self) -> None:
-        """Forget every message, so that destroying the group closes its connections."""
-
-
 class GroupTransport:
     """One rank's messages: control over `group`, data over it too or over a link of its own.
 
     `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart;
-    `sealed`: every message has a checksum and says what it is.  Headers are control.  gloo reads
-    and writes host memory: what is on a `device` goes through copies there, while it computes on,
-    unless the link of data is NCCL's.
+    `sealed`: every message has a note with a checksum.  Notes are control.  gloo reads and writes
+    host memory: what is on a `device` goes through copies there, while it computes on, unless the
+    link of data is NCCL's.
     """
 
     blocking = True
@@ -96,62 +75,64 @@ class GroupTransport:
         self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False,
         data: Link | None = None, device: RankDevice | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self._reach = rank, reach
+        self.rank, self.plan, self._reach = rank, plan, reach
         self.sealed = sealed
         self.device = device or RankDevice()
-        self._sent: Counter[Channel] = Counter()  # messages, where they are sealed
-        self.control: Link = TaggedLink(group)
+        self.control = Link(defaultdict(lambda: group))
         self._data = data or self.control
-        self._plan = plan
         self._call = 0
+        self._numbers: dict[Channel, Iterator[int]] = defaultdict(count)  # of messages noted each
         self._outgoing: dict[Channel, tuple[int, ...]] = {}  # memory order of open channels
         self._incoming: dict[Channel, _Incoming] = {}
-        self._deferred: deque[tuple[int, _Transfer]] = deque()
+        self._deferred: deque[tuple[int, Working]] = deque()
 
     def send(
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
     ) -> Handle:
-        order = self._outgoing.get(channel)
+        """Post a message; `deferred`: nobody will wait for the handle, `settle` will."""
+        link, order = self.link(channel), self._outgoing.get(channel)
+        opens = order is None and channel.kind is not Kind.CALL
         if order is None:
             order = self._outgoing[channel] = memory_order(tensor)
-            if channel.kind is not Kind.CALL:
-                header = header_of(channel, tensor, order, minibatch, self._plan)
-                told = Fetched(to_bytes(header, (0,)))
-                self._defer(_Transfer(self.control, told, channel, sending=True))
-        if self.tells_absence(channel):
-            lacks = self.device.on_host(tensor) and is_absent(tensor)
-            told = Fetched(torch.tensor([not lacks], dtype=torch.uint8))
-            self._defer(_Transfer(self.control, told, channel, sending=True))
-            if lacks:
-                return Done()
-        flat = self._payload(tensor, channel, order, minibatch)
-        sent = _Transfer(self.link(channel), flat, channel, sending=True)
+        shape = tuple(tensor.shape)
+        note = Note(self.plan, channel, minibatch, tensor.dtype, shape, order)
+        if opens:
+            self._tell(note)
+        comes = not (channel.kind in MAY_LACK and link.direct and self._is_absent(tensor))
+        flat = Fetched(to_bytes(tensor, order))
+        if link.direct:
+            flat = Fetched(self.device.place(flat.tensor))
+        elif channel.kind is not Kind.CALL:
+            flat = self.device.fetch(flat.tensor)
+        if self.notes_each(channel):
+            read = checksum(self.device.fetch(flat.wait()).wait()) if self.sealed else 0
+            serial = next(self._numbers[channel])
+            self._tell(note._replace(serial=serial, comes=comes, checksum=read))
+        if not comes:
+            return Done()
+        sent = link.start(flat, channel, sending=True)
         if not deferred:
             return sent
-        self._defer(sent)
+        self._deferred.append((self._call, sent))
         return Done()
 
-    def _payload(
-        self, tensor: Tensor, channel: Channel, order: tuple[int, ...], minibatch: int
-    ) -> Fetched:
-        """The bytes of a message, where its link reads them."""
-        flat, direct = to_bytes(tensor, order), self.link(channel).direct
-        if direct and not self.sealed:
-            return Fetched(self.device.place(flat))
-        found = Fetched(flat) if channel.kind is Kind.CALL else self.device.fetch(flat)
-        if not self.sealed:
-            return found
-        closed = seal(found.wait(), channel, self._sent[channel], minibatch, self._plan)
-        self._sent[channel] += 1
-        return Fetched(self.device.place(closed) if direct else closed)
+    def _is_absent(self, tensor: Tensor) -> bool:
+        return self.device.on_host(tensor) and is_absent(tensor)
 
-    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
+    def _tell(self, note: Note) -> None:
+        flat = Fetched(note.packed().view(torch.uint8))
+        sent = self.control.start(flat, note.channel, sending=True)
+        self._deferred.append((self._call, sent))
+
+    def receive(self, channel: Channel, expected: Expected) -> Handle:
+        """Post a receive."""
         state = self._incoming.get(channel)
         if state is None:
-            state = self._incoming[channel] = _Incoming(self, channel, self._plan)
-        return _Received(state, expected, pooled)
+            state = self._incoming[channel] = _Incoming(self, channel)
+        return _Received(state, expected)
 
     def settle(self, call: int | None = None) -> None:
+        """A new call begins (or, None, all have ended): wait for old deferred sends."""
         if call is not None:
             self._call = call
         while self._deferred and (call is None or self._deferred[0][0] <= call - self._reach):
@@ -160,6 +141,7 @@ class GroupTransport:
             self.device.drain()  # peers wait for what it sends
 
     def abandon(self) -> None:
+        """Forget every message, so that destroying the group closes its connections."""
         self.control.abandon()
         self._data.abandon()
         for state in self._incoming.values():
@@ -168,157 +150,92 @@ class GroupTransport:
         self._outgoing.clear()
         self._incoming.clear()
 
-    def _defer(self, sent: _Transfer) -> None:
-        self._deferred.append((self._call, sent))
-
     def link(self, channel: Channel) -> Link:
         """Link of the messages of a channel."""
         return self._data if channel.kind in DATA else self.control
 
-    def tells_absence(self, channel: Channel) -> bool:
-        """True if control says before each message if it comes: for gradients that may be absent,
-        which the host has to know, where the message itself does not come to the host."""
-        return channel.kind in MAY_LACK and self.link(channel).direct
-
-
-class _Transfer(Handle):
-    """A message in the hands of a link, and its memory, which is the link's until `wait`.
-
-    No other place holds the Work, and no frame does while an error passes: connections close
-    only when the last Work is gone, and a traceback may live long.
-    """
-
-    def __init__(self, link: Link, flat: Fetched, channel: Channel, *, sending: bool) -> None:
-        self._flat: Fetched | None = flat
-        self._channel = channel
-        self._work: Any = None
-        try:
-            self._work = link.start(flat, channel, sending=sending)
-            return
-        except RuntimeError as error:
-            text = str(error)
-        raise lost(channel.peer, text)
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-            self._work = self._flat = None
-            return
-        except RuntimeError as error:
-            text = str(error)
-        self._work = None
-        raise lost(self._channel.peer, text)
+    def notes_each(self, channel: Channel) -> bool:
+        """True if there is a note ahead of each message: where all are checked, and for gradients
+        that may be absent, which the host has to know, where they do not come to the host."""
+        return self.sealed or (channel.kind in MAY_LACK and self.link(channel).direct)
 
 
 class _Incoming:
-    """The receiving end of a channel: its slots, and its header until that was read."""
+    """The receiving end of a channel, and its first note until that was read."""
 
-    def __init__(self, transport: GroupTransport, channel: Channel, plan: int) -> None:
+    def __init__(self, transport: GroupTransport, channel: Channel) -> None:
         self.order: tuple[int, ...] | None = (0,) if channel.kind is Kind.CALL else None
-        self.slots: list[Tensor] = []
-        self.waiting: list[_Received] = []  # posted when the header has been read
-        self.sealed = transport.sealed
+        self.waiting: list[_Received] = []  # posted when the first note has been read
         self.device = RankDevice() if channel.kind in ON_HOST else transport.device
+        self.direct = transport.link(channel).direct
+        self.lands = self.device.queued and not self.direct  # in host memory, then on the device
         self.may_lack = channel.kind in MAY_LACK
-        self.told = transport.tells_absence(channel)
-        self._direct = transport.link(channel).direct
-        self._posted = 0
+        self.noted = transport.notes_each(channel)
+        self.channel = channel
         self._transport = transport
-        self._channel = channel
-        self._plan = plan
+        self.numbers = count()
         if self.order is None:
-            self._header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
-            header = Fetched(self._header.view(torch.uint8))
-            self._arriving = _Transfer(transport.control, header, channel, sending=False)
+            self._first = self.note()
 
-    def transfer(self, flat: Tensor, *, control: bool = False) -> _Transfer:
-        link = self._transport.control if control else self._transport.link(self._channel)
-        return _Transfer(link, Fetched(flat), self._channel, sending=False)
+    def start(self, flat: Tensor) -> Working:
+        return self._transport.link(self.channel).start(Fetched(flat), self.channel, sending=False)
 
-    def landing(self, target: Tensor) -> Landing:
-        """Memory in which the next message arrives, on its way to `target`."""
-        return Landing(target) if self._direct else self.device.landing(target)
+    def note(self) -> Working:
+        """Post the receive of a note."""
+        header = torch.zeros(HEADER_LENGTH, dtype=torch.int64).view(torch.uint8)
+        return self._transport.control.start(Fetched(header), self.channel, sending=False)
+
+    def read(self, note: Working, expected: Expected, serial: int = 0) -> Note:
+        """Wait for a note.  Raises ContractError where it is not what was planned."""
+        header = note.wait().view(torch.int64)
+        return read_note(self.channel, header, expected, self._transport.plan, serial)
 
     def opened(self) -> tuple[int, ...]:
-        """The memory order; waits for the header, compares it, posts what was held back."""
+        """The memory order; waits for the first note, and posts what was held back."""
         if self.order is None:
-            self._arriving.wait()
-            first = self.waiting[0].expected
-            self.order = read_header(self._channel, self._header, first, self._plan)
+            self.order = self.read(self._first, self.waiting[0].expected).order
             while self.waiting:
                 self.waiting.pop(0).post()
         return self.order
 
-    def take_number(self) -> int:
-        """Number of the message whose receive is posted now."""
-        self._posted += 1
-        return self._posted - 1
-
-    def check(self, flat: Tensor, serial: int, minibatch: int) -> None:
-        """Raise ContractError unless a sealed message is what was to come."""
-        check_seal(flat, self._channel, serial, minibatch, self._plan)
-
-    def slot(self, num_bytes: int) -> Tensor:
-        """A buffer that no live message uses; the pool grows to what is in flight at once."""
-        while self.slots:
-            slot = self.slots.pop()
-            if slot.numel() >= num_bytes:
-                return slot
-        return self.device.empty(num_bytes)
-
 
 class _Received(Handle):
-    def __init__(self, source: _Incoming, expected: Expected, pooled: bool) -> None:
+    def __init__(self, source: _Incoming, expected: Expected) -> None:
         self.expected = expected
         self._source = source
-        self._pooled = pooled
-        self._flat: Tensor | None = None
+        self._transfer: Working | None = None
         if source.order is None:
             source.waiting.append(self)
         else:
             self.post()
 
     def post(self) -> None:
-        if self._source.told:
-            self._told = torch.zeros(1, dtype=torch.uint8)
-            self._transfer = self._source.transfer(self._told, control=True)
-        else:
+        source = self._source
+        self._serial = next(source.numbers)
+        self._note = source.note() if source.noted else None
+        if not (source.may_lack and source.direct):
             self._begin()
 
-    def _begin(self) -> None:
-        # Autograd may keep a gradient's memory as a parameter's .grad: gradients get memory of
-        # their own, only activations use slots.
-        size = max(1, self.expected.num_bytes) + (SEAL_BYTES if self._source.sealed else 0)
-        source, self._serial = self._source, self._source.take_number()
-        self._flat = source.slot(size) if self._pooled else source.device.empty(size)
-        self.memory = self._flat.untyped_storage().data_ptr()
-        self._landing = source.landing(self._flat[:size])
-        self._transfer = source.transfer(self._landing.memory)
+    def _begin(self) -> Working:
+        source = self._source
+        make = source.device.pinned if source.lands else source.device.empty
+        self._transfer = source.start(make(max(1, self.expected.num_bytes)))
+        return self._transfer
 
     def wait(self) -> Tensor:
-        order = self._source.opened()
-        self._transfer.wait()
-        if self._source.told:
-            if not self._told:
-                return absent(torch.empty(self.expected.shape, dtype=self.expected.dtype))
-            self._begin()
-            self._transfer.wait()
-        assert self._flat is not None
-        if self._source.sealed:
-            came = self._source.device.fetch(self._landing.memory).wait()
-            self._source.check(came, self._serial, self.expected.minibatch)
-        if self._landing.beside and self._source.may_lack:
-            there = from_bytes(self._landing.memory, self.expected, order)
-            if is_absent(there):  # which the host has to know
-                return there
-        self._landing.arrived()
-        del self._landing
-        return from_bytes(self._flat, self.expected, order)
-
-    def free(self) -> None:
-        if self._pooled and self._flat is not None:
-            self._source.slots.append(self._flat)
-            self._flat = None
+        source, expected = self._source, self.expected
+        order, note = source.opened(), None
+        if self._note is not None:
+            note = source.read(self._note, expected, self._serial)
+            if not note.comes:
+                return absent(torch.empty(expected.shape, dtype=expected.dtype))
+        came = (self._transfer or self._begin()).wait()
+        if note is not None and note.checksum:
+            note.check(source.device.fetch(came).wait())
+        found = from_bytes(came, expected, order)
+        if not source.lands or (source.may_lack and is_absent(found)):  # the host has to know
+            return found
+        return source.device.place(found, pinned=True)
 
 
 @dataclass(slots=True)
@@ -335,7 +252,7 @@ Wires = defaultdict[tuple[int, ...], Wire]
 
 
 class LocalTransport:
-    """One rank's end of the wires."""
+    """One rank's end of the wires: as `GroupTransport`, and no message is ever outstanding."""
 
     blocking = False
 
@@ -352,12 +269,12 @@ class LocalTransport:
         wire.num_sent += 1
         return Done()
 
-    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
+    def receive(self, channel: Channel, expected: Expected) -> Handle:
         key = (channel.peer, self.rank, channel.kind, channel.edge, channel.target)
         return _Queued(channel, expected, self._wires[key])
 
     def settle(self, call: int | None = None) -> None:
-        """No-op: no message is ever outstanding."""
+        """No-op."""
 
     def abandon(self) -> None:
         self._wires.clear()
@@ -378,3 +295,6 @@ class _Queued(Handle):
         tensor = self._wire.messages.pop(self._number)
         check_tensor(tensor, self._expected, f"what came on {self._channel}")
         return tensor
+
+
+Transport = GroupTransport | LocalTransport

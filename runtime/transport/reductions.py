@@ -12,59 +12,30 @@ parameters, so that the coefficient is bit for bit the one that a single process
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdcompile.eager.gradients import norm_of
 from pdcompile.eager.loss_scale import LossScale
-from pdcompile.errors import ConfigError, ContractError, PdcompileError
+from pdcompile.errors import ConfigError, ContractError
 from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.transport import device_groups
-from pdcompile.runtime.transport.links import PeerLost, lost, unrecorded
+from pdcompile.runtime.transport.links import Working, unrecorded
 from pdcompile.schedule.spec import BUCKET_BYTES
 
 #: what ranks in one process have given: by sum, by place among them
 Board = dict[int, dict[int, Tensor]]
 
 
-class Shape(NamedTuple):
-    """Shape and dtype of a tensor that every replica has."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.sizes) * self.dtype.itemsize
-
-
-class Sums(Protocol):
-    """Ranks that sum, as one of them sees the others; `apart`: in memory of their own; `device`:
-    that of this process."""
-
-    size: int
-    index: int
-    apart: bool
-    device: RankDevice
-
-    def start(self, flat: Tensor) -> Handle:
-        """Add this rank's part; `wait` returns the sum, which may be in host memory where the part
-        was not.  The same calls on every rank."""
-
-    def abandon(self) -> None:
-        """Let go of what was begun, so that connections can close."""
-
-
 class GroupSums:
-    """Ranks in processes of their own: a group of gloo or NCCL that is used for nothing else.
+    """Ranks that sum, in processes of their own: a group of gloo or NCCL that does nothing else.
 
-    `direct`: the group is NCCL's, and sums in memory of the device.
+    `apart`: in memory of their own; `device`: that of this process; `direct`: the group is NCCL's,
+    and sums in memory of the device.
     """
 
     apart = True
@@ -76,21 +47,22 @@ class GroupSums:
         self.size, self.index, self.device = len(ranks), index, device or RankDevice()
         self._group = group
         self._direct = direct
-        self._next = ranks[(index + 1) % len(ranks)]
+        self._next = ranks[(index + 1) % len(ranks)]  # asked where a group does not say who it was
 
     def start(self, flat: Tensor) -> Handle:
+        """Add this rank's part; `wait` returns the sum, which may be in host memory where the part
+        was not.  The same calls on every rank."""
         fetched = Fetched(self.device.place(flat)) if self._direct else self.device.fetch(flat)
         here = fetched.tensor
         real = torch.view_as_real(here) if here.is_complex() else here  # neither sums complex
-        return _Reducing(
-            fetched.then(partial(_reduced, self._group.allreduce, real)), fetched, self
-        )
-
-    def lost(self, text: str) -> PdcompileError | PeerLost:
-        """A group does not say who it was: ask the next rank."""
-        return lost(self._next, text)
+        begin = partial(fetched.then, partial(_reduced, self._group.allreduce, real))
+        try:
+            return Working(begin, fetched, self._next)
+        finally:
+            del begin  # see Working
 
     def abandon(self) -> None:
+        """Let go of what was begun, so that connections can close."""
         if self._group is None:
             return
         held, self._group = [self._group], None
@@ -99,28 +71,15 @@ class GroupSums:
 
 
 def _reduced(allreduce: Callable[..., Any], flat: Tensor) -> Any:
-    with unrecorded():
-        return allreduce([flat])
-
-
-class _Reducing(Handle):
-    def __init__(self, work: Any, flat: Fetched, sums: GroupSums) -> None:
-        self._work, self._flat, self._sums = work, flat, sums
-
-    def wait(self) -> Tensor:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            text = str(error)
-        else:
-            self._work = None  # an error's frames may hold this for long: connections close without
-            return self._flat.tensor
-        self._work = None
-        raise self._sums.lost(text)
+    try:
+        with unrecorded():
+            return allreduce([flat])
+    finally:
+        del allreduce  # see Working
 
 
 class LocalSums:
-    """Ranks in one process: parts lie on a board until all are there."""
+    """As `GroupSums` of ranks in one process: parts lie on a board until all are there."""
 
     apart = False
 
@@ -158,79 +117,42 @@ class _Gathered(Handle):
         return total
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A sum of which some tensors are there."""
-
-    lacking: list[int]  # tensors of each bucket that are not
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    posted: list[Handle] = field(default_factory=list)
+Sums = GroupSums | LocalSums
 
 
 class Reduction:
-    """One replica's part in the sums of its stage, of tensors that are known by name.
+    """One replica's part in the sums of its stage, of tensors like these, which every one has."""
 
-    Buckets are posted in one order on all replicas, each as soon as it and those before are full.
-    """
-
-    def __init__(self, sums: Sums, shapes: Mapping[str, Shape]) -> None:
+    def __init__(self, sums: Sums, tensors: Mapping[str, Tensor]) -> None:
         self._sums, self._device = sums, sums.device
-        self._shapes = shapes
-        self._buckets = _buckets(shapes)
-        self._place = {name: n for n, bucket in enumerate(self._buckets) for name in bucket}
-        self._begun: dict[int, _Begun] = {}
-
-    def _begin(self, number: int) -> _Begun:
-        if number not in self._begun:
-            self._begun[number] = _Begun([len(bucket) for bucket in self._buckets])
-        return self._begun[number]
-
-    def add(self, number: int, name: str, tensor: Tensor) -> list[str]:
-        """Add one of this replica's tensors to sum `number`, before the others are there.
-
-        Returns the names of those that are on their way now, whose memory is not needed any more.
-        Raises ContractError for a sparse tensor, and for one that is already on its way.
-        """
-        one, place = self._begin(number), self._place[name]
-        if place < len(one.posted):
-            raise ContractError(
-                f"the gradient of {name!r} grew again after this backward had completed it",
-                remedy="no autograd.Function of the stage may run a backward of its own "
-                "(checkpoint: use_reentrant=False); or plan with one replica for its stage",
-            )
-        one.lacking[place] -= name not in one.tensors
-        one.tensors[name] = tensor
-        posted = []
-        while len(one.posted) < len(self._buckets) and not one.lacking[len(one.posted)]:
-            posted += self._post_next(one, one.tensors)
-        return posted
+        summed = {f: torch.uint8 if t.dtype is torch.bool else t.dtype for f, t in tensors.items()}
+        self._like = {
+            name: torch.empty_like(one, dtype=summed[name], device="meta")
+            for name, one in tensors.items()
+        }
+        self._buckets = _buckets(self._like)
+        self._posted: dict[int, list[Handle]] = {}
 
     def post(self, number: int, tensors: dict[str, Tensor]) -> None:
-        """Take all of this replica's tensors, out of the dict, into sum `number`, as far as they
-        are not on their way; one that is not there counts as zero.
+        """Take all of this replica's tensors, out of the dict, into sum `number`; one that is not
+        there counts as zero.
 
         Raises ContractError for a sparse tensor.
         """
-        one = self._begin(number)
-        one.tensors.clear()
-        while len(one.posted) < len(self._buckets):
-            self._post_next(one, tensors)
-
-    def _post_next(self, one: _Begun, tensors: dict[str, Tensor]) -> list[str]:
-        bucket = self._buckets[len(one.posted)]
-        one.posted.append(self._sums.start(self._flat(bucket, tensors)))
-        return bucket
+        self._posted[number] = [
+            self._sums.start(self._flat(bucket, tensors)) for bucket in self._buckets
+        ]
 
     def _flat(self, bucket: Sequence[str], tensors: dict[str, Tensor]) -> Tensor:
-        dtype = self._shapes[bucket[0]].dtype
+        dtype = self._like[bucket[0]].dtype
         present = torch.tensor([name in tensors for name in bucket], dtype=dtype)
         present = self._device.place(present)
         parts = []
         for name in bucket:
             tensor = tensors.pop(name, None)
             if tensor is None:
-                count = prod(self._shapes[name].sizes)
-                parts.append(torch.zeros(count, dtype=dtype, device=self._device.device))
+                size = self._like[name].numel()
+                parts.append(torch.zeros(size, dtype=dtype, device=self._device.device))
                 continue
             if tensor.layout != torch.strided:
                 raise ContractError(
@@ -241,39 +163,39 @@ class Reduction:
         return torch.cat([*parts, present])
 
     def ready(self, number: int) -> bool:
-        return all(handle.ready() for handle in self._begun[number].posted)
+        return all(handle.ready() for handle in self._posted[number])
 
     def wait(self, number: int) -> dict[str, tuple[Tensor, int]]:
         """The sums, each with the number of replicas that had a part; none where nobody had."""
         found: dict[str, tuple[Tensor, int]] = {}
-        for bucket, handle in zip(self._buckets, self._begun.pop(number).posted, strict=True):
+        for bucket, handle in zip(self._buckets, self._posted.pop(number), strict=True):
             flat = handle.wait()
             assert flat is not None
-            sizes = [prod(self._shapes[name].sizes) for name in bucket]
+            sizes = [self._like[name].numel() for name in bucket]
             present = self._device.fetch(flat[-len(bucket) :].real).wait()
             parts = torch.split(self._device.place(flat), [*sizes, len(bucket)])
             for name, part, replicas in zip(bucket, parts, present.tolist(), strict=False):
                 if replicas:
-                    found[name] = part.view(self._shapes[name].sizes), int(replicas)
+                    found[name] = part.view(self._like[name].shape), int(replicas)
         return found
 
     def abandon(self) -> None:
-        self._begun.clear()
+        self._posted.clear()
         self._sums.abandon()
 
 
-def _buckets(shapes: Mapping[str, Shape]) -> list[list[str]]:
+def _buckets(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Names in the order in which backward ends with them, in runs of one dtype."""
     found: list[list[str]] = []
     taken = 0
-    for name in reversed(list(shapes)):
-        one = shapes[name]
-        full = taken + one.num_bytes > BUCKET_BYTES
-        if not found or full or shapes[found[-1][0]].dtype != one.dtype:
+    for name in reversed(list(tensors)):
+        one = tensors[name]
+        full = taken + one.nbytes > BUCKET_BYTES
+        if not found or full or tensors[found[-1][0]].dtype != one.dtype:
             found.append([])
             taken = 0
         found[-1].append(name)
-        taken += one.num_bytes
+        taken += one.nbytes
     return found
 
 

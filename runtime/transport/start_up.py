@@ -169,9 +169,9 @@ class StartUp:
                 raise LaunchError(
                     f"rank {rank} runs another program than rank 0: "
                     f"{'; '.join(refused[:_SHOWN])}{more}",
-                    remedy="build the same model on every rank, with the same options, loss and "
-                    "optimizer (what a rank may have of its own: device, loggers, hooks, paths, "
-                    "and the values of weights, which are rank 0's)",
+                    remedy="build the same model on every rank, with the same packages, options, "
+                    "loss and optimizer (what a rank may have of its own: device, loggers, hooks, "
+                    "paths, and the values of weights, which are rank 0's)",
                 )
             if told and self.rank == 0:
                 warn(f"forward reads what ranks have unlike, and runs with rank 0's: {told[0]}")

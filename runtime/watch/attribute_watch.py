@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import address
 from pdcompile.eager.modes import in_mode, overrides_train
 from pdcompile.eager.snapshot import (
@@ -26,16 +27,11 @@ from pdcompile.errors import ConfigError
 class AttributeWatch:
     """Values of the attributes that forward reads, in each mode of the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        places: Iterable[tuple[str, ...]],
-        opaque: Collection[str],
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, compiled: Compiled) -> None:
+        self._opaque = [path for one in compiled.interfaces for path in one.opaque]
         self._owners = [
-            (owner, name, path, is_below(root, opaque))
-            for owner, name, path, root in owners(model, loss_fn, places)
+            (owner, name, path, self.runs_whole(root))
+            for owner, name, path, root in owners(model, loss_fn, compiled.capture.attributes)
         ]
         parameters = {id(one) for one in model.parameters()}
         self._tensors: list[tuple[str, bool, Tensor]] = []  # `check` sees to it that they stay so
@@ -54,6 +50,10 @@ class AttributeWatch:
                 self._values[other] = self._present()
             for one in before:
                 restore(one)
+
+    def runs_whole(self, path: str) -> bool:
+        """True if a module is opaque, or inside of one: it shares containers with the model's."""
+        return any(path == one or path.startswith(f"{one}.") for one in self._opaque)
 
     def tensors(self, *, inside: bool = False) -> list[tuple[str, Tensor]]:
         """Path and value of the attributes that are tensors, and of tensors in containers (those
@@ -131,8 +131,3 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 def _shown(value: Any) -> str:
     return "not there" if value is MISSING else repr(value).partition("\n")[0][:60]
-
-
-def is_below(path: str, owners: Collection[str]) -> bool:
-    """True if a module is one of the owners, or inside of one."""
-    return any(path == owner or path.startswith(f"{owner}.") for owner in owners)

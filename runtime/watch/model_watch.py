@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.eager import digest
 from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.eager.modes import modes_after_switch, modes_in
 from pdcompile.errors import ConfigError
-from pdcompile.runtime.watch.attribute_watch import AttributeWatch, is_below
+from pdcompile.runtime.watch.attribute_watch import AttributeWatch
 from pdcompile.runtime.watch.optimizer_watch import in_flight_error
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,29 +50,18 @@ class ModelWatch:
     Args:
         model: the one that is trained.
         loss_fn: watched too where it is a module.
-        attributes: places that forward read, see `Capture.attributes`.
-        opaque: paths of modules that run as they are, on containers that they share with the
-            model's.
-        read: names of tensors whose values forward turned into Python numbers.
         tied: names of parameters of this process that other processes hold copies of.
-        several: whether there are other processes.
-        versions: how many versions of its weights each stage holds.
+        several: True if there are other processes.
 
     Raises:
         ConfigError: an attribute shares memory with weights that have a second copy.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        attributes: Iterable[tuple[str, ...]],
-        opaque: Collection[str],
-        read: Collection[str],
-        tied: Collection[str],
-        several: bool,
-        overlaps: bool,
-    ) -> None:
+        self, model: nn.Module, loss_fn: Any, compiled: Compiled, tied: Collection[str],
+        *, several: bool,
+    ) -> None:  # fmt: skip
+        capture = compiled.capture
         self._model = model
         self._tied = frozenset(tied)
         self._modules = [(path, module, _form(module)) for path, module in model.named_modules()]
@@ -82,19 +72,21 @@ class ModelWatch:
         self._buffers = list(_tensors(model, "_buffers"))
         self._forms = [_text(tensor) for *_, tensor in self._buffers]
         self._several = several
-        self._traits = [_traits(tensor) for *_, tensor in self._parameters]
+        self._traits = [(_text(t), t.requires_grad) for *_, t in self._parameters]
         self._hooks = self._gradient_hooks()
-        self._attributes = AttributeWatch(model, loss_fn, attributes, opaque)
-        if several or overlaps:
+        self._attributes = AttributeWatch(model, loss_fn, compiled)
+        if several or compiled.overlaps:  # updates go to other memory
             self._attributes.refuse_aliases(
                 {name: t for *_, name, t in self._parameters if t.requires_grad}
             )
-        self._asked = {place[0] for place in attributes if place[1:] == ("training",)}
-        self._asked |= {p for p, _, _ in self._modules if is_below(p, opaque)}
+        self._asked = {place[0] for place in capture.attributes if place[1:] == ("training",)}
+        self._asked |= {p for p, _, _ in self._modules if self._attributes.runs_whole(p)}
         self._modes = {training: modes_in(model, training) for training in (True, False)}
         self._switched = {mode: modes_after_switch(model, mode) for mode in (True, False)}
         named = [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
-        self._read = {name: digest.digest_here(tensor) for name, tensor in named if name in read}
+        self._read = {
+            name: digest.digest_here(tensor) for name, tensor in named if name in capture.numbers
+        }
         self._values: dict[str, digest.WriteState] = {}
         self._older: list[tuple[str, Tensor, tuple[int, int]]] = []
         self._default_dtype = torch.get_default_dtype()
@@ -170,19 +162,15 @@ class ModelWatch:
             )
 
     def _check_parameters(self, training: bool | None) -> None:
-        for (home, leaf, name, tensor), was in zip(self._parameters, self._traits, strict=True):
+        found = zip(self._parameters, self._traits, strict=True)
+        for (home, leaf, name, tensor), (form, trained) in found:
             if home.get(leaf) is not tensor:
                 raise _changed(name, "was replaced by another tensor")
-            now = _traits(tensor)
-            if now == was:
-                continue
-            for what in ("dtype", "shape", "device"):
-                if now[what] != was[what]:
-                    raise _changed(name, f"was {was[what]} and is {now[what]}, converted")
-            if training:
-                if was["trained"]:
-                    raise _changed(name, "was frozen", remedy=_FREEZE)
-                raise _changed(name, "was made trainable", remedy=_UNFREEZE)
+            if (now := _text(tensor)) != form:
+                raise _changed(name, f"was {form} and is {now}, converted")
+            if training and tensor.requires_grad != trained:
+                what, remedy = ("frozen", _FREEZE) if trained else ("made trainable", _UNFREEZE)
+                raise _changed(name, f"was {what}", remedy=remedy)
 
     def _check_modes(self, training: bool) -> None:
         """Compare the modes that the call would run in with those that were captured.
@@ -327,15 +315,6 @@ def _named_hooks(attributes: Mapping[str, Any], name: str) -> list[tuple[Any, ..
             how = tuple(kind for kind in _KINDS if key in attributes.get(kind, ()))
             found.append((name, hook, how))
     return found
-
-
-def _traits(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": tuple(tensor.shape),
-        "device": tensor.device,
-        "trained": tensor.requires_grad,
-    }
 
 
 def _changed(

@@ -233,7 +233,7 @@ class SimulatedGpu(TorchDispatchMode):
     # -- in place of what asks for a GPU -------------------------------------------------------
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        found = torch.empty_like(tensor)
+        found = torch.empty_like(tensor, device="cpu")
         memory = self.memory(found)
         memory.kind, memory.wrote = "pinned", None
         return found
