@@ -20,9 +20,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
         5_041,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_100),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_076),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
-    "trace": (("passes/trace",), 7_123),
+    "trace": (("passes/trace",), 7_115),
     "costs": (("passes/costs", "passes/profile"), 3_824),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

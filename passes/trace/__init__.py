@@ -17,13 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import (
-    BatchLayout,
-    FlatCall,
-    check_example,
-    example_call,
-    resolve_batch,
-)
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import TraceError
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
@@ -61,7 +55,6 @@ def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = "auto") ->
         ConfigError: batch_dims is not a valid value.
         TraceError: the model cannot be captured faithfully.
     """
-    check_example(example_inputs)
     flat = example_call(model, example_inputs)
     captured = capture(model, flat, _layout(flat, batch_dims), None)
     return captured.train if model.training else captured.eval

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref, walk, written_buffers
-from pdcompile.ir.value_checks import needed_ops
+from pdcompile.ir.value_checks import is_pure, needed_ops
 from pdcompile.passes.trace.real_shapes import MAX_BYTES
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.releases.torch_internals import no_dispatch_modes
@@ -103,10 +103,9 @@ def _read_by(op: Op) -> tuple[str, ...]:
 
 
 def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
-    plain = op.kind in ("function", "method", "getattr") and op.draw is None
     if not with_inputs:
-        return plain and not op.mutates and not op.attributes
-    return plain and all(_plain_buffer(fqn, fakes) for fqn in op.attributes)
+        return is_pure(op) and not op.attributes and not op.mutates
+    return is_pure(op) and all(_plain_buffer(fqn, fakes) for fqn in op.attributes)
 
 
 def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:

@@ -104,15 +104,22 @@ class FlatCall:
 
 
 def flatten_call(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any = None,
+    *,
+    signature: inspect.Signature | None = None,
 ) -> FlatCall:
     """Names every leaf of ``model(*args, **kwargs)`` and of the target.
+
+    `signature`: of forward; None: the model's.
 
     Raises:
         InputError: the call does not fit forward, or a leaf hides tensors from pytrees.
     """
     name = type(model).__name__
-    signature = inspect.signature(model.forward)
+    signature = signature or inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

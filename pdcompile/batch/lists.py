@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdcompile.batch.call import DEFAULT, Argument, FlatCall, children_of, rebuild, walk
+from pdcompile.batch.call import DEFAULT, FlatCall, children_of, rebuild, walk
 from pdcompile.errors import InputError
 from pdcompile.releases.torch_internals import pytree
 
@@ -28,35 +28,28 @@ def list_in_doubt(flat: FlatCall, asked: Mapping[str, Any]) -> InputError | None
     It is in doubt where batch_dims (`asked`, by path) does not name its argument and it has as
     many elements as the other inputs have samples, or there are no other inputs to tell.
     """
+    parameters = flat.spec.signature.parameters.values()
+    star = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), None)
     found = [
         one
         for argument in (*flat.spec.arguments, flat.spec.target)
         for one in _alike(rebuild(argument, flat.leaves), argument.root)
-        if all(asked[path] is DEFAULT for path in one.tensors)
-        and not (one.path == argument.root and _is_star(flat, argument))
+        if one.path != star and all(asked[path] is DEFAULT for path in one.tensors)
     ]
     listed = {path for one in found for path in one.tensors}
-    others = {}
-    for path, leaf in flat.leaves.items():
-        dim = 0 if asked[path] is DEFAULT else asked[path]
-        known = path not in listed and dim is not None and isinstance(leaf, Tensor)
-        if known and -leaf.ndim <= dim < leaf.ndim:
-            others[path] = leaf.shape[dim]
+    others = Counter(
+        leaf.shape[dim]
+        for path, leaf in flat.leaves.items()
+        if path not in listed and isinstance(leaf, Tensor)
+        for dim in (0 if asked[path] is DEFAULT else asked[path],)
+        if dim is not None and -leaf.ndim <= dim < leaf.ndim
+    )
+    size = next((size for size, _ in others.most_common() if size != 1), 1)
     for one in found:
         alone = {p for other in found if other.length == one.length for p in other.tensors}
-        if _size(others) == one.length if others else alone == listed:
+        if size == one.length if others else alone == listed:
             return _error(flat, one)
     return None
-
-
-def _is_star(flat: FlatCall, argument: Argument) -> bool:
-    parameter = flat.spec.signature.parameters.get(argument.parameter)
-    return parameter is not None and parameter.kind is parameter.VAR_POSITIONAL
-
-
-def _size(others: Mapping[str, int]) -> int:
-    counts = Counter(size for size in others.values() if size != 1)
-    return counts.most_common(1)[0][0] if counts else 1
 
 
 def _alike(value: Any, path: str) -> Iterator[_Alike]:

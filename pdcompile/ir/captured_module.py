@@ -47,8 +47,6 @@ class CapturedModule(nn.Module):
     copies that share them, so that train() and eval() do not reach into the model.
     """
 
-    _call: nn.Module
-
     def __init__(self, graph: OpGraph, other: OpGraph | None, model: nn.Module) -> None:
         """`other`: the graph of the model's other mode, if there is one."""
         super().__init__()
@@ -56,7 +54,7 @@ class CapturedModule(nn.Module):
         top = vars(copies[id(model)])
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = copy.copy(top[name])
-        self.__dict__["_call"] = _Call(model)  # no part of the module
+        self._signature = inspect.signature(model.forward)
         self._graphs = {one.training: one for one in (graph, other) if one is not None}
         self._captured = model.training
         self._modes = {copies[id(one)]: one.training for one in model.modules()}
@@ -82,7 +80,7 @@ class CapturedModule(nn.Module):
                 "only one mode of this model was captured",
                 remedy="call train() or eval() to return to it, or build the module from a Capture",
             )
-        tensors, size = _checked(graph, flatten_call(self._call, args, kwargs))
+        tensors, size = _checked(graph, flatten_call(self, args, kwargs, signature=self._signature))
         device = next((one.device for one in tensors.values()), CPU)
         lookup = Lookup(self, size, device, graph.tensor_values)
         kept = {ref.name for ref in walk(graph.output, Ref)}
@@ -103,7 +101,7 @@ class CapturedModule(nn.Module):
     def __deepcopy__(self, memo: Any = None) -> CapturedModule:
         memo = {} if memo is None else memo
         twin = memo[id(self)] = CapturedModule.__new__(CapturedModule)
-        memo[id(self._graphs)] = self._graphs
+        memo |= {id(one): one for one in (self._graphs, self._signature)}
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
@@ -183,16 +181,3 @@ def _other_size(known: SizeRange, size: int) -> None:
     if reason:
         raise InputError(f"{told}: {reason}", where="the batch size", remedy=_OTHER)
     warn(f"{told}, which was not tried: capture it with an example of {size} to be sure")
-
-
-class _Call(nn.Module):
-    """Stands for the model in `flatten_call`, which reads the signature of forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError
-
-        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
-        self.forward = forward

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from types import EllipsisType
@@ -128,38 +128,17 @@ def _written(kind: Any, without: frozenset[str]) -> tuple[tuple[str, Any], ...]:
 
 def encode(argument: Argument) -> Any:
     """JSON for an argument: plain scalars, and one-key objects for everything else."""
-    if type(argument) is str or argument is None:
+    kind = tuple if isinstance(argument, tuple) else type(argument)
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return {"float": repr(argument)}
+    if isinstance(argument, int) and abs(argument) >= 2**63:
+        return {"int": str(argument)}
+    if kind in _PLAIN:
         return argument
-    if type(argument) is Ref:
-        return {"ref": argument.name}
-    match argument:
-        case float() if not math.isfinite(argument):
-            return {"float": repr(argument)}
-        case int() if abs(argument) >= 2**63:
-            return {"int": str(argument)}
-        case None | bool() | int() | float() | str():
-            return argument
-        case complex():
-            return {"complex": [encode(argument.real), encode(argument.imag)]}
-        case EllipsisType():
-            return {"ellipsis": True}
-        case Affine(scale, offset):
-            return {"affine": [scale, offset]}
-        case Attr(fqn):
-            return {"attr": fqn}
-        case LeftOut(name):
-            return {"left_out": name}
-        case TorchLiteral(kind, text):
-            return {"torch": [kind, text]}
-        case ListOf(items):
-            return {"list": [encode(item) for item in items]}
-        case tuple():
-            return {"tuple": [encode(item) for item in argument]}
-        case DictOf(items):
-            return {"dict": [[key, encode(item)] for key, item in items]}
-        case Slice(start, stop, step):
-            return {"slice": [encode(part) for part in (start, stop, step)]}
-    raise PlanError(f"an argument of type {type(argument).__name__} cannot be saved")
+    if kind not in _WRITTEN_AS:
+        raise PlanError(f"an argument of type {kind.__name__} cannot be saved")
+    key, write = _WRITTEN_AS[kind]
+    return {key: write(argument)}
 
 
 def decode(data: Any) -> Argument:
@@ -170,29 +149,42 @@ def decode(data: Any) -> Argument:
     """
     if not isinstance(data, dict):
         return data
-    ((kind, content),) = data.items()
-    return _DECODED[kind](content)
+    ((key, content),) = data.items()
+    return _READ_AS[key](content)
+
+
+def _written_items(items: Iterable[Argument]) -> list[Any]:
+    return [encode(item) for item in items]
 
 
 def _items(content: Any) -> tuple[Any, ...]:
     return tuple(map(decode, content))
 
 
-_DECODED: dict[str, Callable[[Any], Argument]] = {
-    "float": float,
-    "int": int,
-    "complex": lambda content: complex(*_items(content)),
-    "ellipsis": lambda _: ...,
-    "affine": lambda content: Affine(*content),
-    "ref": Ref,
-    "attr": Attr,
-    "left_out": LeftOut,
-    "torch": lambda content: TorchLiteral(*content),
-    "list": lambda content: ListOf(_items(content)),
-    "tuple": _items,
-    "dict": lambda content: DictOf(tuple((key, decode(item)) for key, item in content)),
-    "slice": lambda content: Slice(*_items(content)),
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+#: the key of each class of arguments, what is written under it, and the argument read from that
+_FORMS: tuple[tuple[str, type | None, Callable[[Any], Any], Callable[[Any], Argument]], ...] = (
+    ("ref", Ref, lambda ref: ref.name, Ref),
+    ("attr", Attr, lambda attr: attr.fqn, Attr),
+    ("left_out", LeftOut, lambda leaf: leaf.name, LeftOut),
+    ("affine", Affine, lambda n: [n.scale, n.offset], lambda content: Affine(*content)),
+    ("torch", TorchLiteral, lambda x: [x.kind, x.text], lambda content: TorchLiteral(*content)),
+    ("tuple", tuple, _written_items, _items),
+    ("list", ListOf, lambda x: _written_items(x.items), lambda content: ListOf(_items(content))),
+    ("dict", DictOf, lambda x: [[key, encode(item)] for key, item in x.items],
+     lambda content: DictOf(tuple((key, decode(item)) for key, item in content))),
+    ("slice", Slice, lambda x: _written_items((x.start, x.stop, x.step)),
+     lambda content: Slice(*_items(content))),
+    ("complex", complex, lambda n: _written_items((n.real, n.imag)),
+     lambda content: complex(*_items(content))),
+    ("ellipsis", EllipsisType, lambda _: True, lambda _: ...),
+    ("float", None, repr, float),  # that is not finite
+    ("int", None, str, int),  # of more than 63 bits
+)  # fmt: skip
+_WRITTEN_AS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    kind: (key, write) for key, kind, write, _ in _FORMS
 }
+_READ_AS = {key: read for key, _, _, read in _FORMS}
 
 
 def _rebuild(kind: Any, record: dict[str, Any]) -> Any:

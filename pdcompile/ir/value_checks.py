@@ -116,15 +116,14 @@ def _on_inputs(graph: OpGraph, given: Collection[str]) -> list[Op]:
     for i, check in enumerate(graph.ops):
         if check.target == CHECK:
             ops, leaves = needed_ops(graph.ops[:i], check.inputs, storage_of)
-            if leaves <= set(given) and all(map(is_pure, ops)):
+            if leaves <= set(given) and all(is_pure(op) and not op.attributes for op in ops):
                 found.update((check.name, *(op.name for op in ops)))
     return [op for op in graph.ops if op.name in found]
 
 
 def is_pure(op: Op) -> bool:
-    """True if the op depends on its arguments alone: no parameters, buffers, modules or draws."""
-    plain = op.kind in ("function", "method", "getattr") and op.draw is None
-    return plain and not op.attributes
+    """True if the op depends on its arguments alone: no modules or draws."""
+    return op.kind in ("function", "method", "getattr") and op.draw is None
 
 
 def needed_ops(
