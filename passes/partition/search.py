@@ -7,19 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import dynamic_program
-from pdcompile.passes.partition.bounds import (
-    applies,
-    flush_bound,
-    ramp_bound,
-    seed_paths,
-    simple_bound,
-)
+from pdcompile.passes.partition.bounds import flush_bound, seed_paths, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
 from pdcompile.passes.partition.dynamic_program import chains
-from pdcompile.passes.partition.improve.moves import move_groups, move_more
 from pdcompile.passes.partition.infeasible import no_assignment, validate
 from pdcompile.passes.partition.model import (
     Model,
@@ -27,10 +22,10 @@ from pdcompile.passes.partition.model import (
     build,
     contracted,
     prefixes,
+    single_moves,
 )
-from pdcompile.passes.partition.path.path_bounds import path_bound
-from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.space.straight import order_cuts, straight_bound
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
@@ -55,7 +50,7 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: dict[tuple[int, ...], float] = field(default_factory=dict)  # seconds of assignments
-    along_path: Iterator[object] | None = None  # evaluates one plan after the other
+    tried_order: bool = False
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
@@ -118,7 +113,8 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MAX_CHAINS = 150  # evaluated one by one
-PATIENCE = 40  # plans along a path of which none is better
+RUN = 32  # groups that are moved over a boundary together, at most
+MOVING = 0.5  # of the time
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
 
@@ -180,8 +176,8 @@ def solve(
     segments = cut_by_program(search)
     if search.best is None and thorough:
         find_any(search)
-    quick = (_follow_path, move_groups, evaluate_all, _bound)
-    for step in (*quick, move_more, prove) if thorough else quick:
+    quick = (cut_along_order, evaluate_all, _bound, move_groups)
+    for step in (*quick, prove) if thorough else quick:
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
     return search
@@ -203,9 +199,8 @@ def cut_by_program(search: Search) -> Segments:
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, budget)
     if ideals is None and model.num_groups > FIRST:
-        tried = len(search.seen)
-        _follow_path(search, segments)
-        if len(search.seen) > tried and search.best is not None:
+        cut_along_order(search)
+        if search.best is not None:
             return segments
     limit = FIRST + 1 if search.late and search.best is not None else MAX_IDEALS
     chosen = ideals or prefixes(small, limit, search.seed, budget)
@@ -282,34 +277,48 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
     search.prove(search.upper * (1 - 1e-9), "brute force over what the bound leaves")
 
 
-def _bound(search: Search, segments: Segments) -> None:
-    """Bounds a flush schedule by intervals: of groups in a row, where it offers the chains that it
-    finds, and of a path, which is all of them there, but with other tables."""
-    model, budget = search.model, search.budget
-    if search.problem.objective != "flush":
-        return
-    if segments.model is model and applies(segments):
-        bound, chains = ramp_bound(segments, search.bound, search.upper, budget)
-        for groups in chains:
+def cut_along_order(search: Search, _: Segments | None = None) -> None:
+    """Offers likely cuts along the order of the groups."""
+    if not search.impossible and not search.tried_order:
+        search.tried_order = True
+        for groups in order_cuts(search.model, search.bound, lambda: search.late):
             search.offer(groups)
-        search.prove(min(bound, search.upper), "dynamic program over intervals")
-    if not search.proved:
-        bound = path_bound(model, search.bound, lambda: search.upper, budget, search.offer)
-        search.prove(min(bound, search.upper), "dynamic program along a path")
 
 
-def _follow_path(search: Search, segments: Segments) -> None:
-    """Evaluates plans along the heaviest path, where the groups are no chain, in the first seventh
-    of the time, or quarter as long as they get better."""
-    budget, since = search.budget, 0
-    if search.problem.objective == "flush" and not applies(segments):
-        if search.along_path is None:
-            search.along_path = path_plans(search.model, search.evaluated)
-        best = search.upper
-        for _ in search.along_path:
-            since, best = (since + 1, best) if search.upper == best else (0, search.upper)
-            if budget.spent * (6 if since > PATIENCE else 3) > budget.left:
+def _bound(search: Search, _: Segments) -> None:
+    """Bounds the objective along the heaviest path."""
+    bound = straight_bound(search.model, search.bound, search.upper, lambda: search.late)
+    search.prove(min(bound, search.upper), "dynamic program along a path")
+
+
+def move_groups(search: Search, _: Segments) -> None:
+    """Moves groups of the best plan over a boundary, one or several, as long as that helps."""
+    late = search.budget.spent + MOVING * search.budget.left
+    best: tuple[int, ...] = ()
+    while best != search.groups and not search.proved:
+        best = search.groups
+        for moved in next_to(search.model, best):
+            if search.late or search.budget.spent > late:
                 return
+            if search.offer(moved):
+                break
+
+
+def next_to(model: Model, groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Assignments with one group on the next stage or the one before, or with 2, 4, 8, … groups
+    at the end of a stage on the other side."""
+    for v, s in single_moves(model.arcs, groups):
+        if model.lowest[v] <= s <= model.highest[v]:
+            yield (*groups[:v], s, *groups[v + 1 :])
+    own = np.array(groups)
+    for s in range(model.num_stages - 1):
+        for side, to in ((s, s + 1), (s + 1, s)):
+            held, count = np.flatnonzero(own == side), 2
+            while count < min(len(held), RUN + 1):
+                moved = own.copy()
+                moved[held[-count:] if to > side else held[:count]] = to
+                yield tuple(moved.tolist())
+                count *= 2
 
 
 def prove(search: Search, _: Segments | None = None) -> None:

@@ -16,9 +16,9 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import configure, search_space
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition.path.beside import sides, with_gradients
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.in_turn import StagesInTurn
+from pdcompile.passes.partition.space.line import heaviest_path, sides, with_gradients
 from pdcompile.passes.partition.space.pipelines import PreparedProblem
 from pdcompile.passes.partition.space.places_bound import OrderProgram
 from pdcompile.passes.partition.space.seats import Seats
@@ -35,7 +35,7 @@ from pdcompile.schedule.registry import KINDS
 from tests.helpers.graphs import chain
 from tests.helpers.problems import chain_problem
 from tests.helpers.whole_space import BATCH, at
-from tests.test_partition_path_bounds import branched
+from tests.test_path_bound import branched
 
 ALONE = ("gpipe", "1f1b", "zb-h1")
 SHARING = ("interleaved", "zb-v")
@@ -176,8 +176,8 @@ def test_what_no_schedule_can_hold_is_proved() -> None:
 
 def passed(prepared: PreparedProblem) -> set[int]:
     """Items between two of the heaviest path, or on it, that gradients pass on their way."""
-    model, size = prepared.whole, len(prepared.path)
-    number = {v: n for n, v in enumerate(prepared.path, start=1)}
+    model, size = prepared.whole, len(heaviest_path(prepared.whole))
+    number = {v: n for n, v in enumerate(heaviest_path(model), start=1)}
     carried = [(flow.sources[0], sink) for flow in with_gradients(model) for sink in flow.sinks]
     low, high = sides(model.num_groups, carried, number, size)
     between = {v for v in range(model.num_groups) if low[v] > 0 and high[v] <= size}

@@ -10,10 +10,7 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.path.beside import heaviest_path
 from pdcompile.passes.partition.space.candidates import violations
-from pdcompile.passes.partition.space.line import Line
 from pdcompile.passes.partition.space.line_plans import LinePlans, shifted
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
 from pdcompile.passes.partition.space.seats import Seats
@@ -21,7 +18,7 @@ from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.problems import chain_problem
 from tests.helpers.spaces import brute_force, harsh_case, random_case
-from tests.test_partition_path_bounds import branched
+from tests.test_path_bound import branched
 
 
 def never() -> bool:
@@ -74,23 +71,6 @@ def test_no_plan_is_below_the_bound(block: int) -> None:
         ratios.append(found / best)
     assert len(ratios) > 10
     assert max(ratios) > 0.6
-
-
-def test_a_path_says_what_surely_lies_before_a_cut_and_what_may() -> None:
-    """What is beside the path may be on either side of the cuts between what it reads and its
-    reader; the last place has all of it, the first one nothing."""
-    for seed in range(40):
-        model = build(branched(seed))
-        path = heaviest_path(model)
-        line, work = Line.along(model, path), np.add(model.forward, model.backward)
-        assert (np.diff(line.least.work) >= 0).all()
-        assert (np.diff(line.most.work) >= 0).all()
-        assert (line.least.work <= line.most.work + 1e-12).all()
-        assert line.least.work[0] == 0
-        assert line.most.work[-1] == pytest.approx(work.sum())
-        own = work[list(path)].cumsum()
-        assert (line.least.work[1:] >= own - 1e-9).all()
-        assert line.beside == pytest.approx((line.most.work - line.least.work).max())
 
 
 def layers(count: int, num_microbatches: int) -> PreparedProblem:

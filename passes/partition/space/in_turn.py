@@ -102,12 +102,11 @@ class StagesInTurn:
         """The stages of a cut along the order of the groups, where little crosses, into shares of
         the work that suit the order of tasks; empty where there are too few places to cut."""
         model, line = self.prepared.whole, self.prepared.order_lines[0]
-        assert line.cuts is not None
         inner, count = line.cuts[1:-1], len(self.ranks)
         if len(inner) < count - 1:
             return ()
         wanted = self.places.shares.cumsum()[:-1] * line.whole
-        at = np.searchsorted(line.most.work[inner], wanted)
+        at = np.searchsorted(line.before.work[inner], wanted)
         rising = np.arange(count - 1)
         at = np.maximum.accumulate(at - rising) + rising  # each stage has something
         at = np.minimum(at, len(inner) - (count - 1) + rising)

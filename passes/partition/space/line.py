@@ -1,21 +1,20 @@
-"""Lines: the work of a model one after the other, and what lies before each of its points.
+"""Line of a linear order: the work of a model one after the other, and what lies before each place.
 
-The line of a linear order has its prefixes as points.  The line of a path has the places where the
-path can be cut; a cut there says what surely lies before it and what surely does not, and what is
-beside it may lie on either side.
+A pipeline that cuts the order into intervals cuts the line at such places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.model import Model
-from pdcompile.passes.partition.path.beside import Array, sides
+from pdcompile.passes.partition import lattice
+from pdcompile.passes.partition.model import Flow, Model
 
+Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 
@@ -36,77 +35,54 @@ class Line:
     """Places where the work can be cut.
 
     Args:
-        least, most: what surely lies before each place, and all that may.
-        beside: the most work that may be on either side of one place.
+        before: what lies before each place.
         received, returned: bytes that cross each place forward and backward.
-        cuts: places where a stage may end; None: everywhere between them too.
+        cuts: places where a stage may end.
+        at: the place of each group in the order.
     """
 
-    least: Amounts
-    most: Amounts
-    beside: float
+    before: Amounts
     received: Array
     returned: Array
-    cuts: Places | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Are its places those of a plan, not of a bound?"""
-        return self.cuts is not None
+    cuts: Places
+    at: Places
 
     @property
     def whole(self) -> float:
-        return float(self.most.work[-1])
+        return float(self.before.work[-1])
 
     @staticmethod
-    def of_order(model: Model) -> Line:
-        """The groups in the order in which they are numbered."""
-        places = Amounts(*(np.concatenate(([0.0], row.cumsum())) for row in _rows(model)))
-        sizes = [
-            (flow, flow.forward_bytes, flow.backward_bytes) for flow in model.flows if not flow.tied
-        ]
-        crossing = np.zeros((2, model.num_groups + 1))
-        for flow, *both in sizes:
-            first, last = flow.sources[0] + 1, max(flow.sinks) + 1
-            crossing[:, first] += both
-            if last <= model.num_groups:
-                crossing[:, last] -= both
-        received, returned = crossing.cumsum(1)
-        return Line(places, places, 0.0, received, returned, np.arange(model.num_groups + 1))
-
-    @staticmethod
-    def along(model: Model, path: Sequence[int]) -> Line:
-        """The groups of a path, and what lies beside it."""
-        size = len(path)
-        number = {v: n for n, v in enumerate(path, start=1)}
-        low, high = sides(model.num_groups, model.arcs, number, size)
-        least, most = [], []
-        for row in _rows(model):
-            sure = np.bincount(high, row, size + 2).cumsum()[: size + 1]
-            behind = np.bincount(low, row, size + 2)[::-1].cumsum()[::-1]
-            open_ = row.sum() - np.concatenate((behind[1 : size + 1], [0.0]))
-            # Nothing lies before the first stage, nothing behind the last one.
-            sure[0], open_[-1] = 0.0, row.sum()
-            least.append(sure)
-            most.append(np.maximum(open_, sure))
-        beside = float((most[0] - least[0]).max(initial=0.0))
-        none = np.zeros(size + 1)
-        return Line(Amounts(*least), Amounts(*most), beside, none, none)
+    def of_order(model: Model, order: Sequence[int] = ()) -> Line:
+        """The groups in a topological order; as they are numbered where none is given."""
+        listed = list(order or range(model.num_groups))
+        at = np.empty(len(listed), dtype=np.intp)
+        at[listed] = np.arange(len(listed))
+        places = Amounts(*(np.concatenate(([0.0], row[listed].cumsum())) for row in _rows(model)))
+        crossing = np.zeros((2, model.num_groups + 2))
+        for flow in model.flows:
+            if not flow.tied:
+                both = flow.forward_bytes, flow.backward_bytes
+                crossing[:, at[flow.sources[0]] + 1] += both
+                crossing[:, max(at[v] for v in flow.sinks) + 1] -= both
+        received, returned = crossing[:, :-1].cumsum(1)
+        return Line(places, received, returned, np.arange(model.num_groups + 1), at)
 
     def cheap(self, share: float, least: int) -> Line:
         """The line with cuts only where little crosses: `share` times the least of all, or more
         where this leaves fewer than `least` cuts."""
-        assert self.cuts is not None
         crossing = (self.received + self.returned)[self.cuts]
         inner = np.sort(crossing[1:-1])
-        if not len(inner):
+        if not len(inner) or share == np.inf:
             return self
         limit = max(share * inner[0], inner[min(least, len(inner)) - 1])
         keep = crossing <= limit
         keep[[0, -1]] = True
-        return Line(
-            self.least, self.most, self.beside, self.received, self.returned, self.cuts[keep]
-        )
+        return replace(self, cuts=self.cuts[keep])
+
+    def groups(self, begins: Sequence[float]) -> tuple[int, ...]:
+        """The stage of each group, of stages before which there is so much work."""
+        places = np.searchsorted(self.before.work, begins)
+        return tuple((np.searchsorted(places, self.at, "right") - 1).tolist())
 
 
 def _rows(model: Model) -> list[Array]:
@@ -121,3 +97,41 @@ def _rows(model: Model) -> list[Array]:
             for row in (model.trainable_bytes, model.frozen_bytes, model.saved_bytes)
         ),
     ]
+
+
+def heaviest_path(model: Model) -> tuple[int, ...]:
+    """Groups in a row, each reading a value with a gradient of the one before; the most work."""
+    after: list[list[int]] = [[] for _ in range(model.num_groups)]
+    for flow in with_gradients(model):
+        after[flow.sources[0]] += flow.sinks
+    heaviest, following = [0.0] * model.num_groups, [-1] * model.num_groups
+    for v in reversed(range(model.num_groups)):
+        work, following[v] = max(((heaviest[u], u) for u in after[v]), default=(0.0, -1))
+        heaviest[v] = work + model.forward[v] + model.backward[v]
+    path, v = [], max(range(model.num_groups), key=heaviest.__getitem__)
+    while v >= 0:
+        path.append(v)
+        v = following[v]
+    return tuple(path)
+
+
+def with_gradients(model: Model) -> list[Flow]:
+    """Values of which gradients come back."""
+    return [flow for flow in model.flows if not flow.tied and flow.backward_messages > 0]
+
+
+def sides(
+    count: int, arcs: Iterable[tuple[int, int]], number: dict[int, int], size: int
+) -> tuple[Places, Places]:
+    """The last of the path before every group and the first behind it, as these arcs go.
+
+    Groups of the path have numbers from 1: both are its own number for one of them, 0 and one more
+    than there are where there is none before or behind.
+    """
+    before, after = lattice.neighbours(count, arcs)
+    low, high = np.zeros(count, dtype=np.intp), np.full(count, size + 1, dtype=np.intp)
+    for v in range(count):
+        low[v] = number.get(v) or max((low[u] for u in before[v]), default=0)
+    for v in reversed(range(count)):
+        high[v] = number.get(v) or min((high[u] for u in after[v]), default=size + 1)
+    return low, high

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
 
-from pdcompile.cluster import Cluster
-from pdcompile.passes.partition.space.candidates import violations
+from pdcompile.cluster import Cluster, Link
+from pdcompile.passes.partition.space.candidates import holding, violations
+from pdcompile.passes.partition.space.matrices import least_depth, most_depth
+from pdcompile.passes.partition.space.path_bound import PathBound, StageRules, groups_told_apart
 from pdcompile.passes.partition.space.pipelines import (
     PreparedProblem,
     limited,
@@ -30,7 +32,40 @@ from pdcompile.schedule.registry import kind_of
 
 MARGINS = (1.0, 0.9, 0.75)  # of the memory: ledgers count more than a line does
 MOST_ORDERS = 6  # of unlike devices
-MOST_DOUBLED = 40  # times, from all work on all devices, until some seconds are enough
+ROUGHLY = 1e-3  # relative: where the bisection of a bound ends
+
+
+@dataclass
+class SettingRules(StageRules):
+    """Stages of a setting on seats.
+
+    `widest`: of a number of replicas, the most that have as many microbatches each.
+    """
+
+    setting: Setting = field(kw_only=True)
+    seats: Seats = field(kw_only=True)
+    widest: dict[int, int] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._straight = all(option.replicas == 1 for option in self.menu)
+        self._rings: dict[int, Link] = {}
+
+    def deepest(self, option: StageDeployment, after: int) -> int:
+        return most_depth(self.setting, option.replicas, after, self._straight)
+
+    def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
+        r = self.widest.get(option.replicas, option.replicas)
+        depth = least_depth(self.setting, r, after, self.ranks, self._straight, None)
+        held = holding(self.setting, replace(option, replicas=r), depth, depth, depth)
+        return held.versions + held.gradient_buffers + held.optimizer_factor, held.saved
+
+    def ring(self, replicas: int) -> Link:
+        if replicas not in self._rings:
+            self._rings[replicas] = min(
+                (self.seats.ring(q, replicas) for q in range(self.ranks - replicas + 1)),
+                key=lambda link: (-link.bytes_per_second, link.latency_seconds),
+            )
+        return self._rings[replicas]
 
 
 @dataclass
@@ -46,10 +81,15 @@ class LinePlans:
         seats = Seats(self.cluster, tuple(range(len(self.cluster.devices))))
         menu = self.space.menu(self.space.counts(len(seats.ranks)))
         widest: dict[int, int] = {}
-        if not kind_of(setting.schedule).stream:
-            menu, widest = shortened(menu, setting.num_microbatches, limited(self.cluster))
-        reach = Reach(self.prepared.path_line, setting, seats, menu, widest)
-        return self._probing(reach).least(lower, upper, late)[0] * (1 - 1e-9)
+        kind, m = kind_of(setting.schedule), setting.num_microbatches
+        if not kind.stream:
+            menu, widest = shortened(menu, m, limited(self.cluster))
+        path = self.prepared.path(groups_told_apart(len(seats.ranks), len(menu)))
+        rules = SettingRules(
+            kind, kind.stream, m, len(seats.ranks), menu, seats.fastest, seats.largest,
+            setting=setting, seats=seats, widest=widest,
+        )  # fmt: skip
+        return PathBound(path, rules, ROUGHLY).least(lower, upper, late) * (1 - 1e-9)
 
     def menus(self) -> tuple[list[tuple[int, ...]], ...]:
         """Replicas that stages may have: equally many that leave no rank, equally many, any."""
@@ -110,15 +150,7 @@ class LinePlans:
         """The pipeline of the least seconds below a limit; None where there is none."""
         reach = probing.reach
         lower = simple_bound(self.prepared, self.space, reach.setting, reach.seats)
-        upper, doubled = below * (1 - 1e-9), 0
-        if upper == math.inf:
-            upper = 2 * lower
-            while not probing.possible(upper):
-                upper, doubled = 2 * upper, doubled + 1
-                if doubled > MOST_DOUBLED or late():
-                    return None
-        _, upper = probing.least(lower, upper, late)
-        if upper == math.inf or not probing.possible(upper):
+        if not probing.some(lower, below * (1 - 1e-9), late):
             return None
         return self._candidate(probing)
 
@@ -128,8 +160,7 @@ class LinePlans:
         used = sum(option.replicas for _, option in chain)
         if used < len(order) and not self.space.idle:
             return None
-        begins = np.searchsorted(reach.line.most.work, [begin for begin, _ in chain])
-        groups = np.searchsorted(begins, np.arange(model.num_groups), "right") - 1
+        groups = reach.line.groups([begin for begin, _ in chain])
         ranks, position = [], reach.seats.first_like_last(used)
         for _, option in chain:
             ranks.append(order[position : position + option.replicas])
@@ -139,7 +170,7 @@ class LinePlans:
         depths = warmup(
             setting.schedule, len(chain), setting.num_microbatches, counts, setting.extra_warmup
         )
-        stage_of = model.items_of(groups.tolist())
+        stage_of = model.items_of(groups)
         found = Candidate(setting, stage_of, options, tuple(ranks), depths)
         if self.space.decides_recomputation:
             found = recomputing(self.prepared.problem, self.cluster, found)
@@ -166,7 +197,7 @@ def shifted(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candida
     """The candidate with one boundary where little crosses next to it, in every way."""
     model, (line, _) = prepared.whole, prepared.order_lines
     stage = np.array([candidate.stage_of[members[0]] for members in model.members])
-    if (np.diff(stage) < 0).any() or line.cuts is None:
+    if (np.diff(stage) < 0).any():
         return
     ends = np.searchsorted(stage, np.arange(1, len(candidate.options)))
     for s, end in enumerate(ends):

@@ -5,7 +5,7 @@ next to a candidate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,12 @@ from pdcompile.passes.partition.model import (
     prefixes,
     single_moves,
 )
-from pdcompile.passes.partition.path.beside import heaviest_path
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece
 from pdcompile.passes.partition.space.line import Line
 from pdcompile.passes.partition.space.matrices import Matrices
+from pdcompile.passes.partition.space.path_bound import Path
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.schedules import warmup
@@ -58,6 +58,7 @@ class PreparedProblem:
     tables: int  # how many menus' rows there are in all
     stages: int | None = None  # where pins have numbers
     seed: int = 0
+    _paths: dict[int, Path] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> Model:
@@ -105,15 +106,11 @@ class PreparedProblem:
         line = Line.of_order(self.whole)
         return line.cheap(CHEAP, CUTS), line
 
-    @cached_property
-    def path_line(self) -> Line:
-        """The groups along the heaviest path of values with gradients."""
-        return Line.along(self.whole, self.path)
-
-    @cached_property
-    def path(self) -> tuple[int, ...]:
-        """The groups of that path."""
-        return heaviest_path(self.whole)
+    def path(self, most: int) -> Path:
+        """The heaviest path of values with gradients, at most so many of its groups told apart."""
+        if most not in self._paths:
+            self._paths[most] = Path(self.whole, most)
+        return self._paths[most]
 
     @property
     def model(self) -> Model:

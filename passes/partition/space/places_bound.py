@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdcompile.passes.partition.path.beside import Array, sides, with_gradients
+from pdcompile.passes.partition.space.line import Array, heaviest_path, sides, with_gradients
 from pdcompile.passes.partition.space.pipelines import PreparedProblem
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.space import Setting
@@ -94,9 +94,8 @@ class OrderProgram:
     @cached_property
     def _beside(self) -> Array:
         """[j]: seconds of forward and of backward that may be on either side of a place."""
-        line = self.prepared.path_line
-        both = ((line.most.forward, line.least.forward), (line.most.backward, line.least.backward))
-        return np.array([most - least for most, least in both]).T
+        path, model = self.prepared.path(self.prepared.whole.num_groups), self.prepared.whole
+        return np.array([path.across(row) for row in (model.forward, model.backward)]).T
 
     @property
     def shares(self) -> Array:
@@ -222,7 +221,7 @@ def _slack(prepared: PreparedProblem) -> float | None:
     A stage with a group that lies between two places of the path waits, there and back, for all of
     the path but what is between these two.
     """
-    model, path = prepared.whole, prepared.path
+    model, path = prepared.whole, heaviest_path(prepared.whole)
     size, number = len(path), {v: n for n, v in enumerate(path, start=1)}
     carried = [(flow.sources[0], sink) for flow in with_gradients(model) for sink in flow.sinks]
     low, high = sides(model.num_groups, model.arcs, number, size)

@@ -108,6 +108,13 @@ class Seats:
         )
 
     @cached_property
+    def largest(self) -> int | None:
+        """Bytes of the largest of all devices; None where one has no limit."""
+        limits = [device.memory_bytes for device in self.cluster.devices]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if len(known) == len(limits) else None
+
+    @cached_property
     def fastest(self) -> float:
         return float(self._speeds.max())
 

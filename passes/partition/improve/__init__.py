@@ -1,1 +1,0 @@
-"""Changes of a plan, many at a time, that make it better."""

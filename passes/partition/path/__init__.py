@@ -1,1 +1,0 @@
-"""Flush schedules of almost-chains: bounds and plans along the heaviest path of a model."""

@@ -1,0 +1,293 @@
+"""What no pipeline of a setting can beat, whatever its cuts: a dynamic program along a path.
+
+Real models are almost chains: masks, branches and labels sit beside one long path of groups whose
+values carry gradients.  Stages that hold groups of the path wait for each other along it, there and
+back, and each holds an interval of it.  A group beside the path surely is on the stage whose
+interval holds the last of the path before it and the first of the path behind it; where a boundary
+lies between these two it may be on either side, or on a stage without the path.
+
+Within T seconds a stage of r replicas, of which each takes k = ⌈m/r⌉ microbatches, has F and W of
+one surely, with D the way of a microbatch down to the stage and back up from it, R the way through
+it and beyond it and back, S all of it, w its warm-up and A the reduction of its gradients:
+
+- D + k (F + W) ≤ T, and with A in place of the way back;
+- S + (k − 1) max(F, W) + (k − 1 − w) min(F, W) ≤ T;
+- D + q R + rest (F + W) ≤ T, for q round trips that follow each other with w + 1 in flight.
+
+A stage that recomputes has F in W once more.  Where backward is split, all ways are of its first
+part, and the first of these holds for all of W without the way back.  A stream has (F + W) / r and
+A.  Memory is what surely is there.  Each of these says what a stage may compute besides, and all
+stages together have to do all work.  Ranks that hold nothing of the path do at most what lies
+beside it at so many boundaries, and nobody surely waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from pdcompile.cluster import Link
+from pdcompile.passes.partition.bounds import trips_in_turn
+from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.space.line import Array, heaviest_path, sides
+from pdcompile.passes.partition.space.probing import Late
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.schedule.registry import ScheduleKind
+
+CLOSE = 1e-4  # relative: where the bisection ends
+MOST = 200  # groups of the path that are told apart
+CELLS = 4e7  # of all tables of one probe; beyond, fewer groups are told apart
+FEWEST = 60
+
+
+class Path:
+    """A path of a model, and the sums of its groups over intervals j + 1 to k of it, as [j, k]."""
+
+    def __init__(self, model: Model, most: int = MOST):
+        self.model = model
+        kept = _told_apart(model, heaviest_path(model), most)
+        self.size = len(kept)
+        number = {v: n for n, v in enumerate(kept, start=1)}
+        self.low, self.high = sides(model.num_groups, model.arcs, number, self.size)
+        self.work = np.array(model.forward) + np.array(model.backward)
+
+    def inside(self, row: Sequence[float] | Array, *, every: bool) -> Array:
+        """The sum over groups that surely are on a stage with that interval.
+
+        Where `every` stage holds some of the path, the first one also has what nothing of the path
+        is before, and the last one what nothing is behind.
+        """
+        found = self._table(row)[::-1].cumsum(0)[::-1].cumsum(1)  # low from j + 1 on, high up to k
+        rows, columns = np.arange(1, self.size + 2), np.arange(self.size + 1)
+        if every:
+            rows[0], columns[-1] = 0, self.size + 1
+        result: Array = found[np.ix_(rows, columns)]
+        return result
+
+    def before(self, row: Sequence[float] | Array) -> Array:
+        """The sum over groups that surely are on earlier stages, by the first boundary."""
+        found: Array = np.bincount(self.high, row, self.size + 2).cumsum()
+        return found[: self.size + 1]
+
+    def across(self, row: Sequence[float] | Array) -> Array:
+        """The sum over groups that may be on either side of each boundary."""
+        begun, ended = self._upto(row)
+        found: Array = np.maximum(begun - ended, 0.0)
+        return found
+
+    @cached_property
+    def open_work(self) -> Array:
+        """Work that may lie on a stage with the interval."""
+        begun, ended = self._upto(self.work)
+        result: Array = np.maximum(begun[None, :] - ended[:, None], 0.0)
+        return result
+
+    def _upto(self, row: Sequence[float] | Array) -> tuple[Array, Array]:
+        """What may lie before each boundary, and what surely does; nothing before the first one,
+        and all before the last one."""
+        begun = np.bincount(self.low, row, self.size + 2).cumsum()[: self.size + 1]
+        ended = self.before(row)
+        begun[-1], ended[0] = np.sum(row), 0.0
+        return begun, ended
+
+    @cached_property
+    def hidden(self) -> Array:
+        """Work that stages without the path may do, by how many boundaries they lie at: of each
+        group once."""
+        table = self._table(self.work)
+        upto = table.cumsum(0)  # low up to j
+        both = upto.sum(1)[:, None] - upto.cumsum(1)  # and high behind k
+        span = both[: self.size + 1, : self.size + 1]
+        free = float(self.work[(self.low == 0) | (self.high == self.size + 1)].sum())
+        alone = np.diagonal(span)
+        best, found = alone.copy(), [0.0, free + float(alone.max(initial=0.0))]
+        later = np.triu(np.ones_like(span), 1) > 0
+        while len(found) <= self.size and found[-1] > found[-2] * (1 + 1e-9):
+            best = np.where(later, best[:, None] + alone[None, :] - span, 0.0).max(0)
+            found.append(max(found[-1], free + float(best.max(initial=0.0))))
+        return np.array(found)
+
+    def _table(self, row: Sequence[float] | Array) -> Array:
+        cells = np.ravel_multi_index((self.low, self.high), (self.size + 2, self.size + 2))
+        found: Array = np.bincount(cells, row, (self.size + 2) ** 2)
+        return found.reshape(self.size + 2, self.size + 2)
+
+
+def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]:
+    """At most so many groups of the path, with as much work between them as can be had."""
+    if len(path) <= most:
+        return tuple(path)
+    work = np.array([model.forward[v] + model.backward[v] for v in path]).cumsum()
+    marks = np.searchsorted(work, np.linspace(0.0, work[-1], most + 1)[:-1], "left")
+    return tuple(path[n] for n in dict.fromkeys(marks.tolist()))
+
+
+@dataclass
+class StageRules:
+    """What a bound knows of the stages of a setting: subclasses know where they run.
+
+    `fastest`: speed of the fastest device; `limit`: bytes of the largest, None where one has no
+    limit; `share`: microbatches that a replica takes, by its row of the menu.
+    """
+
+    kind: ScheduleKind
+    stream: bool
+    num_microbatches: int
+    ranks: int
+    menu: tuple[StageDeployment, ...]
+    fastest: float
+    limit: int | None
+
+    def deepest(self, option: StageDeployment, after: int) -> int:
+        """The most warm-up of a stage with so many ranks behind it."""
+        raise NotImplementedError
+
+    def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
+        """How often it holds what is trained and what is saved, at least; `after` or more ranks
+        are behind it."""
+        raise NotImplementedError
+
+    def ring(self, replicas: int) -> Link:
+        """The best link that so many replicas may have."""
+        raise NotImplementedError
+
+
+@dataclass
+class PathBound:
+    """The bound of one setting."""
+
+    path: Path
+    rules: StageRules
+    close: float = CLOSE
+    _tables: dict[tuple[bool, str], Array] = field(default_factory=dict)
+
+    def least(self, lower: float, upper: float, late: Late) -> float:
+        """Seconds from `lower` to `upper` that no pipeline is below; as close as time allows."""
+        if self.possible(lower) or late():
+            return lower
+        low, high = lower, upper
+        if not self.possible(upper):
+            return upper
+        while high - low > self.close * high and not late():
+            middle = (low + high) / 2
+            if self.possible(middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def possible(self, seconds: float) -> bool:
+        """Whether nothing shows that these seconds are not enough."""
+        return any(self._chain(seconds, lost) for lost in range(self.rules.ranks))
+
+    def _chain(self, seconds: float, lost: int) -> bool:
+        """Whether all ranks but so many, which hold nothing of the path, may do the rest."""
+        rules, whole = self.rules, float(self.path.work.sum())
+        hidden = self.path.hidden
+        aside = float(hidden[min(lost, rules.ranks - lost + 1, len(hidden) - 1)])
+        per_rank = seconds / (1 if rules.stream else rules.num_microbatches) * rules.fastest
+        if (rules.ranks - lost) * per_rank + aside < whole * (1 - 1e-9):
+            return False  # all that the ranks do at full speed
+        done: list[Array | None] = [np.full(self.path.size + 1, -np.inf)]
+        start = done[0]
+        assert start is not None
+        start[-1] = 0.0
+        for u in range(1, rules.ranks - lost + 1):
+            best = None
+            for option in rules.menu:
+                behind = done[u - option.replicas] if option.replicas <= u else None
+                if behind is None:
+                    continue
+                most = self._most(option, u - option.replicas, seconds, lost, aside)
+                found = (most + behind[None, :]).max(1)
+                best = found if best is None else np.maximum(best, found)
+            done.append(best if best is not None and np.isfinite(best).any() else None)
+        last = done[-1]
+        return last is not None and float(last[0]) + aside >= whole * (1 - 1e-9)
+
+    def _most(
+        self, option: StageDeployment, after: int, seconds: float, lost: int, aside: float
+    ) -> Array:
+        """[j, k]: work of a microbatch that the stage may do; −inf where it takes too long."""
+        path, v = self.path, self.rules.fastest
+        surely = self._sure("work", lost)
+        found = path.open_work * 1.0
+        fits = np.arange(path.size + 1)[:, None] < np.arange(path.size + 1)[None, :]
+        for value, times in self._demands(option, after, lost, aside):
+            left = seconds * (1 + 1e-12) - value
+            fits &= left >= 0
+            if times > 0:
+                found = np.minimum(found, surely + np.maximum(left, 0.0) * v / times)
+        if self.rules.limit is not None:
+            trained, saved = self.rules.held(option, after)
+            bytes_held = trained * self._sure("trainable", lost) + self._sure("frozen", lost)
+            bytes_held = bytes_held + saved * self._sure("saved", lost)
+            fits &= bytes_held <= self.rules.limit * (1 + 1e-12) + 0.5
+        result: Array = np.where(fits, found, -np.inf)
+        return result
+
+    def _demands(
+        self, option: StageDeployment, after: int, lost: int, aside: float
+    ) -> Iterator[tuple[Array, float]]:
+        """Seconds of each stage, and how much they grow at least with a second of other work."""
+        rules, v, r = self.rules, self.rules.fastest, option.replicas
+        f, w = (self._sure(name, lost) / v for name in ("forward", "backward"))
+        w = w + option.again(1.0) * f
+        summed = self._reduction(r, lost) if r > 1 else np.zeros((1, 1))
+        if rules.stream:
+            yield (f + w) / r, 1 / r
+            if r > 1:
+                yield summed / (rules.num_microbatches * rules.kind.group(r)), 0.0
+            return
+        share = option.share(rules.num_microbatches)
+        part = rules.kind.halves(1.0)[0]  # of a backward
+        model = self.path.model
+        down, up = (
+            np.maximum(self.path.before(row) - aside, 0.0)[:, None] / v
+            for row in (np.array(model.forward), part * np.array(model.backward))
+        )
+        yield down + share * (f + w) + summed, share
+        again, ways = option.again(1.0) * f, self._ways(part, aside) / v
+        home = part * self._sure("backward", lost) / v + again
+        yield down + up + share * (f + home), share if part == 1 else 0.0
+        depth = min(rules.deepest(option, after + lost) + 1, share)
+        through = ways[0] + (share - 1) * np.maximum(f, home)
+        through = through + (share - depth) * np.minimum(f, home)
+        yield through + again, (share - depth) if part == 1 else 0.0
+        for trips, rest in trips_in_turn(share, depth):
+            around = ways[:, None] * trips + rest * (f + home)
+            yield down + up + around, rest if part == 1 else 0.0
+
+    def _ways(self, part: float, aside: float) -> Array:
+        """Work of a microbatch on the stage and later ones, there and back, by where it begins."""
+        model = self.path.model
+        row = np.array(model.forward) + part * np.array(model.backward)
+        behind = np.bincount(self.path.low, row, self.path.size + 2)[::-1].cumsum()[::-1]
+        found: Array = np.concatenate(([row.sum()], behind[2:]))
+        return np.maximum(found - aside, 0.0)
+
+    def _reduction(self, replicas: int, lost: int) -> Array:
+        link, rounds = self.rules.ring(replicas), 2 * (replicas - 1)
+        sizes = self._sure("trainable", lost)
+        result: Array = rounds * (sizes / replicas / link.bytes_per_second + link.latency_seconds)
+        return result
+
+    def _sure(self, name: str, lost: int) -> Array:
+        key = (lost == 0, name)
+        if key not in self._tables:
+            model = self.path.model
+            row = {
+                "work": self.path.work, "forward": model.forward, "backward": model.backward,
+                "trainable": model.trainable_bytes, "frozen": model.frozen_bytes,
+                "saved": model.saved_bytes,
+            }[name]  # fmt: skip
+            self._tables[key] = self.path.inside(np.array(row, dtype=float), every=lost == 0)
+        return self._tables[key]
+
+
+def groups_told_apart(ranks: int, rows: int) -> int:
+    """How many groups of a path keep the tables of a probe small."""
+    return int(min(MOST, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))
