@@ -33,6 +33,7 @@ from pdcompile.options.table import ROWS, default_optimizer
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
+from pdcompile.passes.planning.solved_problem import choices_of
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
@@ -155,6 +156,12 @@ def run_passes(
         placed = in_place(options, captured.train)
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
+        if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
+            step.listener.told(
+                "captured again: microbatches are to be of one sample"
+            )
+            options = replace(options, **choices_of(plan))
+            return run_passes(model, flat, options, num_ranks, step, replan)
     if replan is not None:
         plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))

@@ -107,7 +107,8 @@ class Planner:
 
     def costs(self) -> OpGraph:
         """The graph with costs, for every number of microbatches in the space; the first one."""
-        for m in self.space.microbatches:
+        counts = sorted(self.space.microbatches)
+        for m in dict.fromkeys((counts[0], counts[-1], *counts)):  # the others lie between these
             self._graphs[m] = planned(self._sizes.at(self._size(m)), self.training)
         first = self._graphs[self.space.microbatches[0]]
         if self.options.costs == "measured" and (

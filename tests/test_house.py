@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_824),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        14_354,
+        11_643,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_834),
     "schedules": (

@@ -49,9 +49,9 @@ def estimate(
     `flops` are those of the forward.  Ops outside of autograd (no_grad, or nothing requires
     grad) have no backward and save nothing.  Views take no time.
     """
-    from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+    from pdcompile.passes.costs.rehearsal.kept_storages import new_bytes
 
-    kept = kept_storages(graph, microbatch_size, kernels).new()
+    kept = new_bytes(graph, microbatch_size, kernels)
     return tuple(
         _cost(call, kept[call.op.name], microbatch_size, machine)
         for call in costed_ops(graph, microbatch_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.passes.partition.space.candidates import evaluation
@@ -69,6 +70,20 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
         tuple(ranks_of(stages)),
         training.warmup or tuple(reversed(range(len(stages)))),
     )
+
+
+def choices_of(plan: Plan) -> dict[str, Any]:
+    """The options that make a search decide the cut alone, all else being as in the plan."""
+    training, ranks, stages = plan.training, plan.ranks, plan.stages
+    replicas, several = tuple(stage.replicas for stage in stages), len({*ranks}) < len(ranks)
+    return {
+        "schedule": training.schedule,
+        "microbatches": training.num_microbatches,
+        "microbatch_counts": None,
+        "stages": len(stages),
+        "replicas": replicas[0] if several or {*replicas} == {1} else replicas,
+        "recompute": tuple(stage.recompute for stage in stages),
+    }
 
 
 def space_of_cut(plan: Plan) -> SearchSpace:

@@ -33,10 +33,10 @@ from pdcompile.schedule.registry import (
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
-MOST_COUNTS = 5  # microbatch counts that "auto" tries
+MOST_COUNTS = 8  # microbatch counts that "auto" tries
 SENT = ("everything", "all")  # choices of outputs that earlier stages send to the last one
 NOT_KEPT = ("none", "evaluation")  # and those without any of training
-SPREAD = 4  # from a quarter of the usual count to four times
+SPREAD = 4  # from a quarter of the usual count up to one sample a microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,8 +416,8 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     near = [
         m
         for m in range(1, batch + 1)
-        if m == usual or (batch % m == 0 and usual <= SPREAD * m <= SPREAD * SPREAD * usual)
-        if sizes.holds_parts(batch, m)
+        if m == usual or (batch % m == 0 and usual <= SPREAD * m)
+        if sizes.holds_parts(batch, m) or batch == m  # of single samples a capture is made again
     ]
     while len(near) > MOST_COUNTS:  # thin out the side that has more of them
         below = sum(m < usual for m in near)

@@ -124,7 +124,7 @@ class LinePlans:
             for reach.memory in margins:
                 if late():
                     return
-                found = self._found(self._probing(reach), below(), late)
+                found = self._found(reach, seats, below(), late)
                 if found is None or take(found):
                     break
 
@@ -135,33 +135,26 @@ class LinePlans:
         little crosses; without looking for one that is faster."""
         seats, menu = Seats(self.cluster, self._orders()[0]), self.space.menu(counts)
         reach = Reach(self.prepared.order_lines[0], setting, seats, menu, memory=memory)
-        return self._found(self._probing(reach), math.inf, late)
+        return self._found(reach, seats, math.inf, late)
 
     def _orders(self) -> tuple[tuple[int, ...], ...]:
         if self.space.in_order and self.space.stages:
             return (tuple(range(self.space.stages)),)
         return arrangements(self.cluster)[0][:MOST_ORDERS]
 
-    def _probing(self, reach: Reach) -> Probing:
-        space = self.space
-        return Probing(reach, space.stages, space.widths, space.recomputed)
-
-    def _found(self, probing: Probing, below: float, late: Late) -> Candidate | None:
+    def _found(self, reach: Reach, seats: Seats, below: float, late: Late) -> Candidate | None:
         """The pipeline of the least seconds below a limit; None where there is none."""
-        reach = probing.reach
-        lower = simple_bound(self.prepared, self.space, reach.setting, reach.seats)
+        space = self.space
+        probing = Probing(reach, space.stages, space.widths, space.recomputed)
+        lower = simple_bound(self.prepared, space, reach.setting, seats)
         if not probing.some(lower, below * (1 - 1e-9), late):
             return None
-        return self._candidate(probing)
-
-    def _candidate(self, probing: Probing) -> Candidate | None:
-        chain, model, reach = probing.chain(), self.prepared.whole, probing.reach
-        order = reach.seats.ranks
+        chain, model, order = probing.chain(), self.prepared.whole, seats.ranks
         used = sum(option.replicas for _, option in chain)
         if used < len(order) and not self.space.idle:
             return None
         groups = reach.line.groups([begin for begin, _ in chain])
-        ranks, position = [], reach.seats.first_like_last(used)
+        ranks, position = [], seats.first_like_last(used)
         for _, option in chain:
             ranks.append(order[position : position + option.replicas])
             position += option.replicas

@@ -112,7 +112,7 @@ class Path:
 
     def _table(self, row: Sequence[float] | Array) -> Array:
         cells = np.ravel_multi_index((self.low, self.high), (self.size + 2, self.size + 2))
-        found: Array = np.bincount(cells, row, (self.size + 2) ** 2)
+        found: Array = np.bincount(cells, row, (self.size + 2) ** 2).astype(np.float64)
         return found.reshape(self.size + 2, self.size + 2)
 
 

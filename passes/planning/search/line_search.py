@@ -38,12 +38,13 @@ class LineSearch:
 
     trials: Trials
     space: SearchSpace
-    settings: Sequence[Setting]
+    settings: list[Setting]
     prepared_at: Callable[[int], PreparedProblem]
     others: Callable[[float, Late], float] = lambda _, __: math.inf
     bounds: dict[Setting, float] = field(default_factory=dict)
     #: by schedule, the share of the memory that stages may take by the planner's formula
     memory: dict[str, float] = field(default_factory=dict)
+    least: dict[Setting, float] = field(default_factory=dict)  # seconds of a first plan
 
     def __post_init__(self) -> None:
         cluster, space = self.trials.cluster, self.space
@@ -63,32 +64,33 @@ class LineSearch:
 
     def run(self) -> None:
         """Try likely plans, with equal replicas first, and bound every setting by the best."""
-        self._scan()
-        bounded = False
-        for menus in next(iter(self._plans.values())).menus():
-            for counts in menus:
+        menus = next(iter(self._plans.values())).menus()
+        self._scan([counts for some in menus[:2] for counts in some])
+        self.settings.sort(key=lambda setting: self.least.get(setting, math.inf))
+        self._bound()
+        for some in menus:
+            for counts in some:
                 self._try(counts)
                 if not self.trials.found or self.trials.quick:
                     self.trials.settle(SETTLING, doubtful=False)
-                if self.trials.found and not bounded:
-                    bounded = True
-                    self._bound()
             self.trials.settle(SETTLING, doubtful=False)
 
-    def _scan(self) -> None:
-        """Give every setting a plan with equal replicas, and judge the fastest until one has the
-        memory that it needs; one that has not comes again with a smaller share of it."""
+    def _scan(self, menus: Sequence[tuple[int, ...]]) -> None:
+        """Give every setting a plan of each menu, and judge the fastest ones until the others are
+        slower; one that lacks memory comes again with a smaller share of it."""
         trials, late, ticket = self.trials, partial(self.trials.over, SHARE), count()
-        menus = next(iter(self._plans.values())).menus()[0]
-        cases = product(self.settings, menus)
         heap: list[tuple[float, int, Setting, tuple[int, ...], float, Candidate | None]]
-        heap = [(0.0, next(ticket), *case, 1.0, None) for case in cases]
-        while heap and not (trials.found or late()):
-            _, _, setting, counts, share, candidate = heapq.heappop(heap)
+        heap = [(0.0, next(ticket), *case, 1.0, None) for case in product(self.settings, menus)]
+        while heap and not late():
+            seconds, _, setting, counts, share, candidate = heapq.heappop(heap)
             m, schedule = setting.num_microbatches, setting.schedule
             if candidate is None and any(one[-1] for one in heap) and trials.over(SCANNING):
+                if not trials.found:
+                    heapq.heappush(heap, (math.inf, next(ticket), setting, counts, share, None))
                 continue
             if candidate is not None:
+                if trials.found and seconds >= trials.below_with_gain:
+                    return
                 if trials.offer(candidate, now=True):
                     continue
                 share = SPARING * min(share, 1 / trials.beyond_formula(candidate))
@@ -98,6 +100,7 @@ class LineSearch:
             if candidate is not None:
                 found = evaluation(self.prepared_at(m).problem, trials.cluster, candidate)
                 seconds = found.seconds * setting.scale * (1 + kind_of(schedule).gain)
+                self.least[setting] = min(seconds, self.least.get(setting, math.inf))
                 heapq.heappush(heap, (seconds, next(ticket), setting, counts, share, candidate))
 
     def _try(self, counts: tuple[int, ...]) -> None:
