@@ -157,9 +157,7 @@ def run_passes(
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
         if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
-            step.listener.told(
-                "captured again: microbatches are to be of one sample"
-            )
+            step.listener.told("captured again: microbatches are to be of one sample")
             options = replace(options, **choices_of(plan))
             return run_passes(model, flat, options, num_ranks, step, replan)
     if replan is not None:

@@ -7,7 +7,6 @@ are some 10 % below what stages take, and not by the same share everywhere.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -27,11 +26,9 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.spans import widest_users
 from pdcompile.passes.costs.machines import relative
-from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.planning.preferred_cuts import TOLERANCE, searching
-from pdcompile.passes.planning.preferred_plan import fitting, preferred_plan
+from pdcompile.passes.planning.preferred_plan import best_preferred
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.planning.solved_problem import space_of_cut
 from pdcompile.passes.profile import machine_for, source_of
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
     from pdcompile.pass_runner import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
-PREFERRING = (0.05, 0.2)  # of the time limit, to choose among plans that are almost as fast
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -177,26 +173,11 @@ class Planner:
         graphs: Mapping[int, OpGraph],
         problem_at: Callable[[int], PartitionProblem],
     ) -> Plan:
-        limit, tolerance = self.options.time_limit, self.options.cut_tolerance
-        whole = DEFAULT_SECONDS if limit is None else limit
-        least, most = (share * whole for share in PREFERRING)
-        kept = min(most, max(least, searching(problem_at(self.space.microbatches[0]))))
-        tolerance = TOLERANCE if tolerance is None else tolerance
-        began = time.monotonic()
-
-        def searched(certain: bool) -> Plan:
-            return best_plan(
-                graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-                time_limit=None if limit is None else limit - kept,
-                seed=self.options.seed, listener=self.listener, certain=certain,
-            )  # fmt: skip
-
-        def preferred(plan: Plan) -> Plan:
-            left = max(kept, whole - (time.monotonic() - began))
-            graph = graphs[plan.training.num_microbatches]
-            return preferred_plan(plan, graph, self.cluster, tolerance, seconds=left)
-
-        plan = fitting(searched, preferred, graphs.__getitem__, self.cluster)
+        options = self.options
+        plan = best_preferred(
+            graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
+            time_limit=options.time_limit, tolerance=options.cut_tolerance, listener=self.listener,
+        )  # fmt: skip
         if self._by_rule:
             near = ",".join(map(str, plan.training.near_counts))
             rule = f"{plan.training.num_microbatches} {BY_RULE} (--microbatches {near} compares)"

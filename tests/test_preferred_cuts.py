@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import signal
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,6 @@ from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.pipelines import exceeds
 from pdcompile.passes.planning import memory_limits, preferred_cuts
-from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.module_borders import (
@@ -44,17 +42,16 @@ from pdcompile.passes.planning.preferred_cuts import (
     sent_bytes,
     worth,
 )
-from pdcompile.passes.planning.preferred_plan import completed, fitting, preferred_plan
+from pdcompile.passes.planning.preferred_plan import completed, preferred_plan
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Plan, Training
-from pdcompile.plan.evaluate import Evaluation, violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem.constraints import Apart, Constraint, CutBefore, Pin, Together
 from pdcompile.report.explain_table import boundary_table
 from pdcompile.report.plan_table import certificate_line
 from pdcompile.units import format_bytes
 from tests.helpers.graphs import B, GraphBuilder, chain
 from tests.helpers.planned import planned
-from tests.helpers.problems import chain_problem, random_problem
 from tests.helpers.whole_space import explored, random_space
 
 
@@ -141,15 +138,6 @@ def test_without_time_the_plan_stays_as_it_was_found() -> None:
     assert preferred_plan(fastest, graph, cluster, 0.03, seconds=0.0) is fastest
 
 
-def fitted(graph: OpGraph, cluster: Cluster, tolerance: float) -> Plan:
-    return fitting(
-        lambda certain: planned(graph, cluster, certain=certain),
-        lambda plan: preferred_plan(plan, graph, cluster, tolerance),
-        lambda _: graph,
-        cluster,
-    )
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.03])
 @pytest.mark.parametrize("memory", [None, 1 << 20])
@@ -166,7 +154,7 @@ def test_with_room_only_the_chosen_plan_is_rehearsed(
 
     monkeypatch.setattr("pdcompile.passes.stages.assemble.residents", counted)
     assert planned(graph, cluster, certain=False).forecast is None
-    plan = fitted(graph, cluster, tolerance)
+    plan = planned(graph, cluster, tolerance=tolerance)
     assert rehearsed == [2]
     assert replace(plan, certificate=due.certificate) == due
     assert plan.certificate.scope == due.certificate.scope
@@ -186,7 +174,7 @@ def test_a_plan_whose_ledgers_exceed_what_seemed_to_be_room_is_searched_for_agai
     assert likely.forecast is not None
     assert exceeds(likely.forecast.ledgers, tight)
     for tolerance in (0.0, 0.03):
-        found = fitted(graph, tight, tolerance)
+        found = planned(graph, tight, tolerance=tolerance)
         assert found.forecast is not None
         assert not exceeds(found.forecast.ledgers, tight)
         check_plan(found, graph, tight)
@@ -439,60 +427,3 @@ def test_simple_cuts_have_equal_blocks() -> None:
         assert len(set(cut)) == 2
         assert list(cut) == sorted(cut)
     assert not [cut for cut in simple_cuts(parts, problem, 9, 100) if len(cut) != 8]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 100_000))
-def test_the_program_finds_the_least_weight_below_a_load(seed: int) -> None:
-    """All constraints of the problem are kept that a cut in the items' order can break."""
-    r = random.Random(seed)
-    problem = replace(random_problem(seed, 7), order=(), allow_empty=False)
-    n, count = len(problem.items), len(problem.stages)
-    assume(n >= count >= 2)
-    problem = problem.without_memory_limits()
-    if r.random() < 0.5:
-        problem = replace(
-            problem,
-            apart=((0, n - 1), *(((1, 2),) if n > 3 else ())),
-            forbidden=((r.randrange(n), r.randrange(count)),),
-            together=((1, 2),) if n > 4 and r.random() < 0.5 else (),
-        )
-    parts = [Unit("m.0", (0, 1)), Unit("m.1", (1, n - 1))] if n > 2 else []
-    bounds = sorted(r.sample(range(1, n), count - 1))
-    start = Evaluation(problem, [sum(b <= i for b in bounds) for i in range(n)])
-    program = BoundaryProgram(start, parts)
-    load = program.heaviest() * r.choice((0.7, 1.0, 1.5, 9.0))
-    best: tuple[int, tuple[int, ...]] | None = None
-    for cut in itertools.combinations(range(1, n), count - 1):
-        stage_of = program.assigned(cut)
-        one = Evaluation(problem, stage_of)
-        own = BoundaryProgram(one, parts)
-        if violations(problem, stage_of) or own.heaviest() > load * (1 + 1e-9):
-            continue
-        weight = sum(weight_of(program, p) for p in cut)
-        if best is None or weight < best[0]:
-            best = weight, stage_of
-    found = program.cut(load)
-    if best is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert found[0] == best[0]
-        assert not violations(problem, found[1])
-
-
-def weight_of(program: BoundaryProgram, position: int) -> int:
-    (at,) = [k for k, p in enumerate(program.positions) if p == position]
-    return int(program.weight[at])
-
-
-def test_the_program_leaves_out_heavy_positions_of_large_problems(monkeypatch: Any) -> None:
-    from pdcompile.passes.planning import boundary_program
-
-    problem = chain_problem([1.0] * 40, 4)
-    whole = BoundaryProgram(Evaluation(problem, [i // 10 for i in range(40)]), ())
-    monkeypatch.setattr(boundary_program, "MOST", 48)
-    few = BoundaryProgram(Evaluation(problem, [i // 10 for i in range(40)]), ())
-    assert len(whole.positions) == 41
-    assert len(few.positions) == 14
-    assert few.cut(30.0) is not None

@@ -8,10 +8,9 @@ of equally many blocks, seconds or parameters a stage, that may be used as well,
 nor than one that others make of these; where one of those is faster than what was searched, it is
 the fastest.
 
-Candidates come from two programs.  `BoundaryProgram` cuts so that no stage is above some load;
-how high that may be is found by bisection, with the one evaluator as judge.  Where stages have a
-rank each, the planner's own search then does better: it gets the problem with all modules whole
-that such a cut leaves whole, which is small.
+Candidates are simple cuts, and those at borders that divide no module, one, or two: the cut whose
+stages end nearest to where those of the fastest plan do, with single boundaries at the next border
+as long as that helps, by the one evaluator.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 
-from pdcompile.errors import InfeasibleError
+import numpy as np
+
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.search import solve
-from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.passes.planning.module_borders import (
     Unit,
     divided,
-    outermost,
+    divided_before,
     simple_cuts,
     units,
 )
@@ -40,11 +39,10 @@ from pdcompile.problem import PartitionProblem
 
 TOLERANCE = 0.01  # where the user says nothing
 STEPS = 100  # of bytes sent, in which savings count
-LOADS = 10  # that are tried
-WORK = 2_000_000  # items, values and instructions that are evaluated, in all
+WORK = 4_000_000  # items, values and instructions that are evaluated, in all
 REBALANCED = 100  # cuts between blocks
-SEARCHES = 6  # with modules kept whole
-SEARCHING = 2.5e-3  # seconds an item, of such a search at least
+DIVIDED = 3  # kinds of borders: that divide no module, at most one, at most two
+EACH = 2.5e-3  # seconds an item, of what is evaluated
 LONGEST = 4.0  # seconds
 EQUAL = 1e-9  # relative, of seconds
 ROUNDING = 1e-6  # of a step with updates
@@ -115,21 +113,20 @@ class Search:
     update: Update | None
     most: float = math.inf  # seconds of what is worth to be evaluated
     seen: dict[tuple[int, ...], Choice | None] = field(default_factory=dict)
-    searched: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
     def run(self, own: Choice, tolerance: float, fits: Fits) -> Preference:
         """See `preference`."""
-        program = BoundaryProgram(self.plan, self.units)
+        problem, used = self.plan.problem, sorted(set(self.plan.stage_of))
         most = min(REBALANCED, _evaluations(self.plan))
-        cuts = simple_cuts(self.units, self.plan.problem, len(program.stages), most)
-        simple = [one for cut in cuts if (one := self.choice(program.assigned(cut)))]
-        self._with_whole(self.units)
+        cuts = simple_cuts(self.units, problem, len(used), most)
+        simple = [one for cut in cuts if (one := self.choice(self._assigned(cut)))]
+        before, kept = divided_before(self.units, len(problem.items)), _kept_together(problem)
+        for most in range(DIVIDED):
+            borders = [p for p in range(1, len(problem.items)) if before[p] <= most]
+            self._climb([p for p in borders if p not in kept])
         fastest = self._fastest(own, fits)
         slower = [one.seconds for one in simple if one.seconds >= fastest.seconds]
         limit = min([fastest.seconds * (1 + tolerance), *slower])
-        self._bisect(program, limit)
-        fastest = self._fastest(fastest, fits)
-        limit = min(limit, fastest.seconds * (1 + tolerance))
 
         def rank(one: Choice) -> tuple[int, int, float]:
             sent = -(-one.sent_bytes * STEPS // max(1, fastest.sent_bytes))
@@ -201,59 +198,44 @@ class Search:
                 return one
         return now
 
-    def _bisect(self, program: BoundaryProgram, limit: float) -> None:
-        """Evaluate cuts of less and less weight, up to the one that becomes too slow."""
-        heaviest = program.heaviest()
-        low, high = heaviest / 2, 2 * heaviest * len(program.stages)
-        least: tuple[int, float] | None = None  # the weight that is fast enough, its load
-        for _ in range(min(LOADS, _evaluations(self.plan))):
-            load = math.sqrt(low * high)
-            found = program.cut(load)
-            if found is None or self._fast_enough(found[1], limit):
-                low, least = load, least if found is None else (found[0], load)
-            else:
-                high = load
-        if least is None:
+    def _climb(self, borders: Sequence[int]) -> None:
+        """Evaluate the cut at these borders that is nearest to the plan, and better ones."""
+        seconds = [item.forward_seconds + item.backward_seconds for item in self.plan.problem.items]
+        sums = np.concatenate(([0.0], np.cumsum(seconds)))
+        own = np.array(self.plan.stage_of)
+        ends = [float(np.array(seconds)[own <= s].sum()) for s in sorted(set(self.plan.stage_of))]
+        if len(borders) < len(ends) - 1:
             return
-        low, high = heaviest / 2, least[1]  # of equal weight the cut whose stages have least
-        best = tuple(self.plan.stage_of)
-        for _ in range(LOADS):
-            load = math.sqrt(low * high)
-            found = program.cut(load)
-            if found is None or found[0] > least[0]:
-                low = load
-            else:
-                high, best = load, found[1]
-        self.choice(best)
+        at, cut = sums[list(borders)], list[int]()  # of each boundary its number in `borders`
+        for n, end in enumerate(ends[:-1]):
+            near = int(np.abs(at - end).argmin())
+            low, high = (cut[-1] + 1 if cut else 0), len(borders) - len(ends) + 1 + n
+            cut.append(min(max(near, low), high))
+        best, moved = self.choice(self._assigned([borders[i] for i in cut])), True
+        while moved and not self.budget.late and len(self.seen) < _evaluations(self.plan):
+            moved = False
+            for n, step in product(range(len(cut)), (-1, 1)):
+                other = [i + step * (k == n) for k, i in enumerate(cut)]
+                ordered = all(a < b for a, b in pairwise((-1, *other, len(borders))))
+                one = self.choice(self._assigned([borders[i] for i in other])) if ordered else None
+                if one is not None and (best is None or one.seconds < best.seconds * (1 - EQUAL)):
+                    best, cut, moved = one, other, True
 
-    def _fast_enough(self, stage_of: tuple[int, ...], limit: float) -> bool:
-        """Whether the cut is, or one that a search finds which divides the same modules."""
-        found = self.choice(stage_of)
-        if found is not None and found.seconds <= limit:
-            return True
-        whole = [one for one in self.units if len({stage_of[i] for i in one.items}) == 1]
-        better = self._with_whole(whole)
-        return better is not None and better.seconds <= limit
+    def _assigned(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """The stage of every item where stages begin at these positions, from the second on."""
+        used, n = sorted(set(self.plan.stage_of)), len(self.plan.problem.items)
+        runs = pairwise((0, *boundaries, n))
+        return tuple(s for s, (a, b) in zip(used, runs, strict=True) for _ in range(a, b))
 
-    def _with_whole(self, whole: Sequence[Unit]) -> Choice | None:
-        """The best that a quick search finds which divides none of these modules."""
-        groups = tuple(unit.items for unit in outermost(whole))
-        late = len(self.searched) >= SEARCHES or self.budget.left < searching(self.plan.problem)
-        if self.plan.placed or groups in self.searched or late:
-            return None
-        self.searched.add(groups)
-        problem = self.plan.problem
-        problem = replace(problem, together=(*problem.together, *groups))
-        try:
-            best = solve(problem, Budget(self.budget.left, within=self.budget), thorough=False).best
-        except InfeasibleError:
-            return None
-        return None if best is None else self.choice(best.stage_of)
+
+def _kept_together(problem: PartitionProblem) -> set[int]:
+    """Positions where a cut would divide what is to stay together."""
+    return {p for group in problem.together for p in range(min(group) + 1, max(group) + 1)}
 
 
 def searching(problem: PartitionProblem) -> float:
-    """Seconds that a quick search takes, about: it looks at the time seldom."""
-    return min(LONGEST, SEARCHING * len(problem.items))
+    """Seconds that the choice takes, about."""
+    return min(LONGEST, EACH * len(problem.items))
 
 
 def worth(fastest: Choice, other: Choice) -> float:

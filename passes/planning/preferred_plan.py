@@ -10,38 +10,65 @@ from functools import cache, partial
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
+from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
+from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.passes.planning.memory_limits import has_room, with_scope
-from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preference
+from pdcompile.passes.planning.preferred_cuts import (
+    EQUAL,
+    TOLERANCE,
+    Preference,
+    preference,
+    searching,
+)
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
-from pdcompile.plan import Certificate, Plan
+from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import plain
+from pdcompile.problem import PartitionProblem
+from pdcompile.problem.space import SearchSpace
 from pdcompile.units import format_bytes, format_seconds
 
+PREFERRING = (0.05, 0.2)  # of the time limit, to choose among plans that are almost as fast
 LITTLE = 1.0  # seconds, in which a plan may always be made
 WORTH = 0.03  # of a step: then one is made even if time is over
 
 
-def fitting(
-    searched: Callable[[bool], Plan],
-    preferred: Callable[[Plan], Plan],
+def best_preferred(
     graph_at: Callable[[int], OpGraph],
+    problem_at: Callable[[int], PartitionProblem],
     cluster: Cluster,
+    space: SearchSpace,
+    training: Training,
+    *,
+    time_limit: float | None,
+    tolerance: float | None,
+    listener: Listener,
 ) -> Plan:
-    """The preferred one of a search's plans, with a forecast whose ledgers keep all limits.
+    """The preferred one of the best plans of a space, with a forecast whose ledgers keep limits.
 
+    Arguments are those of `best_plan`; `tolerance` as for `preferred_plan`, None: the usual one.
     A plan with room is rehearsed when it has been chosen, so that one plan is, not two.
-
-    Args:
-        searched: the search's plan, by whether its ledgers have to be certain to keep the limits.
-        graph_at: with costs, by the number of microbatches.
     """
-    plan = completed(preferred(searched(False)), graph_at, cluster)
-    if plan.forecast is None or not exceeds(plan.forecast.ledgers, cluster):
-        return plan
-    return completed(preferred(searched(True)), graph_at, cluster)
+    whole, began = DEFAULT_SECONDS if time_limit is None else time_limit, time.monotonic()
+    least, most = (share * whole for share in PREFERRING)
+    kept = min(most, max(least, searching(problem_at(space.microbatches[0]))))
+    for certain in (False, True):
+        plan = best_plan(
+            graph_at, problem_at, cluster, space, training,
+            time_limit=None if time_limit is None else time_limit - kept,
+            seed=training.seed, listener=listener, certain=certain,
+        )  # fmt: skip
+        plan = preferred_plan(
+            plan, graph_at(plan.training.num_microbatches), cluster,
+            TOLERANCE if tolerance is None else tolerance,
+            seconds=max(kept, whole - (time.monotonic() - began)),
+        )  # fmt: skip
+        plan = completed(plan, graph_at, cluster)
+        if plan.forecast is None or not exceeds(plan.forecast.ledgers, cluster):
+            break
+    return plan
 
 
 def completed(plan: Plan, graph_at: Callable[[int], OpGraph], cluster: Cluster) -> Plan:
