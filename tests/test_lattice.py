@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published.chain_program import membership, smallest_threshold
 from pdcompile.passes.partition import lattice
-from pdcompile.passes.partition.chain_program import smallest_threshold
 from pdcompile.passes.partition.lattice import Link, components, reduced
 
 
@@ -34,7 +34,7 @@ def test_every_down_closed_set_is_listed_once_smaller_ones_first(seed: int) -> N
     assert lattice.down_closed(before, after, len(every)) == lattice.smaller_first(every)
     assert lattice.down_closed(before, after, len(every) - 1) is None
     assert lattice.down_closed(before, after, 10**6, late=lambda: True) is None
-    rows = lattice.membership(every, n)
+    rows = membership(every, n)
     assert [lattice.members(mask) for mask in every] == [row.nonzero()[0].tolist() for row in rows]
 
 

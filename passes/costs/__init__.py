@@ -22,19 +22,8 @@ from pdcompile.passes.costs.stage_ports import Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 
 __all__ = [
-    "REFERENCE",
-    "CostedOp",
-    "GraphIndex",
-    "Machine",
-    "Operand",
-    "Resident",
-    "calibrate",
-    "costed_ops",
-    "estimate",
-    "forecast",
-    "forward_flops",
-    "rough_forecast",
-    "seconds",
+    "REFERENCE", "CostedOp", "GraphIndex", "Machine", "Operand", "Resident", "calibrate",
+    "costed_ops", "estimate", "forecast", "forward_flops", "rough_forecast", "seconds",
     "structural_key",
 ]  # fmt: skip
 

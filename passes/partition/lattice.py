@@ -12,9 +12,6 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 Lists = list[list[int]]
 Link = tuple[int, int, int]
 
@@ -89,14 +86,6 @@ def members(mask: int) -> list[int]:
         found.append(low.bit_length() - 1)
         mask ^= low
     return found
-
-
-def membership(masks: Sequence[int], size: int) -> NDArray[np.uint8]:
-    """[set, group]: 1 where the group is in the set."""
-    width = (size + 7) // 8
-    raw = b"".join(mask.to_bytes(width, "little") for mask in masks)
-    packed = np.frombuffer(raw, dtype=np.uint8).reshape(len(masks), width)
-    return np.unpackbits(packed, axis=1, bitorder="little")[:, :size]
 
 
 def reachable(following: Lists, *, from_end: bool) -> list[int]:

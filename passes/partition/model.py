@@ -114,12 +114,6 @@ class Model:
         """What a group's own parameters take on a stage, with gradients and optimizer state."""
         return self.trainable_bytes[group] * self._times(stage) + self.frozen_bytes[group]
 
-    def least_bytes(self, stage: int) -> NDArray[np.float64]:
-        """What each group takes on a stage, besides workspace and what is received."""
-        fixed = np.array(self.trainable_bytes) * self._times(stage) + np.array(self.frozen_bytes)
-        found: NDArray[np.float64] = fixed + self.saved(stage) * np.array(self.saved_bytes)
-        return found
-
     def held_bytes(self, copy: Copy, stage: int) -> int:
         """What a shared parameter takes on a stage that holds it."""
         return copy.bytes * (self.problem.memory.versions_of(stage) if copy.trainable else 1)

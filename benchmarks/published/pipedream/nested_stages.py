@@ -39,6 +39,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published.chain_program import smallest_threshold
 from benchmarks.published.pipedream.level_tables import (
     ROUNDED,
     Component,
@@ -50,7 +51,6 @@ from benchmarks.published.pipedream.level_tables import (
 from benchmarks.published.pipedream.profile_cuts import CutSegments, Floats
 from benchmarks.published.pipedream_model import HierarchyProblem
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.chain_program import smallest_threshold
 from pdcompile.units import format_bytes, three_digits
 
 TOLERANCE = 1e-10  # relative: a plan within this of what is refuted counts as optimal

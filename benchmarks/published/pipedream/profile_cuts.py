@@ -18,6 +18,7 @@ from operator import or_
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published.chain_program import membership as unpacked
 from benchmarks.published.pipedream_model import ProfileGraph
 from pdcompile.passes.partition.lattice import (
     Link,
@@ -28,7 +29,6 @@ from pdcompile.passes.partition.lattice import (
     orders,
     reachable,
 )
-from pdcompile.passes.partition.lattice import membership as unpacked
 
 Floats = NDArray[np.float64]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.published.chain_program import cheapest_chain, smallest_threshold
 from benchmarks.published.piper.menus import device_seconds, heaviest_alone, menus
 from benchmarks.published.piper.stage_tables import (
     POINTS,
@@ -22,7 +23,6 @@ from benchmarks.published.piper_model import MenuProblem
 from benchmarks.published.solution import ROUNDING, Progress, Solution
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.chain_program import cheapest_chain, smallest_threshold
 from pdcompile.units import format_bytes, three_digits
 
 __all__ = ["solve"]

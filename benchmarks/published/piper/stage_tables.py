@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published.chain_program import Choices, Ints
 from benchmarks.published.piper.menus import (
     EMPTY,
     Floats,
@@ -27,7 +28,6 @@ from benchmarks.published.piper.menus import (
     weighted,
 )
 from benchmarks.published.piper.states import Space, entered, left
-from pdcompile.passes.partition.chain_program import Choices, Ints
 from pdcompile.passes.partition.lattice import members
 
 

@@ -13,13 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.published.piper.menus import Floats, Menu, pick
-from benchmarks.published.piper.stage_tables import StatePairs, Table, alive, bisected
-from benchmarks.published.piper.states import Space, in_flight, options_of
-from benchmarks.published.piper_model import evaluate
-from benchmarks.published.solution import Progress, StageSolution
-from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.chain_program import (
+from benchmarks.published.chain_program import (
     Choices,
     Ints,
     cheapest_among,
@@ -27,6 +21,12 @@ from pdcompile.passes.partition.chain_program import (
     fewest_before,
     smallest_threshold,
 )
+from benchmarks.published.piper.menus import Floats, Menu, pick
+from benchmarks.published.piper.stage_tables import StatePairs, Table, alive, bisected
+from benchmarks.published.piper.states import Space, in_flight, options_of
+from benchmarks.published.piper_model import evaluate
+from benchmarks.published.solution import Progress, StageSolution
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.lattice import members
 
 EXACT = 1e-9  # relative: no plan is better than the one found by more than this

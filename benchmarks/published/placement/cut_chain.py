@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.published.chain_program import smallest_threshold
 from benchmarks.published.placement_model import DeviceClass, LoadProblem
-from pdcompile.passes.partition.chain_program import smallest_threshold
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

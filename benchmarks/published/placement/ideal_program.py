@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.published.chain_program import membership
 from benchmarks.published.placement.placements import Placement, neighbours
 from benchmarks.published.placement_model import LoadProblem
 from pdcompile.errors import PlanError
@@ -105,7 +106,7 @@ class IdealPairs:
         seconds = [np.where(self.ints.supported[c], self.ints.seconds[c], NEVER) for c in present]
         each = np.min(seconds, axis=0)
         self.each: Ints = np.where(each < NEVER, each, 0)
-        held = lattice.membership(ideals, len(problem.sizes))
+        held = membership(ideals, len(problem.sizes))
         least = _sums(held, self.each)
         order = np.lexsort((_sums(held, np.ones(len(self.each), dtype=np.int64)), least))
         self.ideals = [ideals[i] for i in order]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.published.chain_program import membership
 from benchmarks.published.placement.cut_chain import (
     Arrays,
     CostSteps,
@@ -116,7 +117,7 @@ def down_closed(
     found = lattice.down_closed(*lattice.neighbours(size, arcs), most)
     if found is None:
         return None
-    bits = lattice.membership(found, size)
+    bits = membership(found, size)
     # Whole numbers add up alike in any order, so that a set never sorts before a part of it.
     here = work[begin:end]
     total = float(here.sum())

@@ -60,11 +60,8 @@ def new_bytes(graph: OpGraph, b: int, kernels: Kernels = HOST) -> dict[str, int]
     if key in _cache or len(others) < 2:
         return kept_storages(graph, b, kernels).new()
     first, last = min(others, key=itemgetter(0)), max(others, key=itemgetter(0))
-    share, low, high = (
-        (b - first[0]) / (last[0] - first[0]),
-        _cache[first].new(),
-        _cache[last].new(),
-    )
+    share, low = (b - first[0]) / (last[0] - first[0]), _cache[first].new()
+    high = _cache[last].new()
     return {name: max(0, round(low[name] + share * (high[name] - low[name]))) for name in low}
 
 

@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 
+from benchmarks.published.chain_program import Choices, cheapest_chain
 from benchmarks.published.piper import solve
 from benchmarks.published.piper.menus import (
     EMPTY,
@@ -37,7 +38,6 @@ from benchmarks.published.piper_model import (
 from benchmarks.published.solution import StageSolution
 from benchmarks.published.tests.helpers.menus import brute_force, random_menu
 from pdcompile.errors import PlanError
-from pdcompile.passes.partition.chain_program import Choices, cheapest_chain
 
 
 def fewest(rows: list[tuple[int, int, int, int, int]], states: int) -> int | None:

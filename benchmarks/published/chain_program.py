@@ -192,3 +192,11 @@ def smallest_threshold(
             upper, best = min(result[0], threshold), result[1]
             found(*result)
     return lower, upper, best
+
+
+def membership(masks: Sequence[int], size: int) -> NDArray[np.uint8]:
+    """[set, group]: 1 where the group is in the set."""
+    width = (size + 7) // 8
+    raw = b"".join(mask.to_bytes(width, "little") for mask in masks)
+    packed = np.frombuffer(raw, dtype=np.uint8).reshape(len(masks), width)
+    return np.unpackbits(packed, axis=1, bitorder="little")[:, :size]
