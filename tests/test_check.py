@@ -336,20 +336,6 @@ def test_blocking_1f1b_deadlocks_and_the_cycle_is_named() -> None:
     assert place.count("<-- here") == 2
 
 
-def test_one_communicator_for_both_directions_is_refused() -> None:
-    """The order of pytorch#172668: rank 0 sends F1 and then receives B0, rank 1 the reverse."""
-    plan = make_plan("1f1b", 2, 2)
-    program = programs_of(plan, (2,))[0]
-    check_programs(plan, [program], channels="per_direction")
-    with pytest.raises(DeadlockError, match="one communicator of ranks"):
-        check_programs(plan, [program], channels="per_pair")
-
-
-def test_one_communicator_is_enough_in_one_direction() -> None:
-    plan = make_plan("1f1b", 3, 4, edges=tuple(replace(e, gradient=False) for e in chain(3)))
-    check(plan, channels="per_pair")
-
-
 def test_a_warm_up_that_grows_is_a_deadlock() -> None:
     plan = make_plan("1f1b", 3, 6, depths=(0, 2, 0))
     with pytest.raises(DeadlockError, match="waits for"):

@@ -126,9 +126,9 @@ def test_the_order_of_pytorch_172668_is_refused() -> None:
     with pytest.raises(DeadlockError) as caught:
         check_programs(plan, [program], channels="device_order")
     assert caught.value.message == (
-        "rank 0, instruction 5 (SEND 1 e0 >1 s0): on the one communicator of ranks 0 and 1 the "
-        "next transfer is SEND 0 (0, 1) from rank 0 here and SEND_GRADIENT 0 (0, 0) from rank 1 "
-        "there: both would wait for ever"
+        "deadlock: rank 0 (stage 0) at WAIT_SEND 1 e0 >1 s0, microbatch 1 of this minibatch waits "
+        "for rank 1 (stage 1) at WAIT_SEND_GRADIENT 0 e0 >0 s1, microbatch 0 of this minibatch "
+        "waits for rank 0"
     )
     order = [str(one) for one in program.columns[0]]
     assert order.index("SEND 1 e0 >1 s0") < order.index("POST_RECV_GRADIENT 0 e0 <1 s0")

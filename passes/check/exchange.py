@@ -8,11 +8,10 @@ out, so no order of events can lead elsewhere.  For the same reason one order of
 
 Each program must complete without the next one having begun: in one process it has to.
 
-Channel models: `per_direction` (gloo with tags), `per_pair` (one communicator for both directions
-of two ranks: both ends begin their transfers in one order), and `device_order` (the same, and a
-rank has at most `OPERATIONS` transfers and collectives begun and not waited for: on a device they
-occupy it).  There a rank waits before it begins the next one; a device that queues them instead
-waits for less.
+Channel models: `per_direction` (gloo with tags), and `device_order` (a rank has at most
+`OPERATIONS` transfers and collectives begun and not waited for: on a device they occupy it).  There
+a rank waits before it begins the next one, so that two ranks which begin their transfers in unlike
+orders wait for each other; a device that queues them instead waits for less.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS, POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec
 
-ChannelModel = Literal["per_direction", "per_pair", "device_order"]
+ChannelModel = Literal["per_direction", "device_order"]
 #: rank, action, item (of an exchange its stage), microbatch, peer
 Told = tuple[int, Action, int, int, int]
 BROADCAST = (Kind.LOSS, Kind.OUTPUT, Kind.STATE)
@@ -53,10 +52,10 @@ class Stuck(Exception):
 
 
 class Misfit(Exception):
-    """The two ends of a transfer disagree; `hangs` when both would wait for ever."""
+    """The two ends of a transfer disagree."""
 
-    def __init__(self, rank: int, position: int, message: str, *, hangs: bool = False):
-        self.rank, self.position, self.message, self.hangs = rank, position, message, hangs
+    def __init__(self, rank: int, position: int, message: str):
+        self.rank, self.position, self.message = rank, position, message
         super().__init__(message)
 
 
@@ -67,11 +66,9 @@ class Exchange(Visitor):
         """Nothing is in flight."""
         self.model = channels
         self.walk = ProgramWalk(spec, self, rendezvous=True)
-        self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
         #: in device order, what each rank has begun as data and not waited for
         self.unfinished: dict[int, list[Operation]] = {}
         self.told: Counter[Told] = Counter()  # this program's parts in what is between calls
-        self.num_transfers = 0
 
     def run(self, program: Schedule, base: int) -> None:
         """Execute to the end.  Raises Stuck or Misfit."""
@@ -89,7 +86,7 @@ class Exchange(Visitor):
         raise Misfit(rank, max(0, len(column) - 1), message)
 
     def came(self, step: Step, operation: Operation) -> None:
-        """Refuse ends of unlike microbatches, and another order where channels are shared."""
+        """Refuse ends of unlike microbatches."""
         rank, one = step.rank, step.one
         if one.peer in (-1, rank):
             return
@@ -103,29 +100,6 @@ class Exchange(Visitor):
                 f"rank {receiver} would receive microbatch {i} of minibatch {t} for microbatch "
                 f"{for_} of minibatch {due}",
             )
-        # Others go with tags.
-        if self.model == "per_pair" or (self.model == "device_order" and one.action.kind in DATA):
-            self._pair(step, operation)
-
-    def _pair(self, step: Step, operation: Operation) -> None:
-        """One communicator for both directions: both ends must post in the same order."""
-        rank, peer = step.rank, step.one.peer
-        mine = self.pairs.setdefault((rank, peer), deque())
-        other = self.pairs.setdefault((peer, rank), deque())
-        kind, edge, sender, _, stage = operation.key
-        mine.append((sender, SEND[Kind(kind)], edge, step.label, stage))
-        while mine and other:
-            if mine[0] != other[0]:
-                raise Misfit(
-                    rank,
-                    step.position,
-                    f"on the one communicator of ranks {rank} and {peer} the next transfer "
-                    f"is {_transfer(mine[0])} here and {_transfer(other[0])} there: both would "
-                    "wait for ever",
-                    hangs=True,
-                )
-            mine.popleft()
-            other.popleft()
 
     def stray(self, step: Step) -> None:
         if step.rank == step.one.peer:
@@ -141,7 +115,6 @@ class Exchange(Visitor):
     def executed(self, step: Step, operation: Operation | None) -> float:
         rank, one = step.rank, step.one
         action, kind = one.action, one.action.kind
-        self.num_transfers += action.phase is Phase.WAIT_RECV
         if kind in BROADCAST and action.phase is not Phase.LOCAL:
             self.told[rank, action, one.edge, one.microbatch, one.peer] += 1
         elif kind is Kind.BUFFERS or (kind is Kind.NORMS and one.stage < 0):
@@ -216,11 +189,6 @@ def _blocked(step: Step, operation: Operation) -> Blocked:
     missing = tuple(rank for rank in operation.members if rank not in operation.ends)
     one = step.one
     return Blocked(step.position, one, missing if one.peer < 0 else (one.peer,))
-
-
-def _transfer(one: tuple[object, ...]) -> str:
-    sender, action, edge, label, _ = one
-    return f"{action} {edge} {label} from rank {sender}"
 
 
 def shortest_cycle(blocked: dict[int, Blocked]) -> list[int]:

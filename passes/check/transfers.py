@@ -47,7 +47,6 @@ class Transfers:
         self.in_flight: dict[Label, None] = {}
         self.forwards: dict[int, list[int]] = {}  # microbatches per minibatch not yet updated
         self.begun: dict[int, list[int]] = {}  # of them, with the gradients of their inputs
-        self.peak_slots = 0
         pools = dict.fromkeys(TRANSFERS, GRADIENT_SLOTS) | {
             Kind.VALUE: FORWARD_ONLY_SLOTS if forward_only else spec.pool(stage),
             Kind.TIED: spec.gradient_buffers(stage),
@@ -134,7 +133,6 @@ class Transfers:
         elif label not in self.in_flight or label[1] in self.begun.get(label[0], ()):
             raise Violation("posted for a microbatch that is already done")
         live[label] = False
-        self.peak_slots = max(self.peak_slots, len(live))
 
     def wait_receive(self, one: Instruction, label: Label) -> None:
         inlet = self._inlet(one, label)

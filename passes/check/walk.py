@@ -53,8 +53,6 @@ class Walk:
         self.base = minibatches  # calls of step so far
         self.num_programs = 0
         self.num_instructions = 0
-        self.num_microbatches = 0
-        self.num_minibatches = 0
 
     def run(self, program: Schedule, broadcasts: Sequence[Broadcast] = ()) -> None:
         """Prove one more program, which shares by `broadcasts` what is not computed in it.
@@ -85,17 +83,13 @@ class Walk:
             self.exchange.expect(program, [*broadcasts, *losses], COLLECTIVES.get(kind))
             self._end(program, kind)
         except Misfit as error:
-            kind_of_error = DeadlockError if error.hangs else ScheduleError
-            raise self._error(
-                program, error.rank, error.position, error.message, kind_of_error
-            ) from None
+            raise self._error(program, error.rank, error.position, error.message) from None
         except Stuck as stuck:
             raise self._deadlock(program, stuck) from None
         self.num_programs += 1
         self.num_instructions += sum(map(len, program.columns))
         if kind == STEP:
             self.base += 1
-            self.num_minibatches += 1
 
     def _end(self, program: Schedule, kind: str) -> None:
         drained = kind != STEP or not self.spec.kind.stream
@@ -110,8 +104,7 @@ class Walk:
     def copy(self) -> Walk:
         """The same state, to prove another continuation from it."""
         other = deepcopy(self, {id(self.spec): self.spec})
-        other.num_programs = other.num_instructions = other.exchange.num_transfers = 0
-        other.num_microbatches = other.num_minibatches = 0
+        other.num_programs = other.num_instructions = 0
         return other
 
     def each(self) -> Iterator[tuple[int, Tokens]]:
@@ -173,21 +166,13 @@ class Walk:
                     f"stage {stage} runs forward of microbatch {wrong[0] if wrong else 0} "
                     f"{times} times, expected once",
                 )
-        self.num_microbatches += most
         return most
 
-    def _error(
-        self,
-        program: Schedule,
-        rank: int,
-        position: int,
-        message: str,
-        kind: type[ScheduleError] = ScheduleError,
-    ) -> ScheduleError:
+    def _error(self, program: Schedule, rank: int, position: int, message: str) -> ScheduleError:
         column = program.columns[rank]
         position = max(0, min(position, len(column) - 1))
         named = f" ({column[position]})" if column else ""
-        return kind(
+        return ScheduleError(
             f"rank {rank}, instruction {position}{named}: {message}",
             where=f"{program.name}, program {self.num_programs}\n"
             + excerpt(program, {rank: position}),
