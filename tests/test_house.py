@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_076),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
     "trace": (("passes/trace",), 7_115),
-    "costs": (("passes/costs", "passes/profile"), 3_831),
+    "costs": (("passes/costs", "passes/profile"), 3_799),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         11_280,
@@ -31,9 +31,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_686),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_548,
+        5_481,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_580),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_556),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_496),
     "runtime": (("runtime",), 8_988),
     "checkpoints and state": (

@@ -66,29 +66,20 @@ def calls_below(call: BlockCall) -> Iterator[BlockCall]:
             yield from calls_below(item)
 
 
-def call_tree(
-    ops: Sequence[Op],
-    wanted: Collection[str],
-    is_block: Callable[[str], bool],
-    reachable: Callable[[str, str], bool],
-) -> BlockCall:
-    """The call tree of one stage's ops.
-
-    Args:
-        ops: in topological order.
-        wanted: values that the stage returns.
-        is_block: whether the module at a path becomes a call (rather than flat).
-        reachable: (fqn, path) whether the tensor has a name below the module at path.
-    """
-    return _TreeBuilder(is_block, reachable).call("", list(ops), set(wanted))
-
-
 @dataclass(slots=True)
-class _TreeBuilder:
+class CallTrees:
+    """Builds the call trees of one stage's ops.
+
+    `is_block`: whether the module at a path becomes a call (rather than flat); `reachable`: (fqn,
+    path) whether the tensor has a name below the module at path.
+    """
+
     is_block: Callable[[str], bool]
     reachable: Callable[[str, str], bool]
 
-    def call(self, path: str, ops: list[Op], wanted: set[str]) -> BlockCall:
+    def call(self, path: str, ops: Sequence[Op], wanted: Collection[str]) -> BlockCall:
+        """The call of the module at a path ("": the stage), of ops in topological order, which
+        returns the wanted values."""
         last_use = {name: i for i, op in enumerate(ops) for name in op.inputs}
         items: list[Item] = []
         start = 0

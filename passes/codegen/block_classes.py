@@ -16,8 +16,8 @@ from pdcompile.ir.graph import Affine, Attr, Capture, Op, OpGraph, Ref, rewritte
 from pdcompile.passes.codegen import class_arguments
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
+    CallTrees,
     below,
-    call_tree,
     calls_below,
     ops_of,
     relative,
@@ -86,9 +86,10 @@ def divide(
         return any(below(name, path) for name in reach[fqn])
 
     apart: set[Hashable] = set()  # blocks that differ in too many numbers for one class
+    trees = CallTrees(candidates.__contains__, reachable)
     while True:
         calls = tuple(
-            call_tree(each, keep, candidates.__contains__, reachable)
+            trees.call("", each, keep)
             for each, keep in zip((train, evaluation), wanted, strict=True)
         )
         layout = CodeLayout(calls[0], calls[1], root, partial=partial)

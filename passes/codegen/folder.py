@@ -119,15 +119,10 @@ def _remedy(edited: bool, error: Exception) -> str:
 def _text(path: Path) -> str:
     try:
         return read_limited(path).decode("utf-8").replace("\r\n", "\n")
-    except FileNotFoundError as error:
-        raise SourceError(
-            f"{path.name} is missing", where=str(path), remedy="write the folder again"
-        ) from error
     except (OSError, UnicodeDecodeError) as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise SourceError(
-            f"{path.name} cannot be read: {error}",
-            where=str(path),
-            remedy="write the folder again",
+            f"{path.name} {why}", where=str(path), remedy="write the folder again"
         ) from error
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from pdcompile.errors import SourceError
 from pdcompile.ir.targets import resolve
+from pdcompile.passes.stages.naming import unique
 
 
 @dataclass(slots=True)
@@ -47,12 +48,7 @@ class Imports:
         outer, _, inner = name.partition(".")
         here = self.classes.get((module, outer))
         if here is None:
-            used = set(self.classes.values())
-            here, count = outer, 0
-            while here in used or here in ("torch", "nn", "F", "math", "operator", "draw"):
-                count += 1
-                here = f"{outer}_{count}"
-            self.classes[module, outer] = here
+            here = self.classes[module, outer] = unique(outer, self.classes.values())
         return f"{here}.{inner}" if inner else here
 
     @property

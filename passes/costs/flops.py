@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from pdcompile.passes.costs.costed_op import CostedOp, Operand, words
+from pdcompile.passes.costs.costed_op import CostedOp, words
 
 Formula = Callable[[CostedOp], int]
 
@@ -97,18 +97,13 @@ def _convolution(call: CostedOp) -> int:
     return 2 * rows * prod(walked.shape[-spatial:]) * weight.elements
 
 
-def attention_flops(query: Operand, key: Operand, value: Operand) -> int:
-    """Scores and their product with the values: two batched matrix products, mask or not."""
-    heads = prod(query.shape[:-2])
-    length, size = query.shape[-2:]
-    return 2 * heads * length * key.shape[-2] * (size + value.shape[-1])
-
-
 def _attention(call: CostedOp) -> int:
+    """Scores and their product with the values: two batched matrix products, mask or not."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None:
         return call.out.elements
-    return attention_flops(query, key, value)
+    heads, (length, size) = prod(query.shape[:-2]), query.shape[-2:]
+    return 2 * heads * length * key.shape[-2] * (size + value.shape[-1])
 
 
 def _multihead(call: CostedOp) -> int:

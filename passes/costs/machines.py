@@ -136,11 +136,6 @@ KINDS: dict[str, Machine] = {
 }
 
 
-def machine_of(kind: str) -> Machine | None:
-    """The machine of a device kind, None for an unknown kind."""
-    return KINDS.get(kind)
-
-
 def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
     """The cluster with speeds relative to its first device's kind, which estimates are for.
 
@@ -149,7 +144,7 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
     kinds = list(dict.fromkeys(device.kind for device in cluster.devices))
     if kinds == ["cpu"]:
         return cluster
-    unknown = [kind for kind in kinds if machine_of(kind) is None]
+    unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         note = (
             f"nothing is known of device kind {', '.join(map(repr, unknown))}: costs are "
@@ -182,5 +177,5 @@ def _meant(unknown: Iterable[str]) -> str:
 
 
 def _whole_seconds(graph: OpGraph, kind: str, microbatch_size: int) -> float:
-    machine = machine_of(kind) or REFERENCE
+    machine = KINDS.get(kind, REFERENCE)
     return math.fsum(sum(seconds(one, machine)) for one in costed_ops(graph, microbatch_size))

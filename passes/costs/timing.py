@@ -22,16 +22,12 @@ MIN_ROUNDS, MAX_ROUNDS = 2, 5
 MARGIN = 1.2  # for which the device is kept occupied, of what queueing took before
 
 
-def clock() -> Callable[[], float]:
-    """A clock in seconds for work on the CPU by this thread and torch's own threads."""
-    return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-
 def timed(run: Callable[[], object], device: torch.device) -> float:
     """Seconds that `run` takes on the device."""
     if not devices.is_host(device):
         return _timed_by_events(run, devices.timed_event)
-    now = clock()
+    # Torch's own threads, where it has some, are in no clock of this one.
+    now = thread_time if torch.get_num_threads() == 1 else perf_counter
     began = now()
     run()
     return now() - began

@@ -28,7 +28,7 @@ from pdcompile.passes.costs import (
     seconds,
     structural_key,
 )
-from pdcompile.passes.costs.machines import KINDS, machine_of
+from pdcompile.passes.costs.machines import KINDS
 from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, Profile
@@ -55,7 +55,7 @@ GPU_SHARE = 8  # of a GPU's memory, that operands of an op may take: its backwar
 def machine_for(costs: Any, device_kind: str) -> Machine:
     """The machine of what is not measured op by op: this one where ops are measured on it."""
     if costs != "measured":
-        return machine_of(device_kind) or REFERENCE
+        return KINDS.get(device_kind, REFERENCE)
     return machine_here(device_kind)
 
 
@@ -73,15 +73,14 @@ def source_of(costs: Any, device_kind: str) -> str:
     from pdcompile.hardware.data_sheets import kind_of_name
 
     if costs == "estimated":
-        known = machine_of(device_kind) is not None
-        return "estimated costs" if known else "estimated costs of a CPU core"
+        return "estimated costs" if device_kind in KINDS else "estimated costs of a CPU core"
     if device_kind == HOST_KIND:
         return ""
     device = devices.of_kind(device_kind)
     if devices.is_host(device):
         return ON_CPU
     name = devices.gpu_name(device)
-    if machine_of(device_kind) is None or kind_of_name(name) == device_kind:
+    if device_kind not in KINDS or kind_of_name(name) == device_kind:
         return ""
     return f"costs measured on {name}"
 
@@ -92,20 +91,15 @@ def other_device(costs: Any, device_kind: str) -> str:
     if not source:
         return ""
     remedy = f'costs="estimated" (--costs estimated) goes by the data sheet of {device_kind}'
-    if machine_of(device_kind) is None:
+    if device_kind not in KINDS:
         remedy = (
             'plan where there is one, or name its kind and take costs="estimated"; known kinds are '
             + ", ".join(KINDS)
         )
+    said = source.replace("costs", "costs were", 1)
     if source == ON_CPU:
-        return (
-            f"costs were measured on a CPU, as torch finds no GPU here, and the plan is for "
-            f"{device_kind}: stages balance as they would on that CPU, and no time is a GPU's; "
-            + remedy
-        )
-    return (
-        f"{source.replace('costs', 'costs were', 1)}, and the plan is for {device_kind}; {remedy}"
-    )
+        said += ", as torch finds no GPU here, and stages balance as they would on that CPU"
+    return f"{said}, and the plan is for {device_kind}; {remedy}"
 
 
 def check_costs(costs: Any) -> None:

@@ -91,7 +91,8 @@ def measure_stages(
             if progress:
                 progress(k, len(keys), f"stage {k}")
             interface, key = sources.interfaces[k], keys[k]
-            own = _Copies(tensors, device)
+            held = (*interface.parameters, *interface.buffers, *interface.constants)
+            own = {name: _on(device, tensors[name]) for name in held}
             stage = LocalStage(
                 build(cls, interface, own, model).train(), interface, len(keys), plan.edges
             )
@@ -114,19 +115,6 @@ def measure_stages(
         if progress:
             progress(len(keys), len(keys), "")
     return tuple(found[key] for key in keys)
-
-
-class _Copies(dict[str, Tensor]):
-    """Tensors by name on a device, copied there one by one unless they are there."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__()
-        self._tensors, self._device = tensors, device
-
-    def __missing__(self, name: str) -> Tensor:
-        found: Tensor = _on(self._device, self._tensors[name])
-        self[name] = found
-        return found
 
 
 def _device(plan: Plan, tensors: Mapping[str, Tensor]) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pdcompile.cluster import Cluster, Level, Link
 from pdcompile.passes.schedules.stream import make_stream
@@ -96,14 +97,7 @@ def links_of(plan: Plan) -> Links:
         level = Level("none", 1, math.inf)
         return lambda _a, _b: level
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    known: dict[tuple[int, int], Level] = {}
-
-    def link(a: int, b: int) -> Level:
-        if (a, b) not in known:
-            known[a, b] = cluster.level_between(a, b)
-        return known[a, b]
-
-    return link
+    return cache(cluster.level_between)
 
 
 def _forecast(

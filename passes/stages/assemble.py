@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import metadata
 
+import torch
+
+import pdcompile
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
@@ -143,18 +144,10 @@ _HELD = (
 )  # fmt: skip
 
 
-@cache
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # run from its folder
-        return ""
-
-
 def _digest(held: Sequence[Rehearsal], stages: Sequence[StagePlan]) -> str:
     """Digest of these bytes and of all that decides them: only a plan of this model, torch and
     version, whose bytes nobody has edited, has the same."""
-    parts = [*map(_version, ("pdcompile", "torch")), *(one.key for one in held)]
+    parts = [pdcompile.__version__, torch.__version__, *(one.key for one in held)]
     parts += [str([getattr(stage, name) for name in _HELD]) for stage in stages]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]
 

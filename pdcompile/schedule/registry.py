@@ -407,7 +407,7 @@ def _kind_of_written(text: str, where: str | None) -> ScheduleKind:
         module="",
         stages_per_rank=None,
         placed=Placement("as written", lambda _, __: written.placement),
-        splits_backward=written.splits_backward,
+        splits_backward=Action.BACKWARD_INPUT in written.backward_actions,
         written=written,
     )
 

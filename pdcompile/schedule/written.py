@@ -97,10 +97,6 @@ class Written:
         return 1 + max(cell.microbatch for row in self.rows for cell in row)
 
     @cached_property
-    def splits_backward(self) -> bool:
-        return Action.BACKWARD_INPUT in self.backward_actions
-
-    @cached_property
     def backward_actions(self) -> tuple[Action, ...]:
         """All kinds of backward that it has."""
         found = {cell.action for row in self.rows for cell in row}
