@@ -242,7 +242,7 @@ def check_refine(options: Options) -> None:
 
 
 def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
-    """Why the stages of a plan are not timed; "" where nobody would ask, None where they are.
+    """Reason why the stages of a plan are not timed; "" where nobody asks, None where they are.
 
     Raises:
         ConfigError: refine=True, and it is not possible.

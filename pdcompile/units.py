@@ -54,7 +54,7 @@ def parse_bytes(value: float | str, *, what: str = "size", where: str | None = N
 
 
 def parse_limit(value: int | str, *, what: str = "limit", where: str | None = None) -> int:
-    """As `parse_bytes`, and a fraction of a byte is rounded down: ``7.45 GiB``."""
+    """Bytes as `parse_bytes` reads them, a fraction of one rounded down: ``7.45 GiB``."""
     if isinstance(value, str):
         return int(_parse(value, BYTES, what, where))
     return parse_bytes(value, what=what, where=where)

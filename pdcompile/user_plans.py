@@ -204,8 +204,7 @@ def user_plan(
         PlanError: it is of another model.
         ConfigError: it does not send the outputs that are asked for.
     """
-    plan = _plan_of(options)
-    assert plan is not None
+    plan: Plan = options.plan
     needed = planned(graph, plan.training)
     try:
         check_plan(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))

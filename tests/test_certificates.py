@@ -167,15 +167,15 @@ def accepted(data: Any, graph: OpGraph, cluster: Cluster) -> Plan | None:
     return plan
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, len(SETTINGS) - 1), st.randoms(use_true_random=False), st.integers(1, 2))
 def test_every_change_is_refused_or_leaves_the_claims_true(number: int, r: Any, times: int) -> None:
-    """One or two changes anywhere in the file; half of them outside the embedded problem."""
+    """One or two changes anywhere in the file, most of them outside the sealed problem."""
     graph, cluster, _, _ = SETTINGS[number]
     original = plan_of(number)
     data = json.loads(original.to_json())
     for _ in range(times):
-        paths = [p for p in leaves(data) if (p[0] == "problem") == (r.random() < 0.5)]
+        paths = [p for p in leaves(data) if (p[0] == "problem") == (r.random() < 0.1)]
         path = r.choice(paths or list(leaves(data)))
         at(data, path[:-1])[path[-1]] = mutations(at(data, path), r)
     changed = accepted(data, graph, cluster)

@@ -121,13 +121,6 @@ def test_broken_text(text: str | bytes, message: str) -> None:
     assert "my/plan.json" in str(caught.value.where)
 
 
-def test_a_schedule_in_place_of_a_plan() -> None:
-    with pytest.raises(PlanError, match="file of a schedule, and not a plan") as caught:
-        Plan.from_json('{"schedule": "mine", "ranks": ["0F0 0B0"]}', where="mine.json")
-    assert caught.value.where == "mine.json"
-    assert "--schedule" in str(caught.value.remedy)
-
-
 @pytest.mark.parametrize(
     ("path", "value", "where", "message"),
     [

@@ -105,5 +105,5 @@ def microbatches_of(options: Options) -> Any:
 
 
 def updates_each(options: Options) -> bool:
-    """Is every microbatch a minibatch with an update of its own?"""
+    """True if every microbatch is a minibatch with an update of its own."""
     return options.schedule != "auto" and kind_of(options.schedule).updates_each

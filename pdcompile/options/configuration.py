@@ -389,7 +389,7 @@ def _sharing(
 
 
 def _replicas(given: Any, stages: int) -> Any:
-    """As the space says it: by stage, or how the planner decides."""
+    """Replicas by stage, or the planner's choice, as the space has them."""
     if isinstance(given, int):
         return "1" if given == 1 else (given,) * stages
     return given

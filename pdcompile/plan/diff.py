@@ -64,7 +64,7 @@ class PlanDiff:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether the plans differ only in what no list shows (costs inside stages, say)."""
+        """True if the plans differ only in what no list shows (costs inside stages, say)."""
         lists = (getattr(self, field.name) for field in fields(self) if field.name != "identical")
         return not any(lists)
 
@@ -113,7 +113,7 @@ def named(record: Any, otherwise: Any) -> Any:
 
 
 def _one_model(a: Plan, b: Plan) -> bool:
-    """Whether the graphs may differ by the size of microbatches alone: a single sample has one of
+    """True if the graphs may differ by the size of microbatches alone: a single sample has one of
     its own, in which some ops are others; all weights and most ops are the same."""
     ours, theirs = (
         (plan.model, {fqn for s in plan.stages for fqn in s.parameters}, _owned(plan))
@@ -130,7 +130,7 @@ def _owned(plan: Plan) -> int:
 
 
 def _alike(a: Plan, b: Plan) -> bool:
-    """Whether half of the smaller model's ops are in the other one, by name."""
+    """True if half of the smaller model's ops are in the other one, by name."""
     ours, theirs = ({op for stage in plan.stages for op in stage.ops} for plan in (a, b))
     return 2 * len(ours & theirs) >= min(len(ours), len(theirs))
 

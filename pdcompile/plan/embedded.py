@@ -36,7 +36,8 @@ def problem_of(plan: Plan, where: str = "plan.json") -> PartitionProblem:
 
 
 def plain(plan: Plan) -> bool:
-    """Has every stage s rank s alone, and keeps its activations?  Others are no `Partition`."""
+    """True if every stage s has rank s alone and keeps its activations: others are no
+    `Partition`."""
     return all(
         stage.replicas == 1 and not stage.recompute and stage.ranks in ((), (s,))
         for s, stage in enumerate(plan.stages)

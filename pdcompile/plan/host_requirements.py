@@ -19,7 +19,7 @@ def lacks(
     gpus: int | None = None,
     where: str = "plan",
 ) -> Iterator[PdcompileError]:
-    """What is missing, each as the error that it would be.
+    """Errors for all that is missing.
 
     Args:
         processes: that torchrun started; None: one, in which all ranks run in turn.
@@ -69,8 +69,8 @@ def lacks(
 def lacks_devices(
     devices: Sequence[Device], *, alone: bool, gpus: int | None, where: str = "cluster"
 ) -> Iterator[PdcompileError]:
-    """What is missing for those devices of a cluster that are on this host: a GPU for each, or one
-    that all of them share, where one process is all ranks (`alone`).
+    """Errors for devices of a cluster that this host lacks: it needs a GPU for each, or one that
+    all of them share, where one process is all ranks (`alone`).
 
     Args:
         gpus: of this host; None: not known.

@@ -27,7 +27,7 @@ CLIPPED = 3.0  # read for the norm, then read and written once more
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far the objective is from the optimum, who proved it, and inside which scope.
+    """Proof of a plan: its objective, the bound, by whom it was proved, and in which scope.
 
     `fastest_seconds`: the objective of a faster plan that was found, where this one is preferred
     for its cuts; None: this is the fastest.
@@ -104,12 +104,12 @@ class StagePlan:
 
     @property
     def deployment(self) -> StageDeployment:
-        """How it runs."""
+        """Replicas and recomputation."""
         return StageDeployment(self.replicas, self.recompute)
 
     @property
     def backward_pass_seconds(self) -> float:
-        """What BACKWARD of one microbatch takes: the forward again too, when recomputing."""
+        """Seconds of BACKWARD of one microbatch: the forward again too, when recomputing."""
         return self.backward_seconds + self.deployment.again(self.forward_seconds)
 
 
@@ -186,7 +186,7 @@ class Training:
 
     @property
     def joint(self) -> bool:
-        """Whether an update waits for all stages: for their norms, or whether one is not finite."""
+        """True if an update waits for all stages: for their norms, or until all are finite."""
         return self.max_grad_norm is not None or self.loss_scaling
 
     @property
@@ -205,7 +205,7 @@ class Training:
         return most + math.floor(of_all * total)
 
     def update_seconds(self, owned: int, *, versions: bool) -> float:
-        """Of an update of so many bytes of weights, as long as memory needs for what is moved.
+        """Seconds of an update of so many bytes of weights: those of the bytes that are moved.
 
         Where there are `versions` the newest is copied first; where gradients are clipped, or
         losses scaled, they are read and multiplied.
@@ -217,7 +217,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the simulator says of one step in steady state."""
+    """One step in steady state, by the simulator."""
 
     step_seconds: float
     samples_per_second: float
@@ -315,12 +315,6 @@ class Plan:
         """
         wanted = "give a plan.json, as `pdcompile plan TARGET -o plan.json` writes it"
         data = loads(text, where=where, remedy=wanted)
-        if isinstance(data, dict) and "ranks" in data and "stages" not in data:
-            raise PlanError(
-                "this is the file of a schedule, and not a plan",
-                where=where,
-                remedy="give it as schedule= (--schedule on the command line)",
-            )
         schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
         if schema != SCHEMA:
             raise PlanError(

@@ -1,4 +1,4 @@
-"""What a plan must satisfy by itself, without graph or cluster: numbers, indices, order."""
+"""Refuses plans that are nonsense by themselves, without a graph: numbers, indices, order."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _stages(plan: Plan) -> Iterator[Finding]:
 
 
 def pipeline(plan: Plan) -> Iterator[Finding]:
-    """What no schedule could run, whatever the stages compute."""
+    """Findings of what no schedule could run, whatever the stages compute."""
     yield from _as_written(plan)
     yield from _ranks(plan)
     yield from _updates(plan)
@@ -133,7 +133,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
 
 
 def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Finding]:
-    """Whether replicas of the stages of a rank take the same microbatches."""
+    """Findings of stages of a rank whose replicas take unlike microbatches."""
     counts = [stage.replicas for stage in plan.stages]
     rank, stages = next(iter(shared.items()))
     if len(set(counts)) > 1:
@@ -149,7 +149,7 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
 
 
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
-    """Whether ranks that hold several stages have those that the schedule's order is for."""
+    """Findings of ranks that hold other stages than those that the schedule's order is for."""
     kind, ranks, count = find(plan.training.schedule), len(held), len(plan.stages)
     if kind is None or kind.placed is None or kind.written is not None:
         return
@@ -172,7 +172,7 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
 
 
 def _as_written(plan: Plan) -> Iterator[Finding]:
-    """Whether a plan has the stages, ranks and microbatches of a schedule that it carries."""
+    """Findings of other stages, ranks or microbatches than those of a schedule that is carried."""
     kind = find(plan.training.schedule)
     written = None if kind is None else kind.written
     if written is None:
@@ -195,7 +195,7 @@ def _as_written(plan: Plan) -> Iterator[Finding]:
 
 
 def _unwritten(schedule: str) -> Iterator[Finding]:
-    """What is wrong with the tasks in the place of a schedule's name."""
+    """Finding of what is wrong with the tasks in the place of a schedule's name."""
     try:
         kind_of(schedule, "training.schedule")
     except ScheduleError as error:
@@ -204,7 +204,7 @@ def _unwritten(schedule: str) -> Iterator[Finding]:
 
 
 def _updates(plan: Plan) -> Iterator[Finding]:
-    """What a schedule whose weights are as old as its warm-up is deep cannot do."""
+    """Findings of what a schedule cannot do whose weights are as old as its warm-up is deep."""
     kind, training = find(plan.training.schedule), plan.training
     if kind is None or not kind.updates_each:
         return

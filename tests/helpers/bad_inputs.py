@@ -213,11 +213,6 @@ FILES: dict[str, Case] = {
         "this one has 6",
         lambda g: prepared(None, torch.ones(6, 16), torch.ones(6, 16), plan=g.pipe.plan),
     ),
-    "plan: a schedule": (
-        "PLAN",
-        "file of a schedule",
-        lambda g: prepared(plan=g.file("p.json", '{"ranks": ["0F0 0B0"]}')),
-    ),
     "cluster: a folder": (
         "CLUSTER",
         "neither HOSTSxDEVICES",
