@@ -33,7 +33,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-FEW_EXAMPLES = 8
+FEW_EXAMPLES = 6
 _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what it was given
 
 

@@ -70,9 +70,9 @@ def test_what_torchrun_ends_meanwhile_is_shown_before(tmp_path: Path) -> None:
     assert "goes on" not in run.output
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("one", "other"), [(SAME, SAME), (SAME, OTHER), (DERIVED, OTHER), (DERIVED, DERIVED)]
+    ("one", "other"), [(SAME, OTHER), (SAME, SAME), (DERIVED, OTHER), (DERIVED, DERIVED)]
 )
 def test_json_is_one_object(one: str, other: str, tmp_path: Path) -> None:
     lines = shown(tmp_path, one, other, arguments=("--json",))

@@ -135,13 +135,13 @@ def test_another_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TIED = partial(gpt, tied=True)
 LOCAL: list[tuple[Any, dict[str, Any]]] = [
+    (mlp, {"schedule": "interleaved", "stages": 4}),
     (TIED, {"schedule": "gpipe", "stages": 3}),
     (unet, {"schedule": "1f1b", "stages": 3, "replicas": (2, 1, 1)}),
     (TIED, {"schedule": "2bw", "stages": 3}),
     (mlp, {"schedule": "stash", "stages": 3, "microbatches": 1, "max_grad_norm": None}),
     (TIED, {"schedule": "vsync", "stages": 2, "microbatches": 1}),
     (TIED, {"schedule": "zb-h1", "stages": 2}),
-    (mlp, {"schedule": "interleaved", "stages": 4}),
     (mlp, {"schedule": "zb-v", "stages": 4, "replicas": 2}),
 ]
 

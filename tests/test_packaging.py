@@ -81,6 +81,7 @@ def test_releases_of_torch_are_told_apart(release: str, fits: bool) -> None:
         packages.check_torch(release)
 
 
+@pytest.mark.slow
 def test_another_torch_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """By what needs it, and not by what does without."""
     script = """

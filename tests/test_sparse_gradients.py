@@ -21,11 +21,14 @@ from pdcompile.runtime.transport.contract import to_bytes
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import states_equal
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 WORDS, WIDTH = 12, 6
 
 
 class Pairs(nn.Module):
     """Two tables and nothing dense, as SparseAdam wants it."""
+
+    captured_once = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +41,8 @@ class Pairs(nn.Module):
 
 class Table(nn.Module):
     """One table, read as `way` says, with layers between."""
+
+    captured_once = True
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -19,11 +19,14 @@ from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.pipelines import states_equal
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 class Shared(nn.Module):
     """One weight in three modules, and read by forward itself."""
+
+    captured_once = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +45,8 @@ class Shared(nn.Module):
 
 class AtBothEnds(Shared):
     """In the region of autocast a weight is cast once, for all of its products."""
+
+    captured_once = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.l3(torch.relu(self.l2(self.l1(self.emb(x))))))

@@ -49,7 +49,7 @@ def searched(limit: float, told: Told, memory: int | None = None) -> Plan:
     cluster = Cluster((Device("cpu", memory),) * 8, levels)
     again = (False, True) if memory else (False,)
     space = SearchSpace("any", again, ("gpipe", "1f1b"), (4, 8), (0, 1))
-    return explored(chain(1_200), cluster, space, time_limit=limit, listener=told)
+    return explored(chain(400), cluster, space, time_limit=limit, listener=told)
 
 
 def ticking(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
