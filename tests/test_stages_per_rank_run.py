@@ -24,7 +24,7 @@ from tests.helpers.pipelines import by_hand
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "max_grad_norm": None}
-TIED = partial(gpt, tied=True)
+TIED = partial(gpt, layers=1, tied=True)
 compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)
 
 
