@@ -210,8 +210,9 @@ from tests.helpers import models
 from tests.helpers.pipelines import by_hand
 
 inputs, target = models.batch_for("gpt", 8)
-pipe = by_hand(models.gpt(), 2, inputs, target, loss_fn=models.loss_for("gpt"), microbatches=4,
-               schedule="1f1b", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)).prepare()
+pipe = by_hand(models.gpt(layers=4), 2, inputs, target, microbatches=4, schedule="1f1b",
+               loss_fn=models.loss_for("gpt"),
+               optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)).prepare()
 for _ in range(20):
     pipe.step(inputs, target=target)
 world = pipe._running.world

@@ -41,7 +41,7 @@ from tests.helpers import models  # noqa: E402
 from tests.test_device_order_run import SINGLE, trained  # noqa: E402
 
 TOLERANCE = 1e-6  # of a tensor's largest number, beside the reference
-GPT = partial(models.gpt, tied=True)
+GPT = partial(models.gpt, layers=4, tied=True)
 CASES: dict[int, list[tuple[Any, dict[str, Any]]]] = {
     2: [
         (GPT, {"schedule": "1f1b"}),

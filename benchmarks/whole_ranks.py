@@ -82,7 +82,7 @@ def _block(width: int) -> nn.Module:
 def gpt(*, tied: bool) -> tuple[nn.Module, Tensor, Tensor, Any]:
     """A small GPT: tied, activations weigh most; untied, with a large vocabulary, weights do."""
     vocab, context = (512, 32) if tied else (4096, 8)
-    model = models.gpt(tied=tied, dropout=0.1, width=128, vocab=vocab, context=context)
+    model = models.gpt(tied=tied, dropout=0.1, layers=4, width=128, vocab=vocab, context=context)
     return model, *models.batch_for(model, 32), models.token_loss
 
 

@@ -116,7 +116,7 @@ def test_unlike_counts_are_refused(schedule: str, replicas: Any) -> None:
 @pytest.mark.slow
 def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     """Less than the fastest plan needs: another cut."""
-    build = partial(gpt, tied=True)
+    build = partial(gpt, layers=4, tied=True)
     free = compiled(build, schedule="zb-v").plan
     most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
     plan = compiled(build, schedule="zb-v", memory=int(0.97 * most)).plan

@@ -105,19 +105,21 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     """Less than the fastest plan needs: another cut; still less: stages that recompute."""
     cluster = Cluster.local(2)
     options: dict[str, Any] = {"stages": 4, "cluster": cluster}
-    free = compiled(partial(gpt, tied=True), **options).plan
+    free = compiled(partial(gpt, layers=4, tied=True), **options).plan
     assert free.forecast is not None
     most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
     for share, recompute in ((0.98, False), (0.85, "auto")):
         limit = int(share * most)
-        plan = compiled(partial(gpt, tied=True), memory=limit, recompute=recompute, **options).plan
+        plan = compiled(
+            partial(gpt, layers=4, tied=True), memory=limit, recompute=recompute, **options
+        ).plan
         assert plan.forecast is not None
         assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
         assert any(stage.recompute for stage in plan.stages) == (recompute == "auto")
     with pytest.raises(NotFoundError, match="no plan of 4 stages on 2 ranks was found"):
-        compiled(partial(gpt, tied=True), memory=most // 2, **options)
+        compiled(partial(gpt, layers=4, tied=True), memory=most // 2, **options)
     with pytest.raises(InfeasibleError, match="whatever the schedule"):
-        compiled(partial(gpt, tied=True), memory=most // 3, **options)
+        compiled(partial(gpt, layers=4, tied=True), memory=most // 3, **options)
 
 
 @pytest.mark.slow
