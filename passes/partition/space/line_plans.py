@@ -129,11 +129,18 @@ class LinePlans:
                     break
 
     def first(
-        self, setting: Setting, counts: tuple[int, ...], memory: float, late: Late
+        self,
+        setting: Setting,
+        counts: tuple[int, ...],
+        memory: float,
+        late: Late,
+        *,
+        again: bool = False,
     ) -> Candidate | None:
         """A likely candidate of the setting whose stages take that share of the memory, cut where
-        little crosses; without looking for one that is faster."""
+        little crosses; without looking for one that is faster.  `again`: all stages recompute."""
         seats, menu = Seats(self.cluster, self._orders()[0]), self.space.menu(counts)
+        menu = tuple(option for option in menu if option.recompute or not again)
         reach = Reach(self.prepared.order_lines[0], setting, seats, menu, memory=memory)
         return self._found(reach, seats, math.inf, late)
 

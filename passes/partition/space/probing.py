@@ -103,7 +103,8 @@ class Probing:
             end = behind.get(u - option.replicas, np.inf)
             if end == np.inf or (self.stages and u == option.replicas and left > 1):
                 continue
-            begin = self.reach.begin(end, option, u, seconds)
+            before = self.stages - left if self.stages else 0
+            begin = self.reach.begin(end, option, u, seconds, before)
             if begin < begins.get(u, np.inf):
                 self._ways[left][u], begins[u] = option, begin
 

@@ -90,11 +90,13 @@ class Reach:
         """Does a stage wait for a part of backward alone?"""
         return self.kind.splits_backward
 
-    def begin(self, end: float, option: StageDeployment, u: int, seconds: float) -> float:
+    def begin(
+        self, end: float, option: StageDeployment, u: int, seconds: float, before: int = 0
+    ) -> float:
         """Where a stage that ends there begins at the earliest, if the pipeline takes so long;
         infinite where it cannot end there.
 
-        `u`: of the ranks, with those behind it.
+        `u`: of the ranks, with those behind it; `before`: stages that have to have something.
         """
         place = 0
         for times, above in self._demands(end, option, u, seconds):
@@ -102,8 +104,8 @@ class Reach:
         limit = self.seats.memory(self.ranks - u, option.replicas)
         if limit is not None:
             place = max(place, self._within(limit * self.memory, option, u, end))
-        cut = int(np.searchsorted(self.line.cuts, place))
-        if cut == len(self.line.cuts):
+        cut = max(int(np.searchsorted(self.line.cuts, place)), before)
+        if cut >= len(self.line.cuts):
             return np.inf
         found = float(self.line.before.work[self.line.cuts[cut]])
         return found if found < end else np.inf

@@ -25,6 +25,8 @@ from pdcompile.schedule.registry import kind_of
 SHARE = 0.5  # of the time, for all of it
 SCANNING = 0.1  # of the time, for a first plan of every setting
 SPARING = 0.97  # of the memory, after a plan took too much of it
+REFUSED = 2  # plans that lack memory, before one is sought that holds the least
+SPARED = 3  # of these that are judged
 SETTLING = 0.6  # of the time, until plans of it are judged
 
 
@@ -81,6 +83,7 @@ class LineSearch:
         trials, late, ticket = self.trials, partial(self.trials.over, SHARE), count()
         heap: list[tuple[float, int, Setting, tuple[int, ...], float, Candidate | None]]
         heap = [(0.0, next(ticket), *case, 1.0, None) for case in product(self.settings, menus)]
+        refused = 0
         while heap and not late():
             seconds, _, setting, counts, share, candidate = heapq.heappop(heap)
             m, schedule = setting.num_microbatches, setting.schedule
@@ -93,6 +96,9 @@ class LineSearch:
                     return
                 if trials.offer(candidate, now=True):
                     continue
+                refused += 1
+                if refused == REFUSED:
+                    self._recompute_all(menus)
                 share = SPARING * min(share, 1 / trials.beyond_formula(candidate))
                 self.memory[schedule] = min(share, self.memory.get(schedule, 1.0))
             share = min(share, self.memory.get(schedule, 1.0))
@@ -102,6 +108,25 @@ class LineSearch:
                 seconds = found.seconds * setting.scale * (1 + kind_of(schedule).gain)
                 self.least[setting] = min(seconds, self.least.get(setting, math.inf))
                 heapq.heappush(heap, (seconds, next(ticket), setting, counts, share, candidate))
+        if not trials.found and refused < REFUSED:
+            self._recompute_all(menus)
+
+    def _recompute_all(self, menus: Sequence[tuple[int, ...]]) -> None:
+        """Judge the fastest plans whose stages all recompute, which hold the least, until one has
+        the memory that it needs."""
+        if self.trials.found or not self.space.decides_recomputation:
+            return
+        late, found = partial(self.trials.over, SHARE), list[tuple[float, int, Candidate]]()
+        for n, (setting, counts) in enumerate(product(self.settings, menus)):
+            plans = self._plans[setting.num_microbatches]
+            candidate = plans.first(setting, counts, 1.0, late, again=True)
+            if candidate is not None:
+                of = evaluation(plans.prepared.problem, self.trials.cluster, candidate)
+                found.append((of.seconds * setting.scale, n, candidate))
+        for _, _, candidate in sorted(found, key=lambda one: one[:2])[:SPARED]:
+            self.trials.offer(candidate, now=True)
+            if self.trials.found:
+                return
 
     def _try(self, counts: tuple[int, ...]) -> None:
         """Pipelines of every setting whose stages have one of so many replicas."""
