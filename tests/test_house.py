@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_799),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        11_315,
+        11_313,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_681),
     "schedules": (

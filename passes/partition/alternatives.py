@@ -39,7 +39,6 @@ class StageUse:
     `binds` is the largest of compute, sending, receiving (on a half-duplex link both together:
     ``link``) and, without a flush, the round trip to stage `turn` and back, which is made once in
     `in_flight` microbatches.
-    `forwards` and `backwards` count the stage's work on the critical path of a flush.
     """
 
     stage: int
@@ -54,9 +53,7 @@ class StageUse:
     binds: str
     binding_seconds: float
     idle: float  # fraction of the time that the device does not compute
-    forwards: int = 0
-    backwards: float = 0  # a part of a split one is half of it
-    critical_seconds: float = 0.0  # of forwards and backwards
+    critical_seconds: float = 0.0  # of its work on the critical path of a flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +130,6 @@ def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
                 binds=binds,
                 binding_seconds=uses[binds],
                 idle=max(0.0, 1 - busy / total) if total > 0 else 0.0,
-                forwards=ahead,
-                backwards=back,
                 critical_seconds=ahead * forward[s] + back * backward[s],
             )
         )

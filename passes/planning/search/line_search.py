@@ -104,8 +104,7 @@ class LineSearch:
             share = min(share, self.memory.get(schedule, 1.0))
             candidate = self._plans[m].first(setting, counts, share, late)
             if candidate is not None:
-                found = evaluation(self.prepared_at(m).problem, trials.cluster, candidate)
-                seconds = found.seconds * setting.scale * (1 + kind_of(schedule).gain)
+                seconds = self._seconds(candidate) * (1 + kind_of(schedule).gain)
                 self.least[setting] = min(seconds, self.least.get(setting, math.inf))
                 heapq.heappush(heap, (seconds, next(ticket), setting, counts, share, candidate))
         if not trials.found and refused < REFUSED:
@@ -119,10 +118,8 @@ class LineSearch:
         late, found = partial(self.trials.over, SHARE), list[tuple[float, int, Candidate]]()
         for n, (setting, counts) in enumerate(product(self.settings, menus)):
             plans = self._plans[setting.num_microbatches]
-            candidate = plans.first(setting, counts, 1.0, late, again=True)
-            if candidate is not None:
-                of = evaluation(plans.prepared.problem, self.trials.cluster, candidate)
-                found.append((of.seconds * setting.scale, n, candidate))
+            if candidate := plans.first(setting, counts, 1.0, late, again=True):
+                found.append((self._seconds(candidate), n, candidate))
         for _, _, candidate in sorted(found, key=lambda one: one[:2])[:SPARED]:
             self.trials.offer(candidate, now=True)
             if self.trials.found:
@@ -140,6 +137,12 @@ class LineSearch:
                 memory = self.memory.get(setting.schedule, 1.0)
                 below = partial(self._below, scale)
                 plans.offer(setting, counts, below, late, self._take, memory)
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step, by the evaluator."""
+        setting = candidate.setting
+        problem = self.prepared_at(setting.num_microbatches).problem
+        return evaluation(problem, self.trials.cluster, candidate).seconds * setting.scale
 
     def _take(self, candidate: Candidate) -> bool:
         return self.trials.offer(candidate, now=not self.trials.found)
