@@ -2,8 +2,9 @@
 
     python benchmarks/planner.py [--only placement,pipedream,…] [--write PAGE]
 
-Sections: placement, pipedream, papers, piper, scale, own, real, auto, large, beside, random.
-Without --only all run, which takes half an hour on one core.  What is printed is kept in
+Sections: placement, pipedream, papers, piper, scale, own, real, auto, regret, large, beside and
+random.
+Without --only all run, which takes an hour and a half on one core.  What is printed is kept in
 out/planner, so that --write can put together a page from sections that ran at different times
 (--only none: run nothing more); sections that did not run stay as the page has them.
 Published inputs are read from PDCOMPILE_REFERENCE (default: ../shared/reference).
@@ -36,6 +37,7 @@ SECTIONS = {
     "own": "planning.own",
     "real": "planning.real",
     "auto": "planning.auto",
+    "regret": "planning.regret",
     "large": "planning.large",
     "beside": "planning.beside",
     "random": "planning.agreement",
