@@ -200,7 +200,7 @@ def _match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, .
 
 
 def _names(graph: OpGraph) -> set[str]:
-    """Of ops, and of all modules on their paths."""
+    """Names of ops, and of all modules on their paths."""
     return {op.name for op in graph.ops}.union(*(ancestors(op.module_path) for op in graph.ops))
 
 

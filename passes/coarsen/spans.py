@@ -158,7 +158,7 @@ def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -
 
 
 def _join_mutations(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
-    """From the first alias of a storage to its last in-place write, with all readers on the way.
+    """Join the first alias of a storage to its last in-place write, with all readers on the way.
 
     A reader after the last write may be elsewhere: it receives what was written.  Of a graph
     input that is written every reader stays: other stages would take it unwritten from the
@@ -238,7 +238,7 @@ def _surely_returns(graph: OpGraph, name: str) -> bool:
 
 
 def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> tuple[set[int], int | None]:
-    """What only a write into a buffer needs, and the last op that something else needs too.
+    """Ops that only a write into a buffer needs, and the last op that something else needs too.
 
     Evaluation reads the buffer where training has that op's result: were it written on a later
     stage, what follows in evaluation could not be where training has it.  A counter that reads

@@ -1,3 +1,3 @@
-"""Which op goes to which stage: the planner's search and its proof."""
+"""Stage of each op: the planner's search and its proof."""
 
 from pdcompile.passes.partition.search import partition as partition

@@ -24,7 +24,7 @@ from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 Breaks = Callable[[Evaluation], list[str]]
-"""What an assignment breaks, in words."""
+"""Rules that an assignment breaks, in words."""
 
 
 #: steps of work for all neighbouring cuts together, about three seconds
@@ -34,7 +34,7 @@ JUDGING = 5
 
 @dataclass(frozen=True, slots=True)
 class StageUse:
-    """What one microbatch takes of a stage, in seconds, and which of it binds.
+    """Seconds that one microbatch takes of a stage, and which of them bind.
 
     `binds` is the largest of compute, sending, receiving (on a half-duplex link both together:
     ``link``) and, without a flush, the round trip to stage `turn` and back, which is made once in
@@ -85,7 +85,7 @@ class Boundary:
 
 
 def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
-    """What each stage spends a microbatch on.
+    """Uses of each stage by a microbatch.
 
     The objective without a flush is the largest `binding_seconds` (with replicas the simulator may
     say more); with one it is the length of the critical path, whose parts are `critical_seconds`
@@ -170,7 +170,7 @@ def bottleneck(uses: Sequence[StageUse]) -> int:
 
 
 def chained(plan: Evaluation) -> bool:
-    """Whether one chain of forwards, backwards and transfers tells how long a step takes."""
+    """True if one chain of forwards, backwards and transfers tells how long a step takes."""
     return plan.deployment.flush and plan.times.straight
 
 

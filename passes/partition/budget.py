@@ -71,7 +71,7 @@ class Budget:
 
 
 class Solved(NamedTuple):
-    """How CP-SAT ended; `bound`, in the model's units, holds where it was not `infeasible`."""
+    """End of a run of CP-SAT; `bound`, in the model's units, holds unless it was `infeasible`."""
 
     infeasible: bool
     optimal: bool

@@ -1,4 +1,4 @@
-"""Which limits of a problem conflict: the smallest set, found with as few questions as possible.
+"""Limits of a problem that conflict: the smallest set, found with as few questions as possible.
 
 Precedence along the flow of data and a parameter's price on every holder are no limits: they are
 what the model is.  A set of limits is asked about as a whole: can they hold together?  Any set
@@ -80,7 +80,7 @@ def keeping(problem: PartitionProblem, limits: Collection[Limit]) -> PartitionPr
 
 
 def listed(limits: Iterable[Limit]) -> str:
-    """In words: neighbouring stages with the same memory together."""
+    """Limits in words: neighbouring stages with the same memory together."""
     given = sorted(limits, key=lambda limit: -1 if limit.stage is None else limit.stage)
     texts = [limit.text for limit in given if limit.stage is None]
     stages = [limit for limit in given if limit.stage is not None]
@@ -109,7 +109,7 @@ def _size(limit: Limit) -> str:
 
 
 def _wishes(problem: PartitionProblem) -> list[Wish]:
-    """What a person asked for, and every entry that no wish lists, as one of its own."""
+    """Wishes of a person, and every entry that no wish lists, as one of its own."""
     names = [repr(item.name) for item in problem.items]
     found = list(problem.wishes)
     known = {

@@ -193,7 +193,7 @@ class Loads:
         return self.x.implied(f"pair{e}_{near}_{far}", cases)
 
     def _carries(self, hop: StagePair, kind: Direction, flow: Flow) -> bool:
-        """Whether the flow uses the hop whenever it joins the two stages."""
+        """True if the flow uses the hop whenever it joins the two stages."""
         if flow.tied != (kind == "final"):
             return False
         # A gradient's chain may visit a stage in between; next door it cannot.
@@ -216,7 +216,7 @@ class Loads:
         return total
 
     def _linked(self, hop: StagePair, kind: Direction) -> Literal:
-        """Whether something that compute waits for takes the hop, at least."""
+        """True if something that compute waits for takes the hop, at least."""
         near, far = min(hop), max(hop)
         if kind != "final" and far - near == 1 and self.chained[kind]:
             return True

@@ -215,7 +215,7 @@ CLOSE = 1e-3  # relative: how near the least memory a bisection goes
 def remedies_of(
     problem: PartitionProblem, found: Conflict, oracle: Oracle
 ) -> tuple[list[str], list[str]]:
-    """In words, the least that would help: each of them alone is enough.
+    """The least that would help, in words: each of them alone is enough.
 
     Memory of one stage alone and of all stages alike; leaving out wishes, fewer stages.
     """
@@ -262,7 +262,7 @@ def cheaper(problem: PartitionProblem, oracle: Oracle) -> list[str]:
 
 
 def _feasible(problem: PartitionProblem, oracle: Oracle) -> bool:
-    """With other sizes than the oracle has worked with, which it keeps."""
+    """True if it has a plan, with other sizes than the oracle has worked with, which it keeps."""
     return Oracle(oracle.budget, oracle.seed).feasible(problem)
 
 
@@ -271,7 +271,7 @@ def _ruled(problem: PartitionProblem, **changes: Any) -> PartitionProblem:
 
 
 def _halved(problem: PartitionProblem) -> PartitionProblem:
-    """With microbatches of half as many samples; what is sent is left as it is."""
+    """The problem with microbatches of half as many samples; what is sent is left as it is."""
     items = tuple(
         replace(item, saved_bytes=item.saved_bytes // 2, workspace_bytes=item.workspace_bytes // 2)
         for item in problem.items

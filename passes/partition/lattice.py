@@ -275,7 +275,7 @@ def reduced(n: int, arcs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], .
 
 
 def levels(before: Lists, after: Lists) -> tuple[list[float], list[float]]:
-    """How many groups lie on a longest path to each, and n less those on one from it."""
+    """Numbers of groups that lie on a longest path to each, and n less those on one from it."""
     n = len(before)
     early, late = [0.0] * n, [0.0] * n
     order = by_priority(before, after, range(n))

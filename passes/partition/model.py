@@ -99,7 +99,7 @@ class Model:
 
     @property
     def most_used(self) -> int:
-        """How many stages may hold something."""
+        """Number of stages that may hold something."""
         return min(self.problem.max_stages or self.num_stages, self.num_stages)
 
     def in_flight(self, stage: int) -> int:
@@ -111,15 +111,15 @@ class Model:
         return self.problem.memory.counts(stage)[0]
 
     def fixed_bytes(self, group: int, stage: int) -> float:
-        """What a group's own parameters take on a stage, with gradients and optimizer state."""
+        """Bytes of a group's own parameters on a stage, with gradients and optimizer state."""
         return self.trainable_bytes[group] * self._times(stage) + self.frozen_bytes[group]
 
     def held_bytes(self, copy: Copy, stage: int) -> int:
-        """What a shared parameter takes on a stage that holds it."""
+        """Bytes that a shared parameter takes on a stage that holds it."""
         return copy.bytes * (self.problem.memory.versions_of(stage) if copy.trainable else 1)
 
     def updated_bytes(self, copy: Copy, stage: int) -> float:
-        """What it takes besides on the stage that updates it."""
+        """Bytes that it takes besides on the stage that updates it."""
         return copy.bytes * self._updated(stage) if copy.trainable else 0.0
 
     def all_fixed_bytes(self, stage: int) -> int:

@@ -103,7 +103,7 @@ class Segments:
         returned: int,
         rows: slice = slice(None),
     ) -> Matrix:
-        """What a stage holds that has so many of everything; `updated`: bytes per owned byte."""
+        """Bytes of a stage that has so many of everything; `updated`: bytes per owned byte."""
         counts = versions, updated, 1, saved, received, returned, 1
         parts = (n * table[rows] for n, table in zip(counts, self.byte_tables, strict=True) if n)
         total: Matrix = sum(parts)  # type: ignore[assignment]

@@ -180,7 +180,7 @@ class PlanSearch:
         return neighbours(prepared, self.cluster, best, decide=decide)
 
     def _unfinished(self, bound: float, branch: Branch | None, why: str) -> None:
-        """What was not tried may cost as little as its bound."""
+        """Note that what was not tried may cost as little as its bound."""
         if bound < self.floor:
             self.floor, self.relaxed = bound, branch is not None and bool(branch.space.placement)
         if why not in self.unproved:
@@ -220,7 +220,7 @@ class PlanSearch:
             self._probe(branch, branch.pipelines(likely=True))
 
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
-        """Whether the search of one rank a stage leaves nothing of the branch; bounds it too."""
+        """True if the search of one rank a stage leaves nothing of the branch; bounds it too."""
         if self.space.cut_alone:
             self.proved = _best_cut(self, branch, problem)
             return True

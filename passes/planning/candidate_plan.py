@@ -20,8 +20,8 @@ OTHERS = 2e-4  # seconds an op of the graph, for all else
 
 
 def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0) -> float:
-    """What `candidate_plan` takes, by what rehearsing has taken in this process: stages of one
-    size mostly are equal, and are rehearsed once.
+    """Seconds that `candidate_plan` takes, by what rehearsing has taken in this process: stages of
+    one size mostly are equal, and are rehearsed once.
 
     Args:
         stage_of: of every item.

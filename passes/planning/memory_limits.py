@@ -192,7 +192,7 @@ def by_excess(
 
 
 def has_room(plan: Evaluation) -> bool:
-    """Whether every stage is far from its limit by the formula."""
+    """True if every stage is far from its limit by the formula."""
     limits = enumerate(plan.deployment.limits)
     return all(limit is None or plan.needed(s) <= FAR * limit for s, limit in limits)
 

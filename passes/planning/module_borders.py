@@ -1,4 +1,4 @@
-"""Where the borders of modules are: which of them a cut divides, and cuts that divide none.
+"""Borders of modules: which of them a cut divides, and cuts that divide none.
 
 A *unit* is one run of a module's ops in the order of the model's own code (a module that is called
 twice has two), if it takes no more seconds than a stage has on average: larger ones have to be
@@ -55,7 +55,7 @@ def outermost(parts: Sequence[Unit]) -> list[Unit]:
 
 
 def divided(parts: Sequence[Unit], stage_of: Sequence[int]) -> int:
-    """How often cuts divide a unit: of one on three stages, twice."""
+    """Number of times that cuts divide a unit: of one on three stages, twice."""
     return sum(len({stage_of[i] for i in unit.items}) - 1 for unit in parts)
 
 

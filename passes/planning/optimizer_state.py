@@ -1,4 +1,4 @@
-"""What an optimizer takes, in memory and in time, found by asking the optimizer itself.
+"""Costs of an optimizer, in memory and in time, found by asking the optimizer itself.
 
 Steps on small parameters show which state tensors are kept (SGD 0, momentum 1, Adam 2 times the
 parameters' bytes), and what a step needs for a moment.  An optimizer that goes through its
@@ -47,7 +47,7 @@ ADAM = OptimizerCosts(2.0, (2.0, 1.0, 0.0), 21.0)  # one parameter after the oth
 def optimizer_costs(
     build: Callable[..., Any] | None, *, on_gpu: bool = False
 ) -> tuple[OptimizerCosts, str | None]:
-    """What the optimizer takes, and a note when it had to be assumed.
+    """Costs of the optimizer, and a note when it had to be assumed.
 
     `on_gpu`: where torch's optimizers take all parameters at once unless they are told otherwise.
 

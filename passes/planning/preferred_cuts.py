@@ -145,7 +145,7 @@ class Search:
         return self._with_updates(Preference(fastest, chosen), simple, fits)
 
     def _with_updates(self, found: Preference, simple: list[Choice], fits: Fits) -> Preference:
-        """With a simple cut in place of what is preferred, where its step is shorter.
+        """The preference, or a simple cut in place of what is preferred where its step is shorter.
 
         It is asked of the few simple cuts that were evaluated, also when time is over: no plan may
         be slower than these.
@@ -267,7 +267,7 @@ def sent_bytes(plan: Evaluation) -> int:
 
 
 def _evaluations(plan: Evaluation) -> int:
-    """How many the work allows: the answer must not depend on the clock."""
+    """Number of evaluations that the work allows: the answer must not depend on the clock."""
     size = len(plan.problem.items) + len(plan.problem.traffic)
     size += 4 * plan.m * len(plan.stages)
     if not plan.deployment.flush and not plan.times.straight:  # simulated

@@ -170,7 +170,7 @@ def _judged(certificate: Certificate, *, optimal: bool) -> Certificate:
 
 
 def saving(found: Preference) -> str:
-    """What a preferred plan costs and what it saves, in one line."""
+    """Costs and savings of a preferred plan, in one line."""
     fastest, chosen = found.fastest, found.chosen
     slower = 100 * (chosen.seconds / fastest.seconds - 1)
     parts = []

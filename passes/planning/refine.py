@@ -31,7 +31,7 @@ Solve = Callable[[OpGraph], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What op costs are multiplied by.
+    """Factors of op costs.
 
     `small` and `large` hold for every op below and above `SMALL_SECONDS`, `stages` besides for
     the ops of each measured stage; `of` is the product, by op name.
@@ -58,7 +58,7 @@ class Round:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """How far the forecast was off, as a fraction of what was measured."""
+        """Errors of the forecast, as a fraction of what was measured."""
         pairs = zip(self.predicted_seconds, self.measured_seconds, strict=True)
         return tuple(p / max(m, 1e-12) - 1 for p, m in pairs)
 

@@ -50,7 +50,7 @@ def placed(plan: Plan, where: str = "plan.json") -> Evaluation:
 
 
 def setting_of(training: Training) -> Setting:
-    """What a training decides besides the cut."""
+    """Setting of a training: all that it decides besides the cut."""
     return Setting(
         training.schedule,
         training.num_microbatches,
@@ -61,7 +61,7 @@ def setting_of(training: Training) -> Setting:
 
 
 def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
-    """What the search knew the plan as.  Raises as `assignment`."""
+    """Candidate that the search knew the plan as.  Raises as `assignment`."""
     training, stages = plan.training, plan.stages
     return Candidate(
         setting_of(training),

@@ -188,7 +188,7 @@ def _refuse_more_than_a_cut(plan: Plan, change: Scenario, where: str) -> None:
 
 
 def extra_warmup(training: Training, num_stages: int) -> int:
-    """How much deeper than the least the plan's warm-up is (`extra` of `warmup`); 0 when odd."""
+    """Depth of the plan's warm-up beyond the least (`extra` of `warmup`); 0 when odd."""
     for extra in range(MOST_EXTRA + 1):
         depths = warmup(training.schedule, num_stages, training.num_microbatches, extra=extra)
         if depths == training.warmup:

@@ -14,7 +14,7 @@ from pdcompile.schedule.registry import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What may not be cut: one or more ops that stay together.
+    """Unit that may not be cut: one or more ops that stay together.
 
     parameter_bytes counts parameters owned by this item's ops, each parameter once: a tied
     parameter is a `SharedParameter`, and not counted here.
@@ -57,7 +57,7 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """What position s of the pipeline offers."""
+    """Limits of position s of the pipeline."""
 
     speed: float = 1.0
     memory_bytes: int | None = None
@@ -68,7 +68,7 @@ class StageLimits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """How many bytes a stage needs at least: filled in by the schedule functions.
+    """Bytes that a stage needs at least: filled in by the schedule functions.
 
     bytes = trainable·versions[s] + updated·(gradient_buffers[s] + optimizer_factor) + frozen
             + saved[s]·what one keeps + received[s]·what comes in + returned[s]·its gradients
@@ -98,7 +98,7 @@ class MemoryRule:
         return found if isinstance(found, int) else found[stage]
 
     def counts(self, stage: int) -> tuple[int, int, int]:
-        """How often a stage holds what it saves, what it receives, and gradients that return."""
+        """Times that a stage holds what it saves, what it receives, and gradients that return."""
         held = (self.saved or self.in_flight)[stage] if self.in_flight else 1
         received = self.received[stage] if self.received else held
         return held, received, self.returned[stage] if self.returned else 0
@@ -114,7 +114,7 @@ OUTPUT_WISH = "the loss or output on the last stage"
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a person asked for, in their words, and the entries of the problem that it became.
+    """Wish of a person, in their words, and the entries of the problem that it became.
 
     Only there to name constraints: an entry holds because it is in the problem's own field, and
     one that several wishes list is theirs together.

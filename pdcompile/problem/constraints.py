@@ -1,4 +1,4 @@
-"""What a person may ask of the partition: pin, keep together or apart, cut here, not there.
+"""Constraints that a person may ask for: pin, keep together or apart, cut here, not there.
 
 A pattern names a module with everything below it (``transformer.h.0``), one op of the captured
 graph by its name, or several of either with ``*``, ``?`` and ``[…]`` (``transformer.h.*.attn``).

@@ -9,7 +9,7 @@ from pdcompile.cluster import Amount, Link, ring_seconds
 
 @dataclass(frozen=True, slots=True)
 class StageDeployment:
-    """How a stage runs; everything that follows from these numbers alone."""
+    """Deployment of a stage; everything that follows from these numbers alone."""
 
     replicas: int = 1  # which take microbatches in turn
     recompute: bool = False  # keeps the inputs of what is in flight, and runs forward again
@@ -17,12 +17,12 @@ class StageDeployment:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the stage takes."""
+        """Number of ranks that the stage takes."""
         return self.replicas * self.parts
 
     @property
     def forwards(self) -> int:
-        """How often a microbatch goes forward."""
+        """Times that a microbatch goes forward."""
         return 1 + self.recompute
 
     def share(self, num_microbatches: int) -> int:

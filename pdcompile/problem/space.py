@@ -1,4 +1,4 @@
-"""What the planner may choose besides the cut: the space that a certificate speaks of.
+"""Choices of the planner besides the cut: the space that a certificate speaks of.
 
 2BW's own planner (Narayanan et al., 2021, arXiv 2006.09503, section 3.3: stages of equal width,
 recomputation for all or none) and PipeDream's straight and replicated pipelines on one level
@@ -89,17 +89,17 @@ class SearchSpace:
 
     @property
     def open_width(self) -> bool:
-        """Whether ranks that hold several stages may have any number of replicas, all equal."""
+        """True if ranks that hold several stages may have any number of replicas, all equal."""
         return bool(self.placement) and self.replicas == "equal"
 
     @property
     def decides_recomputation(self) -> bool:
-        """Whether stages that recompute are still to be chosen."""
+        """True if stages that recompute are still to be chosen."""
         return len(set(self.recompute)) > 1 and not self.recomputed
 
     @property
     def cut_alone(self) -> bool:
-        """Whether nothing but the cut is open, of stages that keep their activations and have a
+        """True if nothing but the cut is open, of stages that keep their activations and have a
         rank each."""
         return self.in_order and not self.placement and set(self.recompute) == {False}
 
@@ -129,7 +129,7 @@ class SearchSpace:
         return tuple(StageDeployment(r, more) for r in counts for more in again)
 
     def __str__(self) -> str:
-        """What a certificate's scope says of it; of spaces with shared ranks, what is other."""
+        """Text of it in a certificate's scope; of spaces with shared ranks, what is other."""
         own = self._parts()
         others = ([part for part in one._parts() if part not in own] for one in self.sharing)
         return "; ".join([*own, *(f"or {', '.join(parts)}" for parts in others)])
@@ -161,7 +161,7 @@ def _listed(replicas: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one partition problem is solved for: the outer choices."""
+    """Setting that one partition problem is solved for: the outer choices."""
 
     schedule: str
     num_microbatches: int

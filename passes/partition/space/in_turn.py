@@ -70,7 +70,7 @@ class StagesInTurn:
         )
 
     def bound(self) -> float:
-        """What the order of tasks says."""
+        """Bound by the order of tasks."""
         return math.inf if self.likely else self.places.bound
 
     def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
@@ -82,7 +82,7 @@ class StagesInTurn:
             yield 0.0, None if violations(problem, cluster, one) else one
 
     def _made(self) -> Iterator[Candidate]:
-        """Of the likely cuts also those that fit; then all cuts where they are few."""
+        """The likely cuts and those that fit; then all cuts where they are few."""
         ranks = self.ranks
         likely, every = self._cuts(), every_cut(self.prepared, len(ranks))
         for fits, cuts_of in ((True, likely), (False, every)):
@@ -149,7 +149,7 @@ class StagesInTurn:
                 yield candidate
 
     def _options(self) -> Iterator[tuple[StageDeployment, ...]]:
-        """Which stages recompute: as is asked; where that is open none to begin with, then all."""
+        """Stages that recompute: as is asked; where that is open none to begin with, then all."""
         if self.space.recomputed:
             yield tuple(map(StageDeployment, self.counts, self.space.recomputed))
             return
@@ -157,7 +157,7 @@ class StagesInTurn:
             yield tuple(StageDeployment(replicas, again) for replicas in self.counts)
 
     def _rule(self) -> MemoryRule:
-        """What a stage holds; where one recomputes it keeps one set of activations at a time."""
+        """Memory of a stage; where one recomputes it keeps one set of activations at a time."""
         rule = rule_of(self.setting, self.warmup, self.counts)
         return replace(rule, in_flight=()) if True in self.space.recompute else rule
 
@@ -217,8 +217,8 @@ def every_cut(prepared: PreparedProblem, num_stages: int) -> list[tuple[int, ...
 def least_seconds(
     prepared: PreparedProblem, setting: Setting, seats: Seats, replicas: int
 ) -> float:
-    """Of a minibatch, whatever the cut: a stage's first forward waits for those of all that an op
-    of it depends on, then it runs every microbatch of a replica forward and backward."""
+    """Lower bound on a minibatch for any cut: the first forward of a stage waits for those of all
+    that an op of it depends on, then it runs every microbatch of a replica both ways."""
     share = StageDeployment(replicas).share(setting.num_microbatches)
     items, before = prepared.problem.items, [0.0] * len(prepared.problem.items)
     readers: dict[int, list[int]] = {}

@@ -20,7 +20,7 @@ Places = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Amounts:
-    """Of each kind, what lies before the points of a line; zeros where a line does not say."""
+    """Amounts of each kind before the points of a line; zeros where a line does not say."""
 
     work: Array  # seconds of forward and backward at speed 1
     forward: Array
@@ -86,7 +86,7 @@ class Line:
 
 
 def _rows(model: Model) -> list[Array]:
-    """Of each group, in the order of `Amounts`."""
+    """Amounts of each group, in the order of `Amounts`."""
     forward, backward = np.array(model.forward), np.array(model.backward)
     return [
         forward + backward,

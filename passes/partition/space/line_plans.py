@@ -70,7 +70,7 @@ class SettingRules(StageRules):
 
 @dataclass
 class LinePlans:
-    """What lines say of one number of microbatches."""
+    """Likely plans of one number of microbatches, along lines, and bounds."""
 
     prepared: PreparedProblem
     space: SearchSpace

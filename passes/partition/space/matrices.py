@@ -65,7 +65,7 @@ class Paths:
 
 
 def _neighbours(model: Model, *, gradients: bool) -> tuple[Lists, Lists]:
-    """Of each group, those whose values (or values with gradients) it reads, and its readers."""
+    """For each group, those whose values (or values with gradients) it reads, and its readers."""
     arcs = {
         (flow.sources[0], sink)
         for flow in model.flows
@@ -76,7 +76,7 @@ def _neighbours(model: Model, *, gradients: bool) -> tuple[Lists, Lists]:
 
 
 def _longest(seconds: Sequence[float], nearer: Lists, order: Sequence[int]) -> list[float]:
-    """Of each group, the longest path that ends there, itself included."""
+    """Longest path to each group: the longest path that ends there, itself included."""
     found = [0.0] * len(seconds)
     for v in order:
         found[v] = seconds[v] + max((found[u] for u in nearer[v]), default=0.0)
@@ -243,7 +243,7 @@ class Matrices:
         return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
 
     def _allowed(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Bool:
-        """Whether J∖I may be the stage, with this row of its menu."""
+        """True if J∖I may be the stage, with this row of its menu."""
         r = option.replicas
         allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
         spared = option.recompute and self.spares
@@ -260,7 +260,7 @@ class Matrices:
 
     @cached_property
     def _monotone(self) -> bool:
-        """Whether a stage that takes longer never ends sooner: the order on links is fixed.
+        """True if a stage that takes longer never ends sooner: the order on links is fixed.
 
         Where several kinds of messages wait for a link, the first to come goes first, and
         seconds lost at one place can be won elsewhere.
@@ -276,7 +276,7 @@ class Matrices:
         return self.segments.bytes(*counts, rows)
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
-        """Whether J∖I may be the stage if memory does not matter."""
+        """True if J∖I may be the stage if memory does not matter."""
         allowed = self._nested[rows].copy()
         if self.last is not None:
             held = self.segments.inside[:, self.last]

@@ -1,4 +1,4 @@
-"""What no pipeline of a setting can beat, whatever its cuts: a dynamic program along a path.
+"""Lower bound of a setting, whatever the cuts: a dynamic program along a path.
 
 Real models are almost chains: masks, branches and labels sit beside one long path of groups whose
 values carry gradients.  Stages that hold groups of the path wait for each other along it, there and
@@ -86,8 +86,8 @@ class Path:
         return result
 
     def _upto(self, row: Sequence[float] | Array) -> tuple[Array, Array]:
-        """What may lie before each boundary, and what surely does; nothing before the first one,
-        and all before the last one."""
+        """Sums of what may lie before each boundary, and of what surely does: nothing before the
+        first one, all before the last one."""
         begun = np.bincount(self.low, row, self.size + 2).cumsum()[: self.size + 1]
         ended = self.before(row)
         begun[-1], ended[0] = np.sum(row), 0.0
@@ -127,7 +127,7 @@ def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]
 
 @dataclass
 class StageRules:
-    """What a bound knows of the stages of a setting: subclasses know where they run.
+    """Stages of a setting, as its bound knows them; subclasses know where they run.
 
     `fastest`: speed of the fastest device; `limit`: bytes of the largest, None where one has no
     limit; `share`: microbatches that a replica takes, by its row of the menu.
@@ -146,7 +146,7 @@ class StageRules:
         raise NotImplementedError
 
     def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
-        """How often it holds what is trained and what is saved, at least; `after` or more ranks
+        """Times that it holds what is trained and what is saved, at least; `after` or more ranks
         are behind it."""
         raise NotImplementedError
 
@@ -180,11 +180,11 @@ class PathBound:
         return low
 
     def possible(self, seconds: float) -> bool:
-        """Whether nothing shows that these seconds are not enough."""
+        """True if nothing shows that these seconds are not enough."""
         return any(self._chain(seconds, lost) for lost in range(self.rules.ranks))
 
     def _chain(self, seconds: float, lost: int) -> bool:
-        """Whether all ranks but so many, which hold nothing of the path, may do the rest."""
+        """True if all ranks but so many, which hold nothing of the path, may do the rest."""
         rules, whole = self.rules, float(self.path.work.sum())
         hidden = self.path.hidden
         aside = float(hidden[min(lost, rules.ranks - lost + 1, len(hidden) - 1)])
@@ -289,5 +289,5 @@ class PathBound:
 
 
 def groups_told_apart(ranks: int, rows: int) -> int:
-    """How many groups of a path keep the tables of a probe small."""
+    """Number of groups of a path that keeps the tables of a probe small."""
     return int(min(MOST, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdcompile.passes.costs import Resident
 
 Residents = Callable[[Candidate], Sequence["Resident"]]
-"""What every stage of a candidate holds of a microbatch."""
+"""Bytes that every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000
 CHEAP = 1.25  # times the least that crosses a cut, where little crosses
@@ -298,12 +298,12 @@ def simulated(
 
 
 def limited(cluster: Cluster) -> bool:
-    """Whether a device has a limit on its memory."""
+    """True if a device has a limit on its memory."""
     return any(device.memory_bytes is not None for device in cluster.devices)
 
 
 def exceeds(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> bool:
-    """Whether a rank holds more than its device has."""
+    """True if a rank holds more than its device has."""
     return any(
         device.memory_bytes is not None and ledger.total_bytes > device.memory_bytes
         for ledger, device in zip(ledgers, cluster.devices, strict=False)

@@ -1,4 +1,4 @@
-"""What ranks that hold several stages cannot beat, whatever the cut: a linear program over orders.
+"""Lower bound for ranks that hold several stages, for any cut: a linear program over orders.
 
 The order of a place's tasks is given.  From one of them to a later one it works on all that lies
 between, so for every pair
@@ -41,7 +41,7 @@ BYTES = 2  # the row of bytes that are reduced, behind those of seconds of forwa
 
 
 class _Row(NamedTuple):
-    """Of the F, W and bytes of every stage, how often each counts: [3, stages]."""
+    """Counts of the F, W and bytes of every stage, how often each counts: [3, stages]."""
 
     around: Array  # what is waited for, before and after
     tasks: Array
@@ -99,7 +99,7 @@ class OrderProgram:
 
     @property
     def shares(self) -> Array:
-        """Of all work, what each stage does in the answer of the linear program."""
+        """Share of all work of each stage in the answer of the linear program."""
         return self._solved[1]
 
     @property
@@ -160,7 +160,7 @@ class OrderProgram:
         return found.cumsum(0)
 
     def _seconds(self, action: Action) -> tuple[float, float]:
-        """Of a task, how often it counts F and W."""
+        """Times that a task counts F and W."""
         first = kind_of(self.setting.schedule).halves(1.0)[0]
         if action is Action.FORWARD:
             return 1.0, 0.0
@@ -206,7 +206,7 @@ class OrderProgram:
 
 
 def _tasks_of(s: int, tasks: Sequence[Task]) -> tuple[list[int], list[int], int]:
-    """Of a stage: its forwards, what the stage before waits for, and the last of its backwards."""
+    """Tasks of a stage: forwards, those that the stage before waits for, the last backward."""
     own = [(n, task.action) for n, task in enumerate(tasks) if task.stage == s]
     forwards = [n for n, action in own if action is Action.FORWARD]
     later = [n for n, action in own if action is not Action.FORWARD]

@@ -63,7 +63,7 @@ class Probing:
         return lower, upper
 
     def some(self, lower: float, upper: float, late: Late) -> bool:
-        """Whether there is a chain below `upper`; the last probe has the one of least seconds."""
+        """True if there is a chain below `upper`; the last probe has the one of least seconds."""
         if upper == math.inf:
             upper, doubled = 2 * lower, 0
             while not self.possible(upper):
@@ -74,7 +74,7 @@ class Probing:
         return upper < math.inf and self.possible(upper)
 
     def possible(self, seconds: float) -> bool:
-        """Whether there is a chain for which these seconds may be enough."""
+        """True if there is a chain for which these seconds may be enough."""
         self._ways = [{} for _ in range((self.stages or 0) + 1)]
         self._begins = [{0: self.reach.line.whole}, *({} for _ in range(self.stages or 0))]
         for left in range(1 if self.stages else 0, (self.stages or 0) + 1):
@@ -97,7 +97,7 @@ class Probing:
         return NOTHING * self.reach.line.whole
 
     def _extend(self, left: int, u: int, seconds: float) -> None:
-        """Where the last u ranks begin."""
+        """Note where the last u ranks begin."""
         behind, begins = self._begins[max(left - 1, 0)], self._begins[left]
         for option in self._options(left):
             end = behind.get(u - option.replicas, np.inf)

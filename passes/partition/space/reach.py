@@ -1,4 +1,4 @@
-"""Where a stage begins at the earliest, given where it ends and the seconds that all may take.
+"""Earliest begin of a stage, given where it ends and the seconds that all may take.
 
 With F and W of one microbatch, k = ⌈m/r⌉ microbatches a replica, w warm-up and A the reduction, a
 flush of T seconds needs of every stage
@@ -38,7 +38,7 @@ Counts = tuple[float, int, int]  # of what is trained, saved and received
 
 
 class Offers(Protocol):
-    """What the positions of a pipeline offer, r of them from position p on."""
+    """Devices and links of r positions of a pipeline, from position p on."""
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -82,7 +82,7 @@ class Reach:
 
     @property
     def waits(self) -> float:
-        """Of the seconds of earlier stages at speed 1, those that a later one waits for."""
+        """Share of the seconds of earlier stages at speed 1 that a later one waits for."""
         return 0.0 if self.stream or self.balanced else 1 / self.seats.fastest
 
     @cached_property
@@ -93,8 +93,8 @@ class Reach:
     def begin(
         self, end: float, option: StageDeployment, u: int, seconds: float, before: int = 0
     ) -> float:
-        """Where a stage that ends there begins at the earliest, if the pipeline takes so long;
-        infinite where it cannot end there.
+        """Earliest begin of a stage that ends there, if the pipeline takes so long; infinite where
+        it cannot end there.
 
         `u`: of the ranks, with those behind it; `before`: stages that have to have something.
         """
@@ -115,7 +115,7 @@ class Reach:
     def _demands(
         self, end: float, option: StageDeployment, u: int, seconds: float
     ) -> Iterator[tuple[Times, float]]:
-        """What counts before the begin of the stage, and how much of it there has to be."""
+        """Demands: what counts before the begin of the stage, and how much of it is needed."""
         r, p, waits = option.replicas, self.ranks - u, self.waits
         m, again, line = self.setting.num_microbatches, float(option.recompute), self.line
         share = 1 if self.stream else option.share(m)
@@ -182,7 +182,7 @@ class Reach:
         return all(option.replicas == 1 for option in self.menu)
 
     def _counts(self, option: StageDeployment, after: int) -> tuple[Counts, int]:
-        """How often a stage holds what is trained, saved and received; and gradients received."""
+        """Times that a stage holds what is trained, saved and received; and gradients received."""
         depth = least_depth(
             self.setting, option.replicas, after, self.ranks, self._straight, self.ranks
         )

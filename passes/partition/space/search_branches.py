@@ -43,7 +43,7 @@ class Branch:
 
     @property
     def warmup(self) -> tuple[int, ...]:
-        """Of one rank a stage."""
+        """Warm-up of one rank a stage."""
         setting = self.setting
         return warmup(
             setting.schedule,

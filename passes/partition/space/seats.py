@@ -72,7 +72,7 @@ class Seats:
     ranks: tuple[int, ...]
 
     def speed(self, p: int, r: int) -> float:
-        """Of the slowest of r devices from position p on: replicas take turns."""
+        """Speed of the slowest of r devices from position p on: replicas take turns."""
         return float(self._speeds[p : p + r].min())
 
     def memory(self, p: int, r: int) -> int | None:
@@ -80,7 +80,7 @@ class Seats:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def ring(self, p: int, r: int) -> Link:
-        """What an all-reduce goes over: the slowest level that it spans."""
+        """Link of an all-reduce: the slowest level that it spans."""
         first, *others = self.ranks[p : p + r]
         return slowest(self.cluster.level_between(first, other) for other in others)
 

@@ -32,7 +32,7 @@ SETTLING = 0.6  # of the time, until plans of it are judged
 
 @dataclass
 class LineSearch:
-    """What lines say of one stage a rank; `bounds` are seconds of a step.
+    """Search along lines for one stage a rank; `bounds` are seconds of a step.
 
     `others`: the least bound of all else that is searched, as sharp as the seconds ask for that
     are given to it, unless it is late.

@@ -99,7 +99,7 @@ class Trials:
         return self._making(self.best) < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
-        """Whether that share of the time is over, without what making the best plan takes."""
+        """True if that share of the time is over, without what making the best plan takes."""
         made = not self.found or (self._made is not None and self._made[0] == self.best)
         whole = max(self.budget.spent + self.budget.left, 1e-9)
         left = max(whole - (0.0 if made else self._making(self.best)), 0.0)
