@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "runtime": (("runtime",), 8_988),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_627,
+        3_700,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_009),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_189),

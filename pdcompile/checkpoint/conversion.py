@@ -87,11 +87,13 @@ def optimizer_parts(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, str],
+    made: Sequence[NamedGroup] = (),
 ) -> tuple[dict[int, str], list[NamedGroup], dict[str, dict[str, Any]]]:
     """Names, groups and state of a checkpoint, as `load_named` takes them.
 
     Args:
         tensors: of the model, by name; `stored`: the name of each in the checkpoint.
+        made: the groups of all ranks' optimizers.
 
     Raises:
         CheckpointError: it does not fit the optimizer.
@@ -116,7 +118,7 @@ def optimizer_parts(
     read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
     state = {name: values for name, values in read.items() if values}
     try:
-        check_named(optimizer, names, groups, state)
+        check_named(optimizer, names, groups, state, made)
     except InputError as error:
         where = f"{contents.place}: {error.where}"
         raise CheckpointError(error.message, where=where, remedy=error.remedy) from error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdcompile.eager.optimizers import members
 from pdcompile.errors import InputError, some
+from pdcompile.warn import warn
 
 #: of states that have the shape of their parameter, in torch's optimizers
 _OF_PARAMETER = (
@@ -23,6 +24,7 @@ _OF_PARAMETER = (
     "grad_avg", "sum", "acc_delta", "ax", "prev", "step_size",
 )  # fmt: skip
 _OWN = ("params", "param_names")
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers write among them
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,18 +153,26 @@ def check_named(
     names: Mapping[int, str],
     groups: Sequence[NamedGroup],
     state: Mapping[str, Any],
+    made: Sequence[NamedGroup] = (),
 ) -> list[Mapping[str, Any]]:
-    """Check that groups and state by name fit an optimizer; returns values for each of its groups:
-    those that were saved of its parameters.
+    """Check that groups and state by name fit an optimizer; returns values for each of its groups.
+
+    Where groups are others than they were, a group keeps its own rates (they are not among its
+    values), and so what groups that were one differ in.
+
+    Args:
+        made: the groups of the whole model's optimizer, or of all ranks', as they were made.
 
     Raises:
         InputError: a parameter is in no group of the state, or of another class of optimizers; two
             that are in one group now had unlike settings; or a tensor has another shape than its
             parameter.
     """
-    of = {name: group for group in groups for name in group.names}
+    of = {name: group for group in _joined(groups) for name in group.names}
+    present = named_groups(optimizer, names)
+    parted = _parted(made or present, of)
     found: list[Mapping[str, Any]] = []
-    for own in named_groups(optimizer, names):
+    for own in present:
         unknown = [name for name in own.names if name not in of]
         if unknown:
             raise InputError(
@@ -172,9 +182,9 @@ def check_named(
             )
         sources = list({id(of[name]): of[name] for name in own.names}.values())
         if not sources:  # a rank without parameters of this group: schedulers still see it
-            there = [group for group in groups if group.place == own.place and _like(group, own)]
-            unlike = any(_differing(there[0].values, group.values) for group in there)
-            sources = [] if unlike else there[:1]
+            there = [g for g in _joined(groups) if g.place == own.place and _like(g, own)]
+            sources = there if len(there) == 1 else []
+        kept = {key for one in sources for key in parted.get(id(one), ())}
         for other in sources:
             one, two = (next(iter({*s.names} & {*own.names}), "") for s in (sources[0], other))
             if not _like(own, other):
@@ -186,13 +196,17 @@ def check_named(
                     "position alone: pipe.load(folder, optimizer=False)",
                 )
             for key in _differing(sources[0].values, other.values):
-                raise InputError(
-                    f"{one} and {two} are in one group of this optimizer, and were saved with "
-                    f"{key}={sources[0].values.get(key)!r} and {other.values.get(key)!r}",
-                    where="param_groups",
-                    remedy="make the optimizer with the groups that it was saved with",
-                )
-        found.append(sources[0].values if sources else {})
+                if key not in RATES:
+                    raise InputError(
+                        f"{one} and {two} are in one group of this optimizer, and were saved with "
+                        f"{key}={sources[0].values.get(key)!r} and {other.values.get(key)!r}",
+                        where="param_groups",
+                        remedy="make the optimizer with the groups that it was saved with",
+                    )
+                kept.add(key)
+        kept |= {*RATES} if kept.intersection(RATES) else set()
+        values = sources[0].values if sources else {}
+        found.append({key: value for key, value in values.items() if key not in kept})
     if all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer)):
         for group in optimizer.param_groups:  # others may mean something else
             for parameter in group["params"]:
@@ -204,6 +218,35 @@ def check_named(
 def _like(one: NamedGroup, other: NamedGroup) -> bool:
     """True if groups are of one class of optimizers, as far as that is known."""
     return one.kind == other.kind or not (one.kind and other.kind)
+
+
+def _joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
+    """Groups, with those of several stages that are in one place and have like values as one."""
+    found: list[NamedGroup] = []
+    for group in groups:
+        for n, one in enumerate(found):
+            if (
+                one.place == group.place
+                and _like(one, group)
+                and not _differing(one.values, group.values)
+            ):
+                found[n] = one._replace(names=(*one.names, *group.names))
+                break
+        else:
+            found.append(group)
+    return found
+
+
+def _parted(made: Sequence[NamedGroup], of: Mapping[str, NamedGroup]) -> dict[int, set[str]]:
+    """Settings that differ between groups made of one saved group, by the id of that."""
+    groups: dict[int, list[NamedGroup]] = {}
+    for one in made:
+        for number in {id(of[name]) for name in one.names if name in of}:
+            groups.setdefault(number, []).append(one)
+    return {
+        number: {key for one in held for key in _differing(held[0].values, one.values)}
+        for number, held in groups.items()
+    }
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -233,6 +276,7 @@ def load_named(
     names: Mapping[int, str],
     groups: Sequence[NamedGroup],
     state: Mapping[str, dict[str, Any]],
+    made: Sequence[NamedGroup] = (),
 ) -> None:
     """Give an optimizer groups and state by name, as far as it has their parameters.
 
@@ -242,7 +286,14 @@ def load_named(
     Raises:
         InputError: see `check_named`; nothing was changed.
     """
-    chosen = check_named(optimizer, names, groups, state)
+    chosen = check_named(optimizer, names, groups, state, made)
+    present = named_groups(optimizer, names)
+    others = [g.names for g, v in zip(present, chosen, strict=True) if g.names and "lr" not in v]
+    if others and any("lr" in group.values for group in groups):
+        warn(
+            f"{some([one[0] for one in others])} are in other groups than when the optimizer's "
+            "state was saved: these groups keep their own learning rates"
+        )
     numbered: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(parameter): n for n, parameter in enumerate(numbered)}
     own = {

@@ -17,8 +17,8 @@ from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.conversion import optimizer_parts
 from pdcompile.checkpoint.extra_states import restore, set_extra_states, states_of
 from pdcompile.checkpoint.manifest import Holding, HoldingKind, StoredScheduler
-from pdcompile.checkpoint.named_optimizer import load_named
-from pdcompile.checkpoint.plain_values import decode
+from pdcompile.checkpoint.named_optimizer import NamedGroup, load_named, named_groups, names_of
+from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.checkpoint.scheduler_states import fitting_state, scheduler_groups
 from pdcompile.errors import CheckpointError, some
 from pdcompile.position import Accumulated
@@ -58,6 +58,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
         return ["" if found.place == folder else found.place.name, found.manifest.identity]
 
     name, identity = exchange.of_first(opened)
+    made = _made(session, exchange)
     begun: list[Loading] = []
 
     def part() -> None:
@@ -68,7 +69,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
                 where=str(contents.place),
                 remedy="give every rank the path of one folder that all hosts share",
             )
-        begun.append(Loading(session, contents, wanted))
+        begun.append(Loading(session, contents, wanted, made))
         begun[0].prepare()
 
     try:
@@ -83,17 +84,34 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
     return begun[0].contents
 
 
+def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
+    """The optimizers' groups of all ranks."""
+    made = session.optimizer
+    own = [] if made is None else named_groups(made, names_of(all_parameters(session)))
+    if session.world is None:
+        return own
+    encoder = Encoder(inline=True)
+    told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
+    return [
+        NamedGroup(place, tuple(names), decode(values, "groups"), kind)
+        for groups in exchange.everywhere(told)
+        for place, names, values, kind in groups
+    ]
+
+
 class Loading:
     """This process's part of a load: all that it needs is read and checked before any of it is
     copied into the pipeline.
 
     What is large is read again to be copied: all ranks have to know first that nothing is damaged,
-    and two copies of a stage may not fit.
+    and two copies of a stage may not fit.  `made`: the groups of all ranks' optimizers.
     """
 
-    def __init__(self, session: Session, contents: Contents, wanted: Wanted) -> None:
+    def __init__(
+        self, session: Session, contents: Contents, wanted: Wanted, made: list[NamedGroup]
+    ) -> None:
         self.contents, self.notes = contents, list[str]()
-        self._session, self._wanted = session, wanted
+        self._session, self._wanted, self._made = session, wanted, made
         self._minibatches = contents.position.minibatches
         self._stored: dict[str, str] = {}  # name in the checkpoint, by name in the model
         self._rows: list[Row] = []  # of the tensors here that the checkpoint has
@@ -200,7 +218,9 @@ class Loading:
             self.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
             return
         parameters = all_parameters(self._session)
-        self._optimizer = optimizer_parts(self.contents, optimizer, parameters, self._stored)
+        self._optimizer = optimizer_parts(
+            self.contents, optimizer, parameters, self._stored, self._made
+        )
 
     def _check_schedulers(self, saved: list[str]) -> None:
         given, where = self._wanted.schedulers, f"{self.contents.place}: schedulers"
@@ -267,7 +287,7 @@ class Loading:
         resume_groups(session, minibatches, self._waiting)
         if self._optimizer is not None:
             assert session.optimizer is not None
-            load_named(session.optimizer, *self._optimizer)
+            load_named(session.optimizer, *self._optimizer, self._made)
         for row in rows[HoldingKind.REPLICA]:
             row.tensor.copy_(contents.tensor(self._in_checkpoint(row)))
         session.replicas_apart = any(  # from here on: an optimizer that loads would flush

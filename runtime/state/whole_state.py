@@ -137,4 +137,4 @@ def load_optimizer(session: Session, given: Any) -> None:
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
     own = copy.deepcopy({name: dict(one) for name, one in state.items() if name in mine})
-    load_named(session.optimizer, names, groups, own)
+    load_named(session.optimizer, names, groups, own, made)
