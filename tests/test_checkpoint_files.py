@@ -80,7 +80,7 @@ def last(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """In any file of a checkpoint; of a tensor the name is said."""
+    """A flipped bit in any file of a checkpoint is found, and names its tensor."""
     outcome = flipped_bits(tmp_path, 180, seed=0)
     assert outcome.wrong == []
     assert outcome.found == 180

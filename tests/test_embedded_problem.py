@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
+from pdcompile.passes.planning.solved_problem import choices_of
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
@@ -192,3 +193,12 @@ def test_the_driver_s_way_agrees_with_itself() -> None:
     item = next(i for i, one in enumerate(problem_of(plan).items) if last in one.ops)
     edited = moved(plan, problem_of(plan).items[item].ops, 2)
     assert assignment(edited)[item] == 2
+
+
+def test_a_search_of_the_cut_alone_may_leave_devices_idle() -> None:
+    plan = plan_with(None, ("a", "b"), ("c", "d", "e"))
+    whole = replace(plan, cluster=Cluster.local(2).to_toml())
+    idle = replace(plan, cluster=Cluster.local(3).to_toml())
+    assert choices_of(whole)["replicas"] == 1
+    assert choices_of(idle)["replicas"] == "any"  # fixed replicas need every device
+    assert choices_of(idle)["stages"] == 2

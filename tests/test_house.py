@@ -23,12 +23,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_076),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
     "trace": (("passes/trace",), 7_115),
-    "costs": (("passes/costs", "passes/profile"), 3_799),
+    "costs": (("passes/costs", "passes/profile"), 3_798),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         11_313,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_681),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_675),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_481,

@@ -35,7 +35,7 @@ class Proof:
 
     @property
     def headline(self) -> str:
-        """What was proved on what."""
+        """States the schedule, and how many programs and instructions were proved."""
         return (
             f"schedule {self.schedule}: proved on {self.num_programs} programs, "
             f"{self.num_instructions:,} instructions"

@@ -47,7 +47,7 @@ class Resident:
 
 
 class Ports(NamedTuple):
-    """What a stage takes and gives.
+    """Values that a stage takes and gives.
 
     `copies`: tied parameters that an earlier stage owns, whose gradients it gets; `keeps_outputs`:
     what the last stage makes for the caller outlives its forward.

@@ -49,32 +49,25 @@ class Search:
     bound: float = 0.0
     prover: str = "relaxation"
     impossible: bool = False  # proved
-    seen: dict[tuple[int, ...], float] = field(default_factory=dict)  # seconds of assignments
+    seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
     tried_order: bool = False
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
         """Evaluate an assignment of groups; True when it is the best so far."""
-        before = self.upper
-        self.evaluated(groups, model)
-        return self.upper < before
-
-    def evaluated(self, groups: tuple[int, ...], model: Model | None = None) -> float:
-        """Seconds of an assignment of groups, which is kept when it is the best so far; infinite
-        when it breaks something."""
         stage_of = (model or self.model).items_of(groups)
         if stage_of in self.seen:
-            return self.seen[stage_of]
-        self.seen[stage_of] = math.inf
+            return False
+        self.seen.add(stage_of)
         if violations(self.problem, stage_of):
-            return math.inf
+            return False
         found = measure(self.problem, stage_of)
-        self.seen[stage_of] = found.objective
-        if found.objective < self.upper:
-            self.best = found
-            self.groups = tuple(stage_of[group[0]] for group in self.model.members)
-            self._tell()
-        return found.objective
+        if found.objective >= self.upper:
+            return False
+        self.best = found
+        self.groups = tuple(stage_of[group[0]] for group in self.model.members)
+        self._tell()
+        return True
 
     def prove(self, bound: float, prover: str) -> None:
         """No assignment is better than `bound` seconds."""
@@ -187,7 +180,7 @@ def cut_by_program(search: Search) -> Segments:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
     Large problems get a plan from a coarse model first, which is all when time is short, or when
-    there are plans along a path.
+    there are plans along an order.
     """
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:

@@ -121,8 +121,8 @@ class Search:
         cuts = simple_cuts(self.units, problem, len(used), most)
         simple = [one for cut in cuts if (one := self.choice(self._assigned(cut)))]
         before, kept = divided_before(self.units, len(problem.items)), _kept_together(problem)
-        for most in range(DIVIDED):
-            borders = [p for p in range(1, len(problem.items)) if before[p] <= most]
+        for kind in range(DIVIDED):
+            borders = [p for p in range(1, len(problem.items)) if before[p] <= kind]
             self._climb([p for p in borders if p not in kept])
         fastest = self._fastest(own, fits)
         slower = [one.seconds for one in simple if one.seconds >= fastest.seconds]

@@ -73,15 +73,19 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
 
 
 def choices_of(plan: Plan) -> dict[str, Any]:
-    """The options that make a search decide the cut alone, all else being as in the plan."""
+    """The options that make a search decide the cut alone, all else being as in the plan; where the
+    plan leaves devices idle, the replicas too."""
     training, ranks, stages = plan.training, plan.ranks, plan.stages
     replicas, several = tuple(stage.replicas for stage in stages), len({*ranks}) < len(ranks)
+    there = len(Cluster.from_toml(plan.cluster).devices)
+    idle = len({rank for own in ranks for rank in own}) < there
+    own = replicas[0] if several or {*replicas} == {1} else replicas
     return {
         "schedule": training.schedule,
         "microbatches": training.num_microbatches,
         "microbatch_counts": None,
         "stages": len(stages),
-        "replicas": replicas[0] if several or {*replicas} == {1} else replicas,
+        "replicas": "any" if idle else own,  # fixed replicas need every device
         "recompute": tuple(stage.recompute for stage in stages),
     }
 

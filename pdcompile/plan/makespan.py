@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pdcompile.plan.wires import (
     ComputeEvent,
@@ -233,7 +233,6 @@ class EventWalk:
         self.out = {f: [[] for _ in stages] for f in (True, False)}
         self.lanes: dict[tuple[Direction, StagePair], WireGroup] = {}
         self.shared = SharedLinks()
-        self.begin: Any = 0.0
 
     def join(self, wires: list[Wire]) -> None:
         """Join two stages; `wires` by turn of their ranks."""
@@ -272,8 +271,6 @@ class EventWalk:
         if running:
             raise ValueError(f"warm-up {list(self.warmup)} never ends: stages wait for each other")
 
-    # -- times, which `EventGraph` records instead
-
     def later(self, now: float, because: Event, wire: Wire, i: int) -> tuple[float, Event]:
         """The time when message i has arrived too, and what decided it."""
         at = wire.arrived[i]
@@ -283,9 +280,6 @@ class EventWalk:
         """The end of what a rank begins now."""
         self.cause[event] = because
         return now + self.seconds[event[1]][event[0]], event
-
-    def has_gradients(self, s: int, now: float) -> None:
-        self.summed[s] = max(self.summed[s], now)
 
     def ended(self, s: int, now: float, because: Event) -> None:
         """A rank of the stage comes to its update."""
@@ -365,7 +359,7 @@ class EventWalk:
 
     def _rank(self, rank: int, stages: Sequence[int]) -> Iterator[Wire]:
         """Wires that a rank waits for."""
-        now, ready = self.begin, self.ready
+        now, ready = 0.0, self.ready
         because: Event = None  # what decided `now`
         held = [_Stage(self, s, rank) for s in stages]
 
@@ -411,7 +405,7 @@ class EventWalk:
                 own.returning += 1
                 post(own, False)
             if action in TO_WEIGHTS:
-                self.has_gradients(s, now)
+                self.summed[s] = max(self.summed[s], now)
                 own.ended += 1
                 if own.ended + own.pool <= own.share:
                     post(own, True)

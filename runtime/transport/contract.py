@@ -130,7 +130,7 @@ class Note(NamedTuple):
 def read_note(
     channel: Channel, header: Tensor, expected: Expected, plan: int, serial: int = 0
 ) -> Note:
-    """What a peer's header says, compared with what was planned.
+    """Reads a peer's header and compares it with what was planned.
 
     Raises ContractError naming every field that differs, the peer's value first.
     """

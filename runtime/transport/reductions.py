@@ -79,7 +79,7 @@ def _reduced(allreduce: Callable[..., Any], flat: Tensor) -> Any:
 
 
 class LocalSums:
-    """As `GroupSums` of ranks in one process: parts lie on a board until all are there."""
+    """Sums of ranks in one process, as `GroupSums`: parts lie on a board until all are there."""
 
     apart = False
 

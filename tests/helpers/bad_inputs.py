@@ -38,7 +38,7 @@ def prepared(model: nn.Module | None = None, x: Any = X, target: Any = X, **opti
 
 @dataclass(frozen=True)
 class Given:
-    """What the cases find: a pipeline that none of them may break, and files of its own."""
+    """Files that the cases find: a pipeline that none of them may break, and files of its own."""
 
     pipe: Any
     folder: Path

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def new_bytes(graph: OpGraph, b: int, kernels: Kernels = HOST) -> dict[str, int]
     others = [one for one in _cache if one[1:] == key[1:]]
     if key in _cache or len(others) < 2:
         return kept_storages(graph, b, kernels).new()
-    first, last = min(others, key=itemgetter(0)), max(others, key=itemgetter(0))
+    first, last = min(others), max(others)
     share, low = (b - first[0]) / (last[0] - first[0]), _cache[first].new()
     high = _cache[last].new()
     return {name: max(0, round(low[name] + share * (high[name] - low[name]))) for name in low}

@@ -301,7 +301,7 @@ class Stage:
         self, run: StageRun, flight: Flight, results: dict[str, Tensor],
         came: Mapping[int, Tensor], resident: int,
     ) -> Resident:  # fmt: skip
-        """What is alive after the first part of a backward, and how far both exceed what was."""
+        """Returns what is alive after a backward's first part, and how far both exceed what was."""
         meter, ahead = self.meter, self.meter.peak_bytes - resident
         for one in flight.entered.values():
             one.take()  # and send it

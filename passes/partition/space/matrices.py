@@ -65,7 +65,7 @@ class Paths:
 
 
 def _neighbours(model: Model, *, gradients: bool) -> tuple[Lists, Lists]:
-    """For each group, those whose values (or values with gradients) it reads, and its readers."""
+    """Lists, for each group, those whose values (or their gradients) it reads, and its readers."""
     arcs = {
         (flow.sources[0], sink)
         for flow in model.flows

@@ -23,6 +23,7 @@ beside it at so many boundaries, and nobody surely waits for that.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -126,7 +127,7 @@ def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]
 
 
 @dataclass
-class StageRules:
+class StageRules(ABC):
     """Stages of a setting, as its bound knows them; subclasses know where they run.
 
     `fastest`: speed of the fastest device; `limit`: bytes of the largest, None where one has no
@@ -141,18 +142,18 @@ class StageRules:
     fastest: float
     limit: int | None
 
+    @abstractmethod
     def deepest(self, option: StageDeployment, after: int) -> int:
         """The most warm-up of a stage with so many ranks behind it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
         """Times that it holds what is trained and what is saved, at least; `after` or more ranks
         are behind it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ring(self, replicas: int) -> Link:
         """The best link that so many replicas may have."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -191,10 +192,7 @@ class PathBound:
         per_rank = seconds / (1 if rules.stream else rules.num_microbatches) * rules.fastest
         if (rules.ranks - lost) * per_rank + aside < whole * (1 - 1e-9):
             return False  # all that the ranks do at full speed
-        done: list[Array | None] = [np.full(self.path.size + 1, -np.inf)]
-        start = done[0]
-        assert start is not None
-        start[-1] = 0.0
+        done: list[Array | None] = [np.array([-np.inf] * self.path.size + [0.0])]
         for u in range(1, rules.ranks - lost + 1):
             best = None
             for option in rules.menu:
@@ -213,8 +211,7 @@ class PathBound:
     ) -> Array:
         """[j, k]: work of a microbatch that the stage may do; −inf where it takes too long."""
         path, v = self.path, self.rules.fastest
-        surely = self._sure("work", lost)
-        found = path.open_work * 1.0
+        surely, found = self._sure("work", lost), path.open_work
         fits = np.arange(path.size + 1)[:, None] < np.arange(path.size + 1)[None, :]
         for value, times in self._demands(option, after, lost, aside):
             left = seconds * (1 + 1e-12) - value

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
 
+from pdcompile.cluster import Link
 from pdcompile.passes.partition.model import Model, orders
 from pdcompile.passes.partition.space.line import Line
 from pdcompile.passes.partition.space.path_bound import (
@@ -102,6 +103,8 @@ def order_cuts(model: Model, lower: float, late: Late) -> Iterator[tuple[int, ..
     stages = None if model.problem.allow_empty else model.num_stages
     limited = any(stage.memory_bytes is not None for stage in model.problem.stages)
     for order in islice(orders(model, 0), ORDERS):
+        if late():
+            return
         line = Line.of_order(model, order)
         for share, balanced in product(CHEAP, (False, True)):
             reach = _reach(model, line.cheap(share, FEW), balanced=balanced)
@@ -137,6 +140,9 @@ class StraightRules(StageRules):
         rule, stages = self.model.problem.memory, range(self.ranks - after)
         trained = min(rule.versions_of(t) + rule.buffers_of(t) for t in stages)
         return trained + rule.optimizer_factor, min(rule.counts(t)[0] for t in stages)
+
+    def ring(self, replicas: int) -> Link:
+        raise AssertionError("stages of a problem have one rank each")
 
 
 def straight_bound(model: Model, lower: float, upper: float, late: Late) -> float:
