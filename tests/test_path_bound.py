@@ -12,8 +12,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.search import solve
-from pdcompile.passes.partition.space.line import heaviest_path
-from pdcompile.passes.partition.space.path_bound import MOST, Path
+from pdcompile.passes.partition.space.path_bound import MOST, Path, heaviest_path
 from pdcompile.passes.partition.space.straight import straight_bound
 from pdcompile.problem import (
     Item,

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+Late = Callable[[], bool]
+
 
 class OutOfTimeError(Exception):
     """The budget ended before there was an answer."""

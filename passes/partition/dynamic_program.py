@@ -70,10 +70,11 @@ def solve(
     return value, tuple(int(s) for s in stages)
 
 
-def flush_costs(segments: Segments) -> Iterator[Cost]:
+def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
     """Costs whose minimax is a good start for the makespan (not bounds: see `bounds`).
 
-    m times the load, plus what runs before a stage's first microbatch and after its last.
+    m times the load, plus what runs before a stage's first microbatch and after its last; and
+    the load by the share of all work that each stage is to have, where these are given.
     """
     model = segments.model
     m = model.problem.num_microbatches
@@ -98,6 +99,13 @@ def flush_costs(segments: Segments) -> Iterator[Cost]:
         result: Matrix = ramp(stage) + m * shorter_engine
         return result
 
+    def shared(stage: int) -> Matrix:
+        assert shares is not None
+        result: Matrix = segments.load(stage) / max(float(shares[stage]), 1e-9)
+        return result
+
+    if shares is not None:
+        yield shared
     yield both
     yield segments.load
     yield serial

@@ -24,6 +24,8 @@ from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.problem import PartitionProblem
 
+RUN = 32  # groups that are moved over a boundary together, at most
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -298,6 +300,25 @@ def single_moves(
             yield v, s - 1
 
 
+def next_to(
+    arcs: Sequence[tuple[int, int]], groups: tuple[int, ...], num_stages: int
+) -> Iterator[tuple[int, ...]]:
+    """Assignments with one group on the next stage or the one before, or with 2, 4, 8, … groups
+    at the end of a stage on the other side."""
+    for v, s in single_moves(arcs, groups):
+        if 0 <= s < num_stages:
+            yield (*groups[:v], s, *groups[v + 1 :])
+    own = np.array(groups)
+    for s in range(num_stages - 1):
+        for side, to in ((s, s + 1), (s + 1, s)):
+            held, count = np.flatnonzero(own == side), 2
+            while count < min(len(held), RUN + 1):
+                moved = own.copy()
+                moved[held[-count:] if to > side else held[:count]] = to
+                yield tuple(moved.tolist())
+                count *= 2
+
+
 def always_linked(model: Model, kind: str) -> bool:
     """Every group sends to the next: then every stage, an interval of groups, does too."""
     wanted = {(v, v + 1) for v in range(model.num_groups - 1)}
@@ -334,9 +355,14 @@ def contracted(model: Model, limit: int, coarse: int) -> Model:
         kept.add(position)
     pinned = {v for v in range(n) if model.lowest[v] == model.highest[v]}
     kept |= {p for v in pinned for p in (v, v + 1) if 0 < p < n and len(pinned) < limit // 4}
-    cuts = [0, *sorted(kept), n]
-    fused = [[item for group in model.members[a:b] for item in group] for a, b in pairwise(cuts)]
-    return build(model.problem, fused)
+    return fused(model, sorted(kept))
+
+
+def fused(model: Model, places: Sequence[int]) -> Model:
+    """The model with one group of all that lies between two places of its order."""
+    cuts = [0, *places, model.num_groups]
+    blocks = [[item for group in model.members[a:b] for item in group] for a, b in pairwise(cuts)]
+    return build(model.problem, blocks)
 
 
 def _crossing(model: Model) -> list[float]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
-
-import numpy as np
+from itertools import islice, pairwise
 
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import dynamic_program
+from pdcompile.passes.partition.any_cut import AnyCut
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
@@ -21,11 +20,12 @@ from pdcompile.passes.partition.model import (
     all_ideals,
     build,
     contracted,
+    fused,
+    next_to,
     prefixes,
-    single_moves,
 )
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.space.straight import order_cuts, straight_bound
+from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
@@ -50,7 +50,7 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
-    tried_order: bool = False
+    cut: AnyCut | None = None
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
@@ -106,8 +106,8 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MAX_CHAINS = 150  # evaluated one by one
-RUN = 32  # groups that are moved over a boundary together, at most
 MOVING = 0.5  # of the time
+CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
 
@@ -166,10 +166,12 @@ def solve(
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
+    allowed = Budget(CHAINS * budget.left, within=budget)
+    search.cut = cut_of(model, lambda: allowed.late)
     segments = cut_by_program(search)
     if search.best is None and thorough:
         find_any(search)
-    quick = (cut_along_order, evaluate_all, _bound, move_groups)
+    quick = (cut_near, evaluate_all, _bound, move_groups)
     for step in (*quick, prove) if thorough else quick:
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
@@ -179,8 +181,7 @@ def solve(
 def cut_by_program(search: Search) -> Segments:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
-    Large problems get a plan from a coarse model first, which is all when time is short, or when
-    there are plans along an order.
+    Large problems get a plan from a coarse model first, which is all where that finds one.
     """
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
@@ -191,10 +192,8 @@ def cut_by_program(search: Search) -> Segments:
             return segments
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, budget)
-    if ideals is None and model.num_groups > FIRST:
-        cut_along_order(search)
-        if search.best is not None:
-            return segments
+    if ideals is None and model.num_groups > FIRST and search.best is not None:
+        return segments
     limit = FIRST + 1 if search.late and search.best is not None else MAX_IDEALS
     chosen = ideals or prefixes(small, limit, search.seed, budget)
     segments = Segments.build(small, chosen, complete=ideals is not None)
@@ -226,7 +225,8 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     if flush:
-        for cost in dynamic_program.flush_costs(segments):
+        shares = None if search.cut is None else search.cut.shares
+        for cost in dynamic_program.flush_costs(segments, shares):
             if search.late and len(segments.ideals) > FIRST:
                 return
             found = dynamic_program.solve(segments, cost, budget)
@@ -270,18 +270,23 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
     search.prove(search.upper * (1 - 1e-9), "brute force over what the bound leaves")
 
 
-def cut_along_order(search: Search, _: Segments | None = None) -> None:
-    """Offers likely cuts along the order of the groups."""
-    if not search.impossible and not search.tried_order:
-        search.tried_order = True
-        for groups in order_cuts(search.model, search.bound, lambda: search.late):
-            search.offer(groups)
+def cut_near(search: Search, _: Segments | None = None) -> None:
+    """Dynamic program over all places in the order near the boundaries of the best plan."""
+    model, best = search.model, search.groups
+    near = FIRST // max(1, 2 * (model.num_stages - 1))
+    ends = [v for v, (a, b) in enumerate(pairwise(best), start=1) if a != b]
+    places = {p for end in ends for p in range(end - near, end + near) if 0 < p < model.num_groups}
+    if model.num_groups > FIRST and len(places) < 2 * FIRST:
+        small = fused(model, sorted(places))
+        ideals = [(1 << k) - 1 for k in range(small.num_groups + 1)]
+        run_program(search, Segments.build(small, ideals), None)
 
 
 def _bound(search: Search, _: Segments) -> None:
-    """Bounds the objective along the heaviest path."""
-    bound = straight_bound(search.model, search.bound, search.upper, lambda: search.late)
-    search.prove(min(bound, search.upper), "dynamic program along a path")
+    """Bounds the objective along the heaviest path, and for any cut."""
+    late, upper = (lambda: search.late), search.upper
+    bound = straight_bound(search.model, search.bound, upper, late, search.cut)
+    search.prove(min(bound, upper), "linear program over critical paths")
 
 
 def move_groups(search: Search, _: Segments) -> None:
@@ -290,28 +295,11 @@ def move_groups(search: Search, _: Segments) -> None:
     best: tuple[int, ...] = ()
     while best != search.groups and not search.proved:
         best = search.groups
-        for moved in next_to(search.model, best):
+        for moved in next_to(search.model.arcs, best, search.model.num_stages):
             if search.late or search.budget.spent > late:
                 return
             if search.offer(moved):
                 break
-
-
-def next_to(model: Model, groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Assignments with one group on the next stage or the one before, or with 2, 4, 8, … groups
-    at the end of a stage on the other side."""
-    for v, s in single_moves(model.arcs, groups):
-        if model.lowest[v] <= s <= model.highest[v]:
-            yield (*groups[:v], s, *groups[v + 1 :])
-    own = np.array(groups)
-    for s in range(model.num_stages - 1):
-        for side, to in ((s, s + 1), (s + 1, s)):
-            held, count = np.flatnonzero(own == side), 2
-            while count < min(len(held), RUN + 1):
-                moved = own.copy()
-                moved[held[-count:] if to > side else held[:count]] = to
-                yield tuple(moved.tolist())
-                count *= 2
 
 
 def prove(search: Search, _: Segments | None = None) -> None:

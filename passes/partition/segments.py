@@ -12,17 +12,20 @@ summed over all flows by one matrix multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Model
 from pdcompile.problem import Item, StageLimits
 
 Matrix = NDArray[np.float64]
 Link = tuple[float, float]  # bytes per second, latency
+MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Segments:
     # Stages are alike: by speed, and by the two links and whether they are full duplex.
     _computed: dict[float, Matrix] = field(init=False, default_factory=dict)
     _sent: dict[tuple[Link, Link, bool], Matrix] = field(init=False, default_factory=dict)
+    _paths: dict[float, Paths] = field(init=False, default_factory=dict)
 
     @staticmethod
     def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:
@@ -66,6 +70,10 @@ class Segments:
             complete,
         )
 
+    def items_of(self, ends: Sequence[int]) -> tuple[int, ...]:
+        """The stage of every item, of stages that end at these ideals."""
+        return self.model.items_of((~self.inside[list(ends)]).sum(0).tolist())
+
     def compute(self, stage: int) -> Matrix:
         """Forward and backward seconds of one microbatch on the stage's device."""
         speed = self.model.problem.stages[stage].speed
@@ -76,7 +84,10 @@ class Segments:
     def transfer(self, stage: int) -> Matrix:
         """Link seconds: the busier direction, or both on a half-duplex link."""
         stages = self.model.problem.stages
-        out, into = stages[stage], stages[max(stage - 1, 0)]
+        return self.between(stages[max(stage - 1, 0)], stages[stage])
+
+    def between(self, into: StageLimits, out: StageLimits) -> Matrix:
+        """The same of a stage between two links."""
         key = _link(out), _link(into), out.full_duplex
         if key not in self._sent:
             out_forward, out_backward, _, _, middle = self._at(out)
@@ -84,6 +95,12 @@ class Segments:
             sent, received = out_forward + in_backward, in_forward + out_backward + middle
             self._sent[key] = np.maximum(sent, received) if out.full_duplex else sent + received
         return self._sent[key]
+
+    def paths(self, first_part: float) -> Paths:
+        """Longest paths beside stages; `first_part` as in `Paths.of`."""
+        if first_part not in self._paths:
+            self._paths[first_part] = Paths.of(self.model, self.inside, first_part)
+        return self._paths[first_part]
 
     def load(self, stage: int) -> Matrix:
         return np.maximum(self.compute(stage), self.transfer(stage))
@@ -262,3 +279,72 @@ def _patterns(
     if not columns:
         return np.zeros((len(inside), 0)), np.zeros(0, dtype=np.intp)
     return np.array(columns).T.astype(np.float64), np.array(owner, dtype=np.intp)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Seconds at speed 1 as matrices [I, J]: `before` forward, `behind` both ways, `back` home.
+
+    Groups on a path of the graph run one after the other, on one stage or on several.  So the
+    first forward of a stage J∖I waits for the longest path that ends in I next to it, its backward
+    for the longest path behind it and back, and the minibatch ends only after the gradients' way
+    back, whatever the other stages are.
+    """
+
+    before: Matrix
+    behind: Matrix
+    back: Matrix
+
+    @staticmethod
+    def of(model: Model, inside: NDArray[np.bool_], first_part: float) -> Paths:
+        """`first_part`: of a backward, what those wait for that come after it."""
+        size, n = inside.shape
+        if size * size * n > MAX_CELLS:
+            none = np.zeros((1, 1))
+            return Paths(none, none, none)
+        before, after = _neighbours(model, gradients=False)
+        upwards, returning = _neighbours(model, gradients=True)
+        back = [first_part * w for w in model.backward]
+        both = [f + w for f, w in zip(model.forward, back, strict=True)]
+        beside = partial(_longest_beside, inside)
+        return Paths(
+            beside(after, _longest(model.forward, before, range(n)), before=True),
+            beside(upwards, _longest(both, returning, range(n - 1, -1, -1)), before=False),
+            beside(returning, _longest(back, upwards, range(n)), before=True),
+        )
+
+
+def _neighbours(model: Model, *, gradients: bool) -> tuple[lattice.Lists, lattice.Lists]:
+    """Lists, for each group, those whose values (or their gradients) it reads, and its readers."""
+    arcs = {
+        (flow.sources[0], sink)
+        for flow in model.flows
+        if not flow.tied and (flow.backward_messages > 0 or not gradients)
+        for sink in flow.sinks
+    }
+    return lattice.neighbours(model.num_groups, sorted(arcs))
+
+
+def _longest(seconds: Sequence[float], nearer: lattice.Lists, order: Sequence[int]) -> list[float]:
+    """Longest path to each group: the longest path that ends there, itself included."""
+    found = [0.0] * len(seconds)
+    for v in order:
+        found[v] = seconds[v] + max((found[u] for u in nearer[v]), default=0.0)
+    return found
+
+
+def _longest_beside(
+    inside: NDArray[np.bool_], arcs: lattice.Lists, longest: list[float], *, before: bool
+) -> Matrix:
+    """[I, J]: the longest path that ends outside J∖I at a group with an arc into it.
+
+    `before`: the group is in I; else it is beyond J, and `arcs` are reversed.
+    """
+    size = len(inside)
+    result = np.zeros((size, size))
+    for v in sorted(range(len(arcs)), key=longest.__getitem__):
+        if arcs[v]:
+            count = inside[:, arcs[v]].sum(1)
+            beside = inside[:, v][:, None] if before else ~inside[:, v][None, :]
+            result[beside & (count[None, :] > count[:, None])] = longest[v]
+    return result

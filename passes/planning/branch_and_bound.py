@@ -29,11 +29,9 @@ from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.candidates import describe, violations
-from pdcompile.passes.partition.space.line_plans import shifted
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
-    Found,
     branches,
     settings,
     sharpened,
@@ -42,7 +40,7 @@ from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan, too_large
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, has_room, within_ledgers
-from pdcompile.passes.planning.search.line_search import LineSearch
+from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import Certificate, Plan, Training
@@ -62,8 +60,8 @@ GAIN = 1e-3  # relative, of a move whose plan takes long to make
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
-RELAXATION = "linear program over the order of tasks"
-LEAVES = "a gradient through each stage, where ranks hold several"
+RELAXATION = "linear program over critical paths"
+LEAVES = "some of the longest path on each stage, where ranks hold several"
 RULES = f"each stage on ranks in a row; {SCOPE}"
 
 
@@ -109,7 +107,7 @@ class PlanSearch:
         if not (self.space.cut_alone or self.space.placement):
             every = list(settings(self.space, self.training, len(self.cluster.devices)))
             others = partial(sharpened, sharing)
-            lines = LineSearch(self.trials, self.space, every, self._prepared, others)
+            lines = FirstPlans(self.trials, self.space, every, self._prepared, others)
             lines.run()
             self.bounds = lines.bounds
         self._branch_and_bound(self._branches(self.space), ALONE if sharing else SEARCHING)
@@ -174,8 +172,6 @@ class PlanSearch:
 
     def _next_to(self, best: Candidate) -> Iterator[Candidate]:
         prepared = self._prepared(best.setting.num_microbatches)
-        if not (best.shared or self.space.placement or prepared.complete):
-            return shifted(prepared, best)
         decide = self.space.decides_recomputation
         return neighbours(prepared, self.cluster, best, decide=decide)
 
@@ -217,7 +213,7 @@ class PlanSearch:
             branch.bound = math.inf
             return
         if bound < self.trials.below:
-            self._probe(branch, branch.pipelines(likely=True))
+            self._probe(branch)
 
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
         """True if the search of one rank a stage leaves nothing of the branch; bounds it too."""
@@ -238,10 +234,13 @@ class PlanSearch:
             self.floor = min(self.floor, bound)
         return search.proved and fits
 
-    def _probe(self, branch: Branch, likely: Found) -> None:
+    def _probe(self, branch: Branch) -> None:
         for _ in range(PROBES):
             if branch.bound < math.inf:
                 self._next(branch)
+        if branch.space.placement:
+            return
+        likely = branch.pipelines(likely=True)
         if likely.bound() < math.inf:
             listed = likely.candidates(lambda: math.inf)
             for _, (_, candidate) in zip(range(PROBES), listed, strict=False):

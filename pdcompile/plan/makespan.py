@@ -51,7 +51,8 @@ class Timing:
 
     `final_hops` happen once, after the sender's last backward: to an earlier stage the sum of a
     tied gradient, on its way to the owner, to a later one the owner's new weights.
-    `again` is what `backward` has in it of forwards that run again; empty: nothing.
+    `again` is what `backward` has in it of forwards that run again; empty: nothing.  `ranks`: of
+    each stage, which share no hop where they are one; empty: each its own.
     """
 
     forward: tuple[float, ...]
@@ -61,6 +62,7 @@ class Timing:
     final_hops: Mapping[StagePair, float] = field(default_factory=dict)
     full_duplex: bool = True
     again: tuple[float, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def of_kind(self, kind: Direction) -> Mapping[StagePair, float]:
         if kind == "final":
@@ -114,8 +116,7 @@ def makespan(
     Raises:
         ValueError: the stages wait for each other for ever (warm-up too small for the hops).
     """
-    full_duplex = timing.full_duplex
-    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=full_duplex)
+    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=timing.full_duplex)
     return walk.finished(timing)[0]
 
 
@@ -127,8 +128,7 @@ def with_updates(
     updates: Sequence[float],
 ) -> float:
     """`makespan` and then updates, of so many seconds each stage; final hops follow them."""
-    full_duplex = timing.full_duplex
-    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=full_duplex)
+    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=timing.full_duplex)
     ends = [now + seconds for now, seconds in zip(summed(timing, walk.done), updates, strict=True)]
     finals = (
         max(ends[a], ends[b]) + seconds for (a, b), seconds in timing.final_hops.items() if a < b
@@ -167,7 +167,7 @@ def _walk(
     *,
     full_duplex: bool,
 ) -> EventWalk:
-    ranks = [(s,) for s in range(len(timing.forward))]
+    ranks = [(rank,) for rank in timing.ranks or range(len(timing.forward))]
     walk = EventWalk(
         timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule,
         again=timing.again,

@@ -163,9 +163,8 @@ def best(
     It uses exactly these ranks.  `exactly`: by `seconds_of`, else by the closed form alone.
     """
     prepared = PreparedProblem(problem, len(ranks) * len(counts) * len(set(space.recompute)))
-    pipelines = Pipelines(
-        prepared, space, setting, Seats(cluster, ranks), counts, stages=space.stages
-    )
+    seats, menu = Seats(cluster, ranks), space.menu(counts)
+    pipelines = Pipelines(prepared, space, setting, seats, menu, stages=space.stages)
     if pipelines.bound() == float("inf"):
         return None
     found: list[tuple[float, Candidate]] = []

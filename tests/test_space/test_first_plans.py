@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +12,10 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.partition.space.line_plans import LinePlans
+from pdcompile.passes.planning.search.first_plans import Case, FirstPlans
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
-from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.problem.space import Candidate, SearchSpace
 from tests.helpers.graphs import chain
 from tests.test_space.test_branch_and_bound import explored, step_seconds
 
@@ -75,27 +74,33 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
     assert told.lines
 
 
-def test_every_setting_has_a_plan_before_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the first that is judged is the fastest of them."""
-    seconds, first = dict[Candidate, float](), LinePlans.first
+def test_the_fastest_of_all_settings_is_judged_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that was not cut by then is estimated to be faster."""
+    cut, estimate = FirstPlans._cut, FirstPlans._estimate
+    seconds, estimates = dict[Candidate, float](), dict[Case, float]()
 
-    def made(self: LinePlans, setting: Setting, *rest: Any) -> Candidate | None:
-        if (found := first(self, setting, *rest)) is not None:
-            of = evaluation(self.prepared.problem, self.cluster, found)
-            seconds[found] = of.seconds
-        return found
+    def made(self: FirstPlans, case: Case, *rest: Any, **more: Any) -> Iterator[Candidate]:
+        del estimates[case]
+        for one in cut(self, case, *rest, **more):
+            seconds[one] = self._seconds(one)
+            yield one
+
+    def estimated(self: FirstPlans, case: Case) -> float:
+        estimates[case] = estimate(self, case)
+        return estimates[case]
 
     def judged(_: Trials, candidate: Candidate, **__: Any) -> bool:
         raise Judged(candidate)
 
-    monkeypatch.setattr(LinePlans, "first", made)
+    monkeypatch.setattr(FirstPlans, "_cut", made)
+    monkeypatch.setattr(FirstPlans, "_estimate", estimated)
     monkeypatch.setattr(Trials, "offer", judged)
     ticking(monkeypatch)
     with pytest.raises(Judged) as caught:
         searched(500.0, Told())
-    layouts = {(one.setting, one.options[0].replicas) for one in seconds}
-    assert len(layouts) == 4 * 6  # equal replicas x (schedule, microbatches, warm-up)
+    assert {one.setting.schedule for one in seconds} == {"gpipe", "1f1b"}
     assert seconds[caught.value.args[0]] == min(seconds.values())
+    assert min(estimates.values(), default=float("inf")) >= min(seconds.values())
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ import numpy as np
 
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.matrices import Bool, Matrices
-from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.seats import Positions
 from pdcompile.problem.deployment import StageDeployment
 
 Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
@@ -48,7 +48,7 @@ class Chains:
     """
 
     matrices: Matrices
-    seats: Seats
+    seats: Positions
     menu: tuple[StageDeployment, ...]
     stages: int | None = None
     numbered: bool = False

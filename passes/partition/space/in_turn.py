@@ -1,46 +1,93 @@
-"""Ranks that hold several stages in turn: likely cuts, and what no cut can beat."""
+"""Ranks that hold several stages in turn: likely cuts, and a bound for any cut."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 
-import numpy as np
-
-from pdcompile.cluster import stage_limits
-from pdcompile.errors import InfeasibleError
+from pdcompile.cluster import Link
+from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.search import solve
 from pdcompile.passes.partition.space.candidates import evaluation, violations
+from pdcompile.passes.partition.space.chains import Chains
+from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.pipelines import (
     PreparedProblem,
     limited,
     recomputing,
     simulated,
 )
-from pdcompile.passes.partition.space.places_bound import OrderProgram
-from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.schedules import rule_of, warmup
-from pdcompile.problem import MemoryRule, PartitionProblem
+from pdcompile.passes.partition.space.seats import Positions, Seats
+from pdcompile.passes.schedules import warmup
+from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
-SECONDS = 1.0  # for one search
+SECONDS = 2.0  # for the linear program of the bound
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of the memory, for what ops hold and items do not say
 ROUNDS = 4  # for each of them
-MAX_CUTS = 500  # that are all tried
+MAX_CUTS = 500  # of small problems
+FEW = 10  # of others
+LEAST = 0.1  # of an equal share, for every stage
 SOME = "of ranks that hold several stages only likely cuts were tried"
 
 
-class StagesInTurn:
-    """Candidates of one setting: the best cuts for as many ranks as there are stages.
+@dataclass(frozen=True)
+class Turns:
+    """Stages that take turns on the places of some seats, as if each had seats of its own.
 
-    What a rank's stages take and hold together is not in that: where memory is short a stage gets
-    a part of its rank's, and the search moves single groups of its best candidate by the
-    schedule's own clock afterwards.
+    `limits`: bytes of memory that stages may take; `weights`: how much of all work is to be on
+    each stage, relative.
+    """
+
+    seats: Seats
+    placement: tuple[int, ...]
+    replicas: int
+    limits: Mapping[int, int] = field(default_factory=dict)
+    weights: Sequence[float] | Array = ()
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.placement) * self.replicas)
+
+    @property
+    def fastest(self) -> float:
+        return self.seats.fastest
+
+    def speed(self, p: int, r: int) -> float:
+        weight = self.weights[p // r] if len(self.weights) else 1.0
+        return self.seats.speed(self._first(p, r), r) * weight
+
+    def memory(self, p: int, r: int) -> int | None:
+        return self.limits.get(p // r)
+
+    def ring(self, p: int, r: int) -> Link:
+        return self.seats.ring(self._first(p, r), r)
+
+    def between(self, first: slice, second: slice) -> StageLimits:
+        """The link between two stages that follow each other; a free one beside the ends."""
+        a = first.stop
+        if not a or a == len(self.ranks):
+            return StageLimits()
+        before, after = (self.placement[p // self.replicas] for p in (a - 1, a))
+        if before == after:
+            return StageLimits()
+        own = (slice(q * self.replicas, (q + 1) * self.replicas) for q in (before, after))
+        return self.seats.between(*own)
+
+    def _first(self, p: int, r: int) -> int:
+        return self.placement[p // r] * r
+
+
+class StagesInTurn:
+    """Candidates of one setting: cuts whose stages take as long as suits the order of tasks.
+
+    What a rank's stages hold together is in no formula: where memory is short a stage gets a part
+    of its rank's, and the search moves single groups of its best candidate by the schedule's own
+    clock afterwards.
     """
 
     def __init__(
@@ -51,27 +98,35 @@ class StagesInTurn:
         seats: Seats,
         replicas: int,
         stages: int,
-        *,
-        likely: bool,
     ):
-        """`replicas` and `stages`: how many; `likely`: none, as there are no likelier ones than
-        those that come first anyway."""
+        """`replicas` and `stages`: how many."""
         self.prepared, self.space, self.setting, self.seats = prepared, space, setting, seats
-        self.likely, self.counts = likely, (replicas,) * stages
-        places = len(seats.ranks) // replicas
-        placement = placement_of(space, setting, stages, places)
-        self.places = OrderProgram(
-            prepared, setting, seats, replicas, placement, again=False not in space.recompute
-        )
-        first = [place * replicas for place in placement]
+        self.counts = (replicas,) * stages
+        self.placement = placement_of(space, setting, stages, len(seats.ranks) // replicas)
+        first = [place * replicas for place in self.placement]
         self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
         self.warmup = warmup(
-            setting.schedule, stages, setting.num_microbatches, self.counts, placement=placement
-        )
+            setting.schedule, stages, setting.num_microbatches, self.counts,
+            placement=self.placement,
+        )  # fmt: skip
+
+    @cached_property
+    def cut(self) -> AnyCut:
+        """The bound for any cut whose stages all hold some of the longest path, and its shares."""
+        turns = Turns(self.seats, self.placement, self.counts[0])
+        model, r, name = self.prepared.whole, self.counts[0], self.setting.schedule
+        share = StageDeployment(r).share(self.setting.num_microbatches)
+        speeds = tuple(turns.speed(p, r) for p in turns.ranks[::r])
+        again = False not in self.space.recompute and not kind_of(name).splits_backward
+        free = ((0.0, 0.0),) * (len(speeds) - 1)
+        row = Row(name, share, self.warmup, speeds, free, self.placement, again)
+        budget = Budget(SECONDS)
+        return any_cut(row, sum(model.forward), sum(model.backward), lambda: budget.late)
 
     def bound(self) -> float:
-        """Bound by the order of tasks."""
-        return math.inf if self.likely else self.places.bound
+        """Seconds of a minibatch that no such cut is below."""
+        model = self.prepared.whole
+        return float(self.cut.each(model.forward, model.backward).sum()) * (1 - 1e-9)
 
     def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate), None for one that breaks something."""
@@ -82,44 +137,39 @@ class StagesInTurn:
             yield 0.0, None if violations(problem, cluster, one) else one
 
     def _made(self) -> Iterator[Candidate]:
-        """The likely cuts and those that fit; then all cuts where they are few."""
-        ranks = self.ranks
-        likely, every = self._cuts(), every_cut(self.prepared, len(ranks))
-        for fits, cuts_of in ((True, likely), (False, every)):
-            for stage_of in cuts_of:
+        """The likely cuts and those that fit; then others by rising load."""
+        least = LEAST / len(self.counts)
+        by_order: tuple[Array | tuple[()], ...] = (self.cut.shares.clip(least), ())
+        for weights in by_order:
+            for stage_of in islice(self._cuts(weights), 1):
                 for options in self._options():
-                    one = Candidate(self.setting, stage_of, options, ranks, self.warmup)
+                    one = Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
                     yield one
-                    if fits:
-                        yield from self._fitted(one)
+                    yield from self._fitted(one)
+        most = MAX_CUTS if self.prepared.complete else FEW
+        for stage_of in islice(self._cuts(), most):
+            for options in self._options():
+                yield Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
 
-    def _cuts(self) -> Iterator[tuple[int, ...]]:
-        if by_shares := self._by_shares():
-            yield by_shares
-        yield from (found for problem in self._problems() if (found := self._solved(problem)))
-
-    def _by_shares(self) -> tuple[int, ...]:
-        """The stages of a cut along the order of the groups, where little crosses, into shares of
-        the work that suit the order of tasks; empty where there are too few places to cut."""
-        model, line = self.prepared.whole, self.prepared.order_lines[0]
-        inner, count = line.cuts[1:-1], len(self.ranks)
-        if len(inner) < count - 1:
-            return ()
-        wanted = self.places.shares.cumsum()[:-1] * line.whole
-        at = np.searchsorted(line.before.work[inner], wanted)
-        rising = np.arange(count - 1)
-        at = np.maximum.accumulate(at - rising) + rising  # each stage has something
-        at = np.minimum(at, len(inner) - (count - 1) + rising)
-        groups = np.searchsorted(inner[at], np.arange(model.num_groups), "right")
-        return model.items_of(groups.tolist())
-
-    def _solved(self, straight: PartitionProblem) -> tuple[int, ...]:
-        """The stages of the best cut that is found quickly; empty where there is none."""
-        try:
-            search = solve(straight, Budget(SECONDS), self.prepared.seed, thorough=False)
-        except InfeasibleError:
-            return ()
-        return () if search.best is None else search.best.stage_of
+    def _cuts(
+        self, weights: Sequence[float] | Array = (), limits: Mapping[int, int] | None = None
+    ) -> Iterator[tuple[int, ...]]:
+        """The stage of every item in cuts by the largest load of a stage, rising."""
+        prepared, r = self.prepared, self.counts[0]
+        segments = prepared.segments if prepared.complete else prepared.positions
+        turns = Turns(self.seats, self.placement, r, limits or {}, weights)
+        matrices = _OfTurns(
+            segments, self.setting, r == 1, False, prepared.last(segments.model), bounding=False,
+            depths=self.warmup,
+        )  # fmt: skip
+        again = True in self.space.recompute if limits else False not in self.space.recompute
+        numbered = prepared.stages is not None and segments.model.num_stages == len(self.counts)
+        chains = Chains(
+            matrices, turns, (StageDeployment(r, again),), len(self.counts), numbered, True
+        )  # fmt: skip
+        chains.solve()
+        for _, pieces in chains.enumerate(lambda: float("inf")):
+            yield segments.items_of([piece.end for piece in pieces])
 
     def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
         """Cuts whose stages share the memory of their ranks as those of the candidate do.
@@ -129,7 +179,6 @@ class StagesInTurn:
         problem, cluster = self.prepared.problem, self.seats.cluster
         if not limited(cluster):
             return
-        straight = replace(next(self._problems()), memory=self._rule())
         for margin in MARGINS:
             for _ in range(ROUNDS):
                 found = evaluation(problem, cluster, candidate)
@@ -142,7 +191,7 @@ class StagesInTurn:
                 if min(parts.values()) >= 1:
                     break
                 limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
-                stage_of = self._solved(straight.with_memory(limits))
+                stage_of = next(self._cuts((), limits), ())
                 if not stage_of:
                     return
                 candidate = replace(candidate, stage_of=stage_of)
@@ -156,62 +205,23 @@ class StagesInTurn:
         for again in self.space.recompute:
             yield tuple(StageDeployment(replicas, again) for replicas in self.counts)
 
-    def _rule(self) -> MemoryRule:
-        """Memory of a stage; where one recomputes it keeps one set of activations at a time."""
-        rule = rule_of(self.setting, self.warmup, self.counts)
-        return replace(rule, in_flight=()) if True in self.space.recompute else rule
 
-    def _problems(self) -> Iterator[PartitionProblem]:
-        """One rank a stage, without limits on memory: by the time of a minibatch, by load."""
-        problem, setting = self.prepared.problem, self.setting
-        first = tuple(rank for rank, *_ in self.ranks)
-        limits = stage_limits(self.seats.cluster, len(self.ranks), ranks=first)
-        last = len(problem.stages) - 1
-        whole = replace(
-            problem,
-            stages=tuple(replace(one, memory_bytes=None) for one in limits),
-            pins=tuple((i, len(limits) - 1 if s == last else s) for i, s in problem.pins),
-            memory=MemoryRule(schedule=setting.schedule),
-            num_microbatches=-(-setting.num_microbatches // self.counts[0]),
-            objective="flush",
-        )
-        yield whole
-        yield replace(whole, objective="bottleneck")
+@dataclass
+class _OfTurns(Matrices):
+    """Matrices of stages whose warm-up is known."""
+
+    depths: tuple[int, ...] = ()
+
+    def depth(self, seats: Positions, p: int, r: int, *, most: bool = False) -> int:
+        return self.depths[min(p // r, len(self.depths) - 1)]
 
 
 def placement_of(space: SearchSpace, setting: Setting, stages: int, places: int) -> tuple[int, ...]:
     """The place of every stage: as the space says it, or of other counts as the schedule does."""
     placement = space.placement
     if (len(placement), len(set(placement))) != (stages, places):
-        return kind_of(setting.schedule).placement(stages, places)
+        return tuple(kind_of(setting.schedule).placement(stages, places))
     return placement
-
-
-def every_cut(prepared: PreparedProblem, num_stages: int) -> list[tuple[int, ...]]:
-    """The stage of every item in all cuts, if these are no more than `MAX_CUTS`; else none."""
-    model, ideals = prepared.model, sorted(prepared.segments.ideals, key=int.bit_count)
-
-    def nested(held: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Ideals, each within the next: what stages up to the first, the second, … hold."""
-        left = num_stages - 1 - len(held)
-        if not left:
-            yield held
-            return
-        before = held[-1] if held else 0
-        for one in ideals:
-            fits = before.bit_count() < one.bit_count() <= model.num_groups - left
-            if fits and one & before == before:
-                yield from nested((*held, one))
-
-    found = list(islice(nested(()), MAX_CUTS + 1))
-    if len(found) > MAX_CUTS:
-        return []
-    return [
-        model.items_of(
-            tuple(sum(not held >> v & 1 for held in cut) for v in range(model.num_groups))
-        )
-        for cut in found
-    ]
 
 
 def least_seconds(

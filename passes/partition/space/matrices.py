@@ -5,97 +5,25 @@ what it takes depends on nothing else, but for how many stages its values go to 
 how fast the links to its neighbours are (the fastest from any of its ranks), and its warm-up
 depth (the least that the ranks behind it allow).  So the figures are lower bounds of what the
 evaluator says, and equal for straight pipelines of values that go next door.
-
-Groups on a path of the graph run one after the other, on one stage or on several.  So the first
-forward of a stage J∖I waits for the longest path that ends in I next to it, its backward for the
-longest path behind it and back, and the minibatch ends only after the gradients' way back
-(`Paths`), whatever the other stages are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.cluster import ring_seconds
-from pdcompile.passes.partition.lattice import Lists, neighbours
-from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import holding
-from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.problem import StageLimits
+from pdcompile.passes.partition.space.seats import Positions
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
 
 Bool = NDArray[np.bool_]
-MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Seconds at speed 1 as matrices [I, J]: `before` forward, `behind` both ways, `back` home."""
-
-    before: Matrix
-    behind: Matrix
-    back: Matrix
-
-    @staticmethod
-    def of(segments: Segments, first_part: float = 1.0) -> Paths:
-        """`first_part`: of a backward, what those wait for that come after it."""
-        model, size = segments.model, len(segments.ideals)
-        n = model.num_groups
-        if size * size * n > MAX_CELLS:
-            none = np.zeros((1, 1))
-            return Paths(none, none, none)
-        before, after = _neighbours(model, gradients=False)
-        upwards, returning = _neighbours(model, gradients=True)
-        back = [first_part * w for w in model.backward]
-        both = [f + w for f, w in zip(model.forward, back, strict=True)]
-        beside = partial(_longest_beside, segments.inside)
-        return Paths(
-            beside(after, _longest(model.forward, before, range(n)), before=True),
-            beside(upwards, _longest(both, returning, range(n - 1, -1, -1)), before=False),
-            beside(returning, _longest(back, upwards, range(n)), before=True),
-        )
-
-
-def _neighbours(model: Model, *, gradients: bool) -> tuple[Lists, Lists]:
-    """Lists, for each group, those whose values (or their gradients) it reads, and its readers."""
-    arcs = {
-        (flow.sources[0], sink)
-        for flow in model.flows
-        if not flow.tied and (flow.backward_messages > 0 or not gradients)
-        for sink in flow.sinks
-    }
-    return neighbours(model.num_groups, sorted(arcs))
-
-
-def _longest(seconds: Sequence[float], nearer: Lists, order: Sequence[int]) -> list[float]:
-    """Longest path to each group: the longest path that ends there, itself included."""
-    found = [0.0] * len(seconds)
-    for v in order:
-        found[v] = seconds[v] + max((found[u] for u in nearer[v]), default=0.0)
-    return found
-
-
-def _longest_beside(inside: Bool, arcs: Lists, longest: list[float], *, before: bool) -> Matrix:
-    """[I, J]: the longest path that ends outside J∖I at a group with an arc into it.
-
-    `before`: the group is in I; else it is beyond J, and `arcs` are reversed.
-    """
-    size = len(inside)
-    result = np.zeros((size, size))
-    for v in sorted(range(len(arcs)), key=longest.__getitem__):
-        if arcs[v]:
-            count = inside[:, arcs[v]].sum(1)
-            beside = inside[:, v][:, None] if before else ~inside[:, v][None, :]
-            result[beside & (count[None, :] > count[:, None])] = longest[v]
-    return result
 
 
 def least_depth(
@@ -147,13 +75,12 @@ class Matrices:
     last: int | None = None
     full_duplex: bool = False  # all links
     bounding: bool = True  # else depths are the likely ones, and stages recompute if they have to
-    _links: dict[tuple[StageLimits, StageLimits], Matrix] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return len(self.segments.ideals)
 
-    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def load(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Seconds per microbatch of a stage J∖I from position p on, at least.
 
         Infinite where the stage is not allowed.
@@ -165,7 +92,7 @@ class Matrices:
         return np.where(self._allowed(seats, p, option, rows), load, np.inf)
 
     def bound(
-        self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
+        self, seats: Positions, p: int, option: StageDeployment, rows: slice, load: Matrix
     ) -> Matrix:
         """A lower bound of the objective of candidates with such a stage, given its `load`.
 
@@ -174,7 +101,8 @@ class Matrices:
         replica's microbatches one after the other, the reduction or what runs after.
         """
         r, own = option.replicas, self._compute(seats, p, option, rows)
-        paths, v = self._paths, seats.fastest
+        first_part = kind_of(self.setting.schedule).halves(1.0)[0]
+        paths, v = self.segments.paths(first_part), seats.fastest
         before, behind, back = (
             (table if len(table) == 1 else table[rows]) / v
             for table in (paths.before, paths.behind, paths.back)
@@ -199,12 +127,12 @@ class Matrices:
 
     # -- seconds -----------------------------------------------------------------------------
 
-    def _compute(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def _compute(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
         forward, backward = self.segments.forward[rows], self.segments.backward[rows]
         result: Matrix = (option.forwards * forward + backward) / seats.speed(p, option.replicas)
         return result
 
-    def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
+    def _reduction(self, seats: Positions, p: int, r: int, rows: slice) -> Matrix:
         """Seconds per microbatch of the stage's all-reduce."""
         if r == 1:
             return np.zeros((1, 1))
@@ -214,27 +142,16 @@ class Matrices:
         )
         return result
 
-    def _transfer(self, seats: Seats, p: int, r: int) -> Matrix:
+    def _transfer(self, seats: Positions, p: int, r: int) -> Matrix:
         into = seats.between(slice(0, p), slice(p, p + r))
         out = seats.between(slice(p, p + r), slice(p + r, None))
         if not (into.full_duplex and out.full_duplex):
             out = replace(out, full_duplex=False)
-        if (into, out) not in self._links:
-            self._links[into, out] = self._sent(self.segments.model, into, out)
-        return self._links[into, out]
-
-    def _sent(self, model: Model, into: StageLimits, out: StageLimits) -> Matrix:
-        """Link seconds of a stage between two links."""
-        problem = replace(model.problem, stages=(into, out))
-        return replace(self.segments, model=replace(model, problem=problem)).transfer(1)
-
-    @cached_property
-    def _paths(self) -> Paths:
-        return Paths.of(self.segments, kind_of(self.setting.schedule).halves(1.0)[0])
+        return self.segments.between(into, out)
 
     # -- memory and what is allowed --------------------------------------------------------------
 
-    def depth(self, seats: Seats, p: int, r: int, *, most: bool = False) -> int:
+    def depth(self, seats: Positions, p: int, r: int, *, most: bool = False) -> int:
         """Warm-up depth of the stage: the least (or most) that it can have."""
         after = len(seats.ranks) - p - r
         if most:
@@ -242,7 +159,7 @@ class Matrices:
         guess = None if self.bounding else len(seats.ranks)
         return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
 
-    def _allowed(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Bool:
+    def _allowed(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Bool:
         """True if J∖I may be the stage, with this row of its menu."""
         r = option.replicas
         allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
@@ -267,7 +184,7 @@ class Matrices:
         """
         return self.straight and self.full_duplex and not self._ties
 
-    def bytes(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def bytes(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Memory of one rank of such a stage, at least."""
         depth, first = self.depth(seats, p, option.replicas), self.depth(seats, 0, 1)
         held = holding(self.setting, option, depth, first, first if self.straight else depth)
@@ -275,7 +192,7 @@ class Matrices:
         counts = held.versions, updated, held.saved, held.received, held.returned
         return self.segments.bytes(*counts, rows)
 
-    def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
+    def structure(self, seats: Positions, p: int, r: int, rows: slice) -> Bool:
         """True if J∖I may be the stage if memory does not matter."""
         allowed = self._nested[rows].copy()
         if self.last is not None:

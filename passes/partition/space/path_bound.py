@@ -24,19 +24,23 @@ beside it at so many boundaries, and nobody surely waits for that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcompile.cluster import Link
+from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.bounds import trips_in_turn
-from pdcompile.passes.partition.model import Model
-from pdcompile.passes.partition.space.line import Array, heaviest_path, sides
-from pdcompile.passes.partition.space.probing import Late
+from pdcompile.passes.partition.budget import Late
+from pdcompile.passes.partition.model import Flow, Model
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import ScheduleKind
+
+Array = NDArray[np.float64]
+Places = NDArray[np.intp]
 
 CLOSE = 1e-4  # relative: where the bisection ends
 MOST = 200  # groups of the path that are told apart
@@ -163,6 +167,7 @@ class PathBound:
     path: Path
     rules: StageRules
     close: float = CLOSE
+    floors: Sequence[float] = ()  # by ranks that hold nothing of the path, seconds known before
     _tables: dict[tuple[bool, str], Array] = field(default_factory=dict)
 
     def least(self, lower: float, upper: float, late: Late) -> float:
@@ -182,7 +187,11 @@ class PathBound:
 
     def possible(self, seconds: float) -> bool:
         """True if nothing shows that these seconds are not enough."""
-        return any(self._chain(seconds, lost) for lost in range(self.rules.ranks))
+        return any(
+            self._chain(seconds, lost)
+            for lost in range(self.rules.ranks)
+            if lost >= len(self.floors) or self.floors[lost] <= seconds
+        )
 
     def _chain(self, seconds: float, lost: int) -> bool:
         """True if all ranks but so many, which hold nothing of the path, may do the rest."""
@@ -288,3 +297,41 @@ class PathBound:
 def groups_told_apart(ranks: int, rows: int) -> int:
     """Number of groups of a path that keeps the tables of a probe small."""
     return int(min(MOST, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))
+
+
+def heaviest_path(model: Model) -> tuple[int, ...]:
+    """Groups in a row, each reading a value with a gradient of the one before; the most work."""
+    after: list[list[int]] = [[] for _ in range(model.num_groups)]
+    for flow in with_gradients(model):
+        after[flow.sources[0]] += flow.sinks
+    heaviest, following = [0.0] * model.num_groups, [-1] * model.num_groups
+    for v in reversed(range(model.num_groups)):
+        work, following[v] = max(((heaviest[u], u) for u in after[v]), default=(0.0, -1))
+        heaviest[v] = work + model.forward[v] + model.backward[v]
+    path, v = [], max(range(model.num_groups), key=heaviest.__getitem__)
+    while v >= 0:
+        path.append(v)
+        v = following[v]
+    return tuple(path)
+
+
+def with_gradients(model: Model) -> list[Flow]:
+    """Values of which gradients come back."""
+    return [flow for flow in model.flows if not flow.tied and flow.backward_messages > 0]
+
+
+def sides(
+    count: int, arcs: Iterable[tuple[int, int]], number: dict[int, int], size: int
+) -> tuple[Places, Places]:
+    """The last of the path before every group and the first behind it, as these arcs go.
+
+    Groups of the path have numbers from 1: both are its own number for one of them, 0 and one more
+    than there are where there is none before or behind.
+    """
+    before, after = lattice.neighbours(count, arcs)
+    low, high = np.zeros(count, dtype=np.intp), np.full(count, size + 1, dtype=np.intp)
+    for v in range(count):
+        low[v] = number.get(v) or max((low[u] for u in before[v]), default=0)
+    for v in reversed(range(count)):
+        high[v] = number.get(v) or min((high[u] for u in after[v]), default=size + 1)
+    return low, high

@@ -15,13 +15,12 @@ from pdcompile.passes.partition.model import (
     all_ideals,
     build,
     contracted,
+    next_to,
     prefixes,
-    single_moves,
 )
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece
-from pdcompile.passes.partition.space.line import Line
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.path_bound import Path
 from pdcompile.passes.partition.space.seats import Seats
@@ -42,8 +41,7 @@ Residents = Callable[[Candidate], Sequence["Resident"]]
 """Bytes that every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000
-CHEAP = 1.25  # times the least that crosses a cut, where little crosses
-CUTS = 200  # that are looked at at least
+POSITIONS = 128  # where first plans are cut
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
@@ -101,10 +99,13 @@ class PreparedProblem:
         return all_ideals(self.whole, self._most)
 
     @cached_property
-    def order_lines(self) -> tuple[Line, Line]:
-        """The groups in their order, to be cut where little crosses, and anywhere."""
-        line = Line.of_order(self.whole)
-        return line.cheap(CHEAP, CUTS), line
+    def positions(self) -> Segments:
+        """Places in the order of the groups where little crosses; all ideals where they are few."""
+        most = min(POSITIONS, self._most)
+        if self.complete and len(self.segments.ideals) <= most:
+            return self.segments
+        small = contracted(self.whole, most - 1, most - 1)
+        return Segments.build(small, [(1 << k) - 1 for k in range(small.num_groups + 1)])
 
     def path(self, most: int) -> Path:
         """The heaviest path of values with gradients, at most so many of its groups told apart."""
@@ -116,13 +117,10 @@ class PreparedProblem:
     def model(self) -> Model:
         return self.segments.model
 
-    @cached_property
-    def last(self) -> int | None:
+    def last(self, model: Model) -> int | None:
         """The group of the items that are pinned to the last stage."""
         final = [item for item, s in self.problem.pins if s == len(self.problem.stages) - 1]
-        return next(
-            (g for g, items in enumerate(self.model.members) if final and final[0] in items), None
-        )
+        return next((g for g, own in enumerate(model.members) if final and final[0] in own), None)
 
     @cached_property
     def work(self) -> float:
@@ -156,26 +154,32 @@ class Pipelines:
         space: SearchSpace,
         setting: Setting,
         seats: Seats,
-        counts: tuple[int, ...],
+        menu: tuple[StageDeployment, ...],
         *,
         stages: int | None = None,
+        positions: bool = False,
         likely: bool = False,
     ):
-        """`stages`: how many; `likely`: by load, with the depths that are likely, not by bound."""
+        """`menu`: rows that a stage may be; `stages`: how many.
+
+        `positions`: cuts at those alone, not at every ideal; `likely`: by load, with the depths
+        that are likely, not by bound.
+        """
         self.prepared, self.setting, self.seats = prepared, setting, seats
-        self.decide = space.decides_recomputation
+        self.segments = prepared.positions if positions else prepared.segments
+        self.decide, model = space.decides_recomputation, self.segments.model
         matrices = Matrices(
-            prepared.segments,
+            self.segments,
             setting,
-            straight=counts == (1,),
-            spares=self.decide,
-            last=prepared.last,
+            straight=all(option.replicas == 1 for option in menu),
+            spares=self.decide and len({option.recompute for option in menu}) > 1,
+            last=prepared.last(model),
             full_duplex=all(level.full_duplex for level in seats.cluster.levels),
             bounding=not likely,
         )
-        numbered = prepared.model.num_stages == stages and stages is not None
+        numbered = model.num_stages == stages and stages is not None
         self.chains = Chains(
-            matrices, seats, space.menu(counts), stages, numbered, likely,
+            matrices, seats, menu, stages, numbered, likely,
             recomputed=space.recomputed, widths=space.widths,
         )  # fmt: skip
 
@@ -201,13 +205,6 @@ class Pipelines:
             yield bound * (1 - 1e-12), candidate if not broken else None
 
     def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
-        model, ideals = self.prepared.model, self.prepared.segments.ideals
-        groups = [0] * model.num_groups
-        for s, piece in enumerate(pieces):
-            held = ideals[piece.end] & ~ideals[piece.begin]
-            for v in range(model.num_groups):
-                if held >> v & 1:
-                    groups[v] = s
         ranks, following = [], 0
         for piece in pieces:
             ranks.append(self.seats.ranks[following : following + piece.option.replicas])
@@ -221,7 +218,8 @@ class Pipelines:
             setting.extra_warmup,
         )
         options = tuple(piece.option for piece in pieces)
-        return Candidate(setting, model.items_of(groups), options, tuple(ranks), depths)
+        stage_of = self.segments.items_of([piece.end for piece in pieces])
+        return Candidate(setting, stage_of, options, tuple(ranks), depths)
 
 
 def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Candidate:
@@ -335,10 +333,10 @@ def _variants(
 
 
 def _cuts(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate, and its cut with one group over one boundary."""
-    model = prepared.model
+    """The candidate, and its cut with groups over one boundary."""
+    model, count = prepared.whole, len(candidate.options)
     yield candidate
-    stage = [candidate.stage_of[members[0]] for members in model.members]
-    for v, t in single_moves(model.arcs, stage):
-        if 0 <= t < len(candidate.options) and stage.count(stage[v]) > 1:
-            yield replace(candidate, stage_of=model.items_of((*stage[:v], t, *stage[v + 1 :])))
+    stages = tuple(candidate.stage_of[members[0]] for members in model.members)
+    for moved in next_to(model.arcs, stages, count):
+        if len({*moved}) == count:
+            yield replace(candidate, stage_of=model.items_of(moved))

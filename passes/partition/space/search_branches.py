@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.space.in_turn import (
     SOME,
     StagesInTurn,
     least_seconds,
 )
 from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
-from pdcompile.passes.partition.space.probing import Late
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Training
@@ -100,24 +100,18 @@ class Branch:
 
     def pipelines(self, *, likely: bool = False) -> Found:
         """All candidates of the branch, or those that are tried."""
-        space = self.space
-        if space.placement:
+        if self.space.placement:
             assert self.stages is not None
-            if self.in_turn is None or likely:
+            if self.in_turn is None:
                 self.in_turn = StagesInTurn(
-                    self.prepared, space, self.setting, self.seats, self.counts[0], self.stages,
-                    likely=likely,
-                )  # fmt: skip
+                    self.prepared, self.space, self.setting, self.seats, self.counts[0], self.stages
+                )
             return self.in_turn
+        menu = self.space.menu(self.counts)
         return Pipelines(
-            self.prepared,
-            space,
-            self.setting,
-            self.seats,
-            self.counts,
-            stages=self.stages,
-            likely=likely,
-        )
+            self.prepared, self.space, self.setting, self.seats, menu,
+            stages=self.stages, likely=likely,
+        )  # fmt: skip
 
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,19 @@ from pdcompile.cluster import Cluster, Device, Link, slowest
 from pdcompile.problem import StageLimits
 
 MAX_ARRANGEMENTS = 120
+
+
+class Positions(Protocol):
+    """Devices and links of the positions of a pipeline: of r of them from position p on."""
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def fastest(self) -> float: ...
+    def speed(self, p: int, r: int) -> float: ...
+    def memory(self, p: int, r: int) -> int | None: ...
+    def ring(self, p: int, r: int) -> Link: ...
+    def between(self, first: slice, second: slice) -> StageLimits: ...
 
 
 def arrangements(cluster: Cluster) -> tuple[tuple[tuple[int, ...], ...], bool]:
@@ -66,10 +80,14 @@ def _all(classes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Seats:
-    """Ranks in the order in which the pipeline takes them; all of them are used."""
+    """Ranks in the order in which the pipeline takes them; all of them are used.
+
+    `share`: of their memory, which stages may take.
+    """
 
     cluster: Cluster
     ranks: tuple[int, ...]
+    share: float = 1.0
 
     def speed(self, p: int, r: int) -> float:
         """Speed of the slowest of r devices from position p on: replicas take turns."""
@@ -77,24 +95,13 @@ class Seats:
 
     def memory(self, p: int, r: int) -> int | None:
         limits = [self.cluster.devices[rank].memory_bytes for rank in self.ranks[p : p + r]]
-        return min((limit for limit in limits if limit is not None), default=None)
+        least = min((limit for limit in limits if limit is not None), default=None)
+        return None if least is None else int(least * self.share)
 
     def ring(self, p: int, r: int) -> Link:
         """Link of an all-reduce: the slowest level that it spans."""
         first, *others = self.ranks[p : p + r]
         return slowest(self.cluster.level_between(first, other) for other in others)
-
-    def first_like_last(self, count: int) -> int:
-        """The first position from which `count` devices and their links are like the last ones."""
-        last = slice(len(self.ranks) - count, None)
-        devices = [self.cluster.devices[rank] for rank in self.ranks]
-        for first in range(last.start):
-            here = slice(first, first + count)
-            if devices[here] == devices[last] and all(
-                np.array_equal(table[here, here], table[last, last]) for table in self._links
-            ):
-                return first
-        return last.start
 
     def between(self, first: slice, second: slice) -> StageLimits:
         """The best of all links from some positions to others; a free one where there is none."""

@@ -18,7 +18,7 @@ from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.chains import Chains
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
-from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.seats import Positions, Seats
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment
@@ -33,14 +33,14 @@ FEWER = "ask for fewer stages, or drop constraints"
 class Shares(Matrices):
     """The same stages without limits, by the share of their devices' memory that they need."""
 
-    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def load(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
         allowed = self.structure(seats, p, option.replicas, rows)
         limit, needed = seats.memory(p, option.replicas), self.bytes(seats, p, option, rows)
         share = needed * 0.0 if limit is None else needed / max(limit, 1)
         return np.where(allowed, share, np.inf)
 
     def bound(
-        self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
+        self, seats: Positions, p: int, option: StageDeployment, rows: slice, load: Matrix
     ) -> Matrix:
         return load
 
@@ -184,7 +184,11 @@ def least_share(
         setting = Setting(schedule, m, extra, training.optimizer_factor, training.joint)
         prepared = problems[m]
         shares = Shares(
-            prepared.segments, setting, space.straight, space.decides_recomputation, prepared.last
+            prepared.segments,
+            setting,
+            space.straight,
+            space.decides_recomputation,
+            prepared.last(prepared.segments.model),
         )
         menu = tuple(StageDeployment(r, again) for r in space.counts(used))
         seats = Seats(alike, tuple(range(used)))

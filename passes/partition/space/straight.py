@@ -1,117 +1,28 @@
-"""Cuts of a problem along the order of its groups, and its bound along the heaviest path.
-
-A straight problem says itself what each stage offers and holds; otherwise its stages reach as far
-as those of every pipeline do (`reach`).
-"""
+"""Bound of a problem with one rank a stage: along its heaviest path, and for any cut."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice, product
+from itertools import pairwise
+
+import numpy as np
 
 from pdcompile.cluster import Link
-from pdcompile.passes.partition.model import Model, orders
-from pdcompile.passes.partition.space.line import Line
+from pdcompile.passes.partition.any_cut import AnyCut, Row, any_cut
+from pdcompile.passes.partition.budget import Late
+from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.space.path_bound import (
     Path,
     PathBound,
     StageRules,
     groups_told_apart,
+    heaviest_path,
+    with_gradients,
 )
-from pdcompile.passes.partition.space.probing import Late, Probing
-from pdcompile.passes.partition.space.reach import Counts, Reach
 from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
-from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
-
-MARGINS = (1.0, 0.9)  # of the memory: an item received and the largest workspace are not on a line
-CHEAP = (1.25, 2.0, math.inf)  # times the least that crosses a cut, of cuts that are looked at
-FEW = 100  # that are looked at at least
-ORDERS = 5  # of the groups: as in the code, early, late, depth first, cheapest cut
-
-
-@dataclass(frozen=True)
-class OwnStages:
-    """Stages of a problem as the seats of a pipeline with one rank each."""
-
-    stages: tuple[StageLimits, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(len(self.stages)))
-
-    @cached_property
-    def fastest(self) -> float:
-        return max(stage.speed for stage in self.stages)
-
-    def speed(self, p: int, r: int) -> float:
-        return self.stages[p].speed
-
-    def memory(self, p: int, r: int) -> int | None:
-        return self.stages[p].memory_bytes
-
-    def ring(self, p: int, r: int) -> StageLimits:
-        return self.stages[p]
-
-    @cached_property
-    def largest(self) -> int | None:
-        """Bytes of the largest stage; None where one has no limit."""
-        known = [size for one in self.stages if (size := one.memory_bytes) is not None]
-        return max(known) if len(known) == len(self.stages) else None
-
-
-@dataclass
-class StraightReach(Reach):
-    """Stages of a problem of one rank each, with its own memory rule and warm-up."""
-
-    model: Model = field(kw_only=True)
-
-    @cached_property
-    def stream(self) -> bool:
-        return self.model.problem.objective == "bottleneck"
-
-    def _alternating(self, r: int, u: int, share: int) -> int:
-        rule, m = self.model.problem.memory, self.setting.num_microbatches
-        return max(0, share - 1 - warmup_of(rule.in_flight, self.ranks, m)[self.ranks - u])
-
-    def _counts(self, option: StageDeployment, after: int) -> tuple[Counts, int]:
-        rule, s = self.model.problem.memory, self.ranks - 1 - after
-        saved, received, returned = rule.counts(s)
-        updated = rule.buffers_of(s) + rule.optimizer_factor
-        return (rule.versions_of(s) + updated, saved, received), returned
-
-
-def _reach(model: Model, line: Line, *, balanced: bool = False) -> StraightReach:
-    problem = model.problem
-    setting = Setting(problem.memory.schedule, problem.num_microbatches)
-    return StraightReach(
-        line, setting, OwnStages(problem.stages), (StageDeployment(),), balanced=balanced,
-        model=model,
-    )  # fmt: skip
-
-
-def order_cuts(model: Model, lower: float, late: Late) -> Iterator[tuple[int, ...]]:
-    """Stages of groups of likely cuts along their order.
-
-    `lower`: seconds of the objective that no plan is below.
-    """
-    stages = None if model.problem.allow_empty else model.num_stages
-    limited = any(stage.memory_bytes is not None for stage in model.problem.stages)
-    for order in islice(orders(model, 0), ORDERS):
-        if late():
-            return
-        line = Line.of_order(model, order)
-        for share, balanced in product(CHEAP, (False, True)):
-            reach = _reach(model, line.cheap(share, FEW), balanced=balanced)
-            for reach.memory in MARGINS if limited else MARGINS[:1]:
-                probing = Probing(reach, stages)
-                if probing.some(lower, math.inf, late):
-                    yield reach.line.groups([begin for begin, _ in probing.chain()])
 
 
 @dataclass
@@ -122,11 +33,13 @@ class StraightRules(StageRules):
 
     @staticmethod
     def of(model: Model) -> StraightRules:
-        problem, stages = model.problem, OwnStages(model.problem.stages)
+        problem, stages = model.problem, model.problem.stages
+        limits = [size for one in stages if (size := one.memory_bytes) is not None]
         return StraightRules(
             kind_of(problem.memory.schedule), problem.objective == "bottleneck",
-            problem.num_microbatches, model.num_stages, (StageDeployment(),), stages.fastest,
-            stages.largest, model=model,
+            problem.num_microbatches, model.num_stages, (StageDeployment(),),
+            max(one.speed for one in stages), max(limits) if len(limits) == len(stages) else None,
+            model=model,
         )  # fmt: skip
 
     def deepest(self, option: StageDeployment, after: int) -> int:
@@ -145,7 +58,55 @@ class StraightRules(StageRules):
         raise AssertionError("stages of a problem have one rank each")
 
 
-def straight_bound(model: Model, lower: float, upper: float, late: Late) -> float:
-    """Seconds of the objective from `lower` to `upper` that no assignment is below."""
-    path = Path(model, groups_told_apart(model.num_stages, 1))
-    return PathBound(path, StraightRules.of(model)).least(lower, upper, late) * (1 - 1e-9)
+def straight_bound(
+    model: Model, lower: float, upper: float, late: Late, cut: AnyCut | None = None
+) -> float:
+    """Seconds of the objective from `lower` to `upper` that no assignment is below.
+
+    `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
+    on a chain: it is shorter by its hops, and by what they do beside the path.
+    """
+    path, rules, floors = (
+        Path(model, groups_told_apart(model.num_stages, 1)),
+        StraightRules.of(model),
+        [],
+    )
+    if cut is not None:
+        ranges = np.array([model.lowest, model.highest])
+        each = cut.each(model.forward, model.backward, ranges)
+        most = float((each / np.maximum(path.work, 1e-300)).max())
+        lost = (
+            path.hidden[min(k, rules.ranks - k + 1, len(path.hidden) - 1)]
+            for k in range(1, rules.ranks)
+        )
+        floors = [each.sum() + cut.hops, *(each.sum() - most * work for work in lost)]
+    return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
+
+
+def cut_of(model: Model, late: Late) -> AnyCut | None:
+    """The mixture of chains for a problem of one rank a stage; None without a flush or a path."""
+    problem, path = model.problem, heaviest_path(model)
+    work = sum(model.forward), sum(model.backward)
+    if problem.objective == "bottleneck" or not sum(work) or len(path) < model.num_stages:
+        return None
+    following = dict(pairwise(path))
+    carried = [
+        flow for flow in with_gradients(model) if following.get(flow.sources[0]) in flow.sinks
+    ]
+
+    def least(link: StageLimits) -> tuple[float, float]:
+        """Of any two groups of the path that follow each other."""
+        there: dict[int, float] = {}
+        back: dict[int, float] = {}
+        for flow in carried:
+            v = flow.sources[0]
+            there[v] = there.get(v, 0.0) + flow.forward_seconds(link)
+            back[v] = back.get(v, 0.0) + flow.backward_seconds(link)
+        return min(there.values()), min(back.values())
+
+    in_flight, m = problem.memory.in_flight, problem.num_microbatches
+    row = Row(
+        problem.memory.schedule, m, warmup_of(in_flight, model.num_stages, m),
+        tuple(stage.speed for stage in problem.stages), tuple(map(least, problem.stages[:-1])),
+    )  # fmt: skip
+    return any_cut(row, *work, late)

@@ -1,4 +1,4 @@
-"""Likely plans along lines, and what no plan is below: against brute force, and by example."""
+"""Plans cut at positions, and what no plan is below: against brute force, and by example."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.space.candidates import violations
-from pdcompile.passes.partition.space.line_plans import LinePlans, shifted
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
+from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, timed
 from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.setting_bound import setting_bound
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.problems import chain_problem
@@ -65,8 +65,8 @@ def test_no_plan_is_below_the_bound(block: int) -> None:
         if not best:
             continue
         problem, cluster, space, setting = case
-        plans = LinePlans(PreparedProblem(problem, 1), space, cluster)
-        found = plans.bound(setting, 0.0, 2 * best, never)
+        prepared = PreparedProblem(problem, 1)
+        found = setting_bound(prepared, space, setting, cluster, (0.0, 2 * best), never)
         assert found <= best * (1 + 1e-9), seed
         ratios.append(found / best)
     assert len(ratios) > 10
@@ -83,43 +83,57 @@ def layers(count: int, num_microbatches: int) -> PreparedProblem:
     return PreparedProblem(replace(problem, traffic=traffic, objective="flush"), 1)
 
 
-def found_of(plans: LinePlans, setting: Setting, counts: tuple[int, ...]) -> list[Candidate]:
-    found: list[Candidate] = []
-
-    def take(one: Candidate) -> bool:
-        found.append(one)
-        return True
-
-    plans.offer(setting, counts, lambda: float("inf"), never, take)
+def cuts(
+    prepared: PreparedProblem,
+    space: SearchSpace,
+    setting: Setting,
+    cluster: Cluster,
+    counts: tuple[int, ...],
+) -> list[Candidate]:
+    """The first cut at positions by bound, and by load."""
+    seats, found = Seats(cluster, tuple(range(len(cluster.devices)))), []
+    for likely in (False, True):
+        pipelines = Pipelines(
+            prepared, space, setting, seats, space.menu(counts), stages=space.stages,
+            positions=True, likely=likely,
+        )  # fmt: skip
+        if pipelines.bound() < float("inf"):
+            first = next(pipelines.candidates(lambda: float("inf")))[1]
+            found += [] if first is None else [first]
     return found
 
 
-def test_likely_plans_meet_the_bound_where_nothing_is_sent() -> None:
+def test_plans_at_positions_meet_the_bound_where_nothing_is_sent() -> None:
     """Twelve layers on four ranks, 64 microbatches: the bound is within 2 % of the best found."""
-    prepared = layers(12, 64)
+    prepared, space = layers(12, 64), SearchSpace("any")
     cluster = Cluster((Device(),) * 4, (Level("link", 4, float("inf")),))
-    plans = LinePlans(prepared, SearchSpace("any"), cluster)
     setting, best = Setting("1f1b", 64), float("inf")
-    for menus in plans.menus():
-        for counts in menus:
-            for one in found_of(plans, setting, counts):
-                assert not violations(prepared.problem, cluster, one)
-                best = min(best, timed(prepared.problem, cluster, one)[0])
-    bound = plans.bound(setting, 0.0, best, never)
+    for counts in ((1,), (2,), (4,), (1, 2, 3, 4)):
+        for one in cuts(prepared, space, setting, cluster, counts):
+            assert not violations(prepared.problem, cluster, one)
+            best = min(best, timed(prepared.problem, cluster, one)[0])
+    bound = setting_bound(prepared, space, setting, cluster, (0.0, best), never)
     assert bound <= best <= 1.02 * bound
 
 
-def test_cuts_lie_where_little_crosses_them() -> None:
-    prepared = layers(250, 8)
+def test_positions_lie_where_little_crosses_them() -> None:
     cluster = Cluster((Device(),) * 4, (Level("link", 4, 1e6),))
-    plans = LinePlans(prepared, SearchSpace("1"), cluster)
-    first = found_of(plans, Setting("1f1b", 8), (1,))[0]
+    first = cuts(layers(250, 8), SearchSpace("1"), Setting("1f1b", 8), cluster, (1,))[0]
     ends = np.flatnonzero(np.diff(first.stage_of)) + 1
     assert len(ends) == 3
     assert (ends % 3 == 0).all()
-    moved = [np.flatnonzero(np.diff(one.stage_of)) + 1 for one in shifted(prepared, first)]
-    assert len(moved) == 6  # each of three boundaries, either way
-    assert all((one % 3 == 0).all() and np.abs(one - ends).sum() == 3 for one in moved)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_so_many_stages_as_are_asked_for_all_hold_something(stages: int) -> None:
+    """Also where the last ones could take everything in the time that there is."""
+    problem = chain_problem([8.0] + [0.1] * 300, 1, num_microbatches=8)
+    prepared = PreparedProblem(replace(problem, objective="flush"), 1)
+    space = SearchSpace("any", stages=stages)
+    cluster = Cluster((Device(),) * 6, (Level("link", 6, 1e9),))
+    for one in cuts(prepared, space, Setting("zb-h1", 8), cluster, (1, 2, 3, 4, 5, 6)):
+        assert set(one.stage_of) == set(range(stages))
+        assert sum(option.replicas for option in one.options) == 6
 
 
 def test_memory_makes_stages_recompute_and_tells_the_bound() -> None:
@@ -127,34 +141,20 @@ def test_memory_makes_stages_recompute_and_tells_the_bound() -> None:
     problem = chain_problem([1.0] * 8, 1, num_microbatches=8)
     items = tuple(replace(one, saved_bytes=10) for one in problem.items)
     prepared = PreparedProblem(replace(problem, items=items, objective="flush"), 1)
-    link = (Level("link", 2, float("inf")),)
-    plans = {}
+    link, space = (Level("link", 2, float("inf")),), SearchSpace("1", (False, True))
+    setting, bounds = Setting("gpipe", 8, optimizer_factor=0.0), []
     for limit in (None, 200):
         cluster = Cluster((Device("cpu", limit),) * 2, link)
-        space = SearchSpace("1", (False, True))
-        plans[limit] = LinePlans(prepared, space, cluster)
-    setting = Setting("gpipe", 8, optimizer_factor=0.0)
-    free, tight = (one.bound(setting, 0.0, 1e3, never) for one in plans.values())
-    assert free < tight
-    found = found_of(plans[200], setting, (1,))
+        bounds.append(setting_bound(prepared, space, setting, cluster, (0.0, 1e3), never))
+    assert bounds[0] < bounds[1]
+    found = cuts(prepared, space, setting, cluster, (1,))
     assert found
     assert all(option.recompute for one in found for option in one.options)
-    assert min(timed(prepared.problem, plans[200].cluster, one)[0] for one in found) >= tight
+    assert min(timed(prepared.problem, cluster, one)[0] for one in found) >= bounds[1]
 
 
 def test_contradicting_constraints_are_refused() -> None:
     problem = replace(chain_problem([1.0] * 4, 2), together=((0, 1),), apart=((0, 1),))
-    plans = LinePlans(PreparedProblem(problem, 1), SearchSpace("1"), Cluster.local(2))
+    prepared, setting = PreparedProblem(problem, 1), Setting("1f1b", 2)
     with pytest.raises(InfeasibleError, match="apart"):
-        plans.bound(Setting("1f1b", 2), 0.0, 1.0, never)
-
-
-def test_devices_are_taken_from_the_first_on_where_they_are_like_the_last() -> None:
-    """A plan that leaves devices out is for the processes 0 to n - 1 where it can be."""
-    alike = Cluster((Device(),) * 4, (Level("host", 2, 1e9), Level("net", 2, 1e8)))
-    assert Seats(alike, (0, 1, 2, 3)).first_like_last(1) == 0
-    assert Seats(alike, (0, 1, 2, 3)).first_like_last(2) == 0
-    assert Seats(alike, (0, 1, 2, 3)).first_like_last(3) == 1  # the slow link is at another place
-    assert Seats(alike, (0, 1, 2, 3)).first_like_last(4) == 0
-    unlike = replace(alike, devices=(Device(speed=0.5),) * 2 + (Device(),) * 2)
-    assert Seats(unlike, (0, 1, 2, 3)).first_like_last(2) == 2
+        setting_bound(prepared, SearchSpace("1"), setting, Cluster.local(2), (0.0, 1.0), never)

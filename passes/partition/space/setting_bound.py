@@ -1,0 +1,90 @@
+"""Bound of a setting over all cuts, replicas and recomputation: along the heaviest path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pdcompile.cluster import Cluster, Link
+from pdcompile.passes.partition.budget import Late
+from pdcompile.passes.partition.space.candidates import holding
+from pdcompile.passes.partition.space.matrices import least_depth, most_depth
+from pdcompile.passes.partition.space.path_bound import PathBound, StageRules, groups_told_apart
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import SearchSpace, Setting
+from pdcompile.schedule.registry import kind_of
+
+ROUGHLY = 1e-3  # relative: where the bisection of a bound ends
+
+
+@dataclass
+class SettingRules(StageRules):
+    """Stages of a setting on seats.
+
+    `widest`: of a number of replicas, the most that have as many microbatches each.
+    """
+
+    setting: Setting = field(kw_only=True)
+    seats: Seats = field(kw_only=True)
+    widest: dict[int, int] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._straight = all(option.replicas == 1 for option in self.menu)
+        self._rings: dict[int, Link] = {}
+
+    def deepest(self, option: StageDeployment, after: int) -> int:
+        return most_depth(self.setting, option.replicas, after, self._straight)
+
+    def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
+        r = self.widest.get(option.replicas, option.replicas)
+        depth = least_depth(self.setting, r, after, self.ranks, self._straight, None)
+        held = holding(self.setting, replace(option, replicas=r), depth, depth, depth)
+        return held.versions + held.gradient_buffers + held.optimizer_factor, held.saved
+
+    def ring(self, replicas: int) -> Link:
+        if replicas not in self._rings:
+            self._rings[replicas] = min(
+                (self.seats.ring(q, replicas) for q in range(self.ranks - replicas + 1)),
+                key=lambda link: (-link.bytes_per_second, link.latency_seconds),
+            )
+        return self._rings[replicas]
+
+
+def shortened(
+    menu: tuple[StageDeployment, ...], num_microbatches: int, memory: bool
+) -> tuple[tuple[StageDeployment, ...], dict[int, int]]:
+    """The rows with the fewest replicas of those that have as many microbatches each, which take
+    no longer; and of these the most, which may hold less.  Without limits on memory nothing
+    recomputes unless it has to."""
+    fewest: dict[int, int] = {}
+    widest: dict[int, int] = {}
+    for option in sorted(menu, key=lambda one: one.replicas):
+        r = option.replicas
+        widest[fewest.setdefault(option.share(num_microbatches), r)] = r
+    again = memory or all(option.recompute for option in menu)
+    kept = (option for option in menu if again or not option.recompute)
+    return tuple(option for option in kept if option.replicas in widest), widest
+
+
+def setting_bound(
+    prepared: PreparedProblem,
+    space: SearchSpace,
+    setting: Setting,
+    cluster: Cluster,
+    within: tuple[float, float],
+    late: Late,
+) -> float:
+    """Seconds of the objective, within two, that no candidate of the setting is below."""
+    seats = Seats(cluster, tuple(range(len(cluster.devices))))
+    menu = space.menu(space.counts(len(seats.ranks)))
+    widest: dict[int, int] = {}
+    kind, m = kind_of(setting.schedule), setting.num_microbatches
+    if not kind.stream:
+        menu, widest = shortened(menu, m, limited(cluster))
+    path = prepared.path(groups_told_apart(len(seats.ranks), len(menu)))
+    rules = SettingRules(
+        kind, kind.stream, m, len(seats.ranks), menu, seats.fastest, seats.largest,
+        setting=setting, seats=seats, widest=widest,
+    )  # fmt: skip
+    return PathBound(path, rules, ROUGHLY).least(*within, late) * (1 - 1e-9)

@@ -1,0 +1,210 @@
+"""The first part of the search for a plan: plans of every setting, and its bound.
+
+Cut at positions alone a plan takes some ten milliseconds, whatever the replicas, and so does the
+bound of a setting along the heaviest path (`passes.partition.space.setting_bound`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice, product, starmap
+from typing import NamedTuple
+
+from pdcompile.passes.partition.budget import Late
+from pdcompile.passes.partition.space.candidates import evaluation
+from pdcompile.passes.partition.space.pipelines import (
+    Pipelines,
+    PreparedProblem,
+    simple_bound,
+)
+from pdcompile.passes.partition.space.seats import Seats, arrangements
+from pdcompile.passes.partition.space.setting_bound import setting_bound
+from pdcompile.passes.planning.search.trials import Trials
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.schedule.registry import kind_of
+
+SHARE = 0.5  # of the time, for all of it
+LONGER = 0.8  # while none is found
+SPARING = 0.97  # of the memory, after a plan took too much of it
+REFUSED = 2  # plans that lack memory, before one is sought that holds the least
+RECOMPUTING = 12  # of these that are cut
+SPARED = 3  # of these that are judged
+SETTLING = 0.6  # of the time, until plans of it are judged
+LEAST = 0.3  # of the memory, with which plans are sought
+FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
+CUTS = 3  # of one setting, menu and order of devices
+MOST_ORDERS = 6  # of unlike devices
+
+
+class Case(NamedTuple):
+    """A setting, how many replicas a stage may have, and the order of the devices."""
+
+    setting: Setting
+    counts: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+@dataclass
+class FirstPlans:
+    """Plans cut at positions, of settings with one stage a rank; `bounds` are seconds of a step.
+
+    `others`: the least bound of all else that is searched, as sharp as the seconds ask for that
+    are given to it, unless it is late.
+    """
+
+    trials: Trials
+    space: SearchSpace
+    settings: list[Setting]
+    prepared_at: Callable[[int], PreparedProblem]
+    others: Callable[[float, Late], float] = lambda _, __: math.inf
+    bounds: dict[Setting, float] = field(default_factory=dict)
+    #: by schedule, the share of the memory that stages may take by the planner's formula
+    memory: dict[str, float] = field(default_factory=dict)
+    least: dict[Setting, float] = field(default_factory=dict)  # seconds of a first plan
+
+    def __post_init__(self) -> None:
+        cluster = self.trials.cluster
+        seats = Seats(cluster, tuple(range(len(cluster.devices))))
+        # All forwards first holds the most: the others are likelier to fit, and as fast.
+        self.settings = sorted(
+            self.settings, key=lambda setting: kind_of(setting.schedule).warmup == "all"
+        )
+        for setting in self.settings:
+            prepared = self.prepared_at(setting.num_microbatches)
+            seconds = simple_bound(prepared, self.space, setting, seats)
+            self.bounds[setting] = seconds * setting.scale
+        self._note_floor(0.0)
+
+    def run(self) -> None:
+        """Judge plans of all settings, the fastest first, and bound every setting by the best."""
+        self._judge()
+        self.settings.sort(key=lambda setting: self.least.get(setting, math.inf))
+        self._bound()
+        self.trials.settle(SETTLING, doubtful=False)
+
+    def _judge(self) -> None:
+        """Cut what may be fastest and judge what is, until all else is slower; what lacks memory
+        comes again with a smaller share of it."""
+        trials, ticket = self.trials, count()
+        heap: list[tuple[float, int, Case, float, Candidate | None]]
+        heap = [(self._estimate(case), next(ticket), case, 1.0, None) for case in self._cases()]
+        heapq.heapify(heap)
+        refused = 0
+        while heap and not trials.over(SHARE if trials.found else LONGER):
+            seconds, _, case, share, candidate = heapq.heappop(heap)
+            schedule = case.setting.schedule
+            if trials.found and seconds >= trials.below_with_gain:
+                break
+            if candidate is not None and share <= self.memory.get(schedule, 1.0):
+                if trials.offer(candidate, now=True):
+                    continue
+                refused += 1
+                if refused == REFUSED:
+                    self._recompute_all()
+                share = SPARING * min(share, 1 / trials.beyond_formula(candidate))
+                self.memory[schedule] = share
+            share = min(share, self.memory.get(schedule, 1.0))
+            for candidate in self._cut(case, share) if share > LEAST else ():
+                seconds = self._seconds(candidate)
+                self.least[case.setting] = min(seconds, self.least.get(case.setting, math.inf))
+                heapq.heappush(heap, (seconds, next(ticket), case, share, candidate))
+        if not trials.found and refused < REFUSED:
+            self._recompute_all()
+
+    def _recompute_all(self) -> None:
+        """Judge the fastest plans whose stages all recompute, which hold the least, until one has
+        the memory that it needs."""
+        if self.trials.found or not self.space.decides_recomputation:
+            return
+        found = list[tuple[float, int, Candidate]]()
+        for n, case in enumerate(sorted(self._cases(), key=self._estimate)):
+            if self.trials.over(LONGER) or len(found) > RECOMPUTING:
+                break
+            found += ((self._seconds(one), n, one) for one in self._cut(case, 1.0, again=True))
+        for _, _, candidate in sorted(found, key=lambda one: one[:2])[:SPARED]:
+            self.trials.offer(candidate, now=True)
+            if self.trials.found:
+                return
+
+    def _cases(self) -> Iterator[Case]:
+        """Every setting with equally many replicas of all stages, with any, and the orders of the
+        devices."""
+        ranks = len(self.trials.cluster.devices)
+        counts = self.space.counts(ranks)
+        menus = [counts] if self.space.widths or self.space.replicas == "any" else []
+        menus += [] if self.space.widths else [(r,) for r in counts]
+        yield from starmap(Case, product(self.settings, dict.fromkeys(menus), self._orders()))
+
+    def _estimate(self, case: Case) -> float:
+        """Seconds of a step, about: all work on the ranks, and the time in which they are idle."""
+        kind, m = kind_of(case.setting.schedule), case.setting.num_microbatches
+        seats = self._seats(case, 1.0)
+        if seats is None:
+            return math.inf
+        several = len(case.counts) > 1
+        stages = self.space.stages or (2 if several else len(seats.ranks) // case.counts[0])
+        idle = 0.0 if kind.stream else (stages - 1) / m * (SPLIT if kind.splits_backward else FILL)
+        spread = len(self.trials.cluster.devices) / len(seats.ranks)
+        return self.bounds[case.setting] * spread * (1 + idle) * (1 + kind.gain)
+
+    def _orders(self) -> tuple[tuple[int, ...], ...]:
+        if self.space.in_order and self.space.stages:
+            return (tuple(range(self.space.stages)),)
+        return arrangements(self.trials.cluster)[0][:MOST_ORDERS]
+
+    def _seats(self, case: Case, share: float) -> Seats | None:
+        """Devices of a case; None where they do not suffice, or some would be left idle."""
+        space, used = self.space, len(case.order)
+        if space.widths or len(case.counts) == 1:
+            r = case.counts[0]
+            used = sum(space.widths) or r * (space.stages or used // r)
+        if not 0 < used <= len(case.order) or (used < len(case.order) and not space.idle):
+            return None
+        return Seats(self.trials.cluster, case.order[:used], share)
+
+    def _cut(self, case: Case, memory: float, *, again: bool = False) -> Iterator[Candidate]:
+        """The best cut at positions by its bound, and the one by load, that takes that share of
+        the memory; `again`: all stages recompute."""
+        space, prepared = self.space, self.prepared_at(case.setting.num_microbatches)
+        seats = self._seats(case, memory)
+        menu = tuple(one for one in space.menu(case.counts) if one.recompute or not again)
+        given, both = 0, len(case.counts) == 1  # looking at any replicas twice takes long
+        for likely in (False, True):
+            if seats is None or (given and not both):
+                return
+            pipelines = Pipelines(
+                prepared, space, case.setting, seats, menu, stages=space.stages, positions=True,
+                likely=likely,
+            )  # fmt: skip
+            if pipelines.bound() < math.inf:
+                found = islice(pipelines.candidates(lambda: math.inf), CUTS)
+                for one in islice((one for _, one in found if one is not None), 1):
+                    given += 1
+                    yield one
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step, by the evaluator, and what the schedule costs that none knows."""
+        setting = candidate.setting
+        problem = self.prepared_at(setting.num_microbatches).problem
+        seconds = evaluation(problem, self.trials.cluster, candidate).seconds * setting.scale
+        return seconds * (1 + kind_of(setting.schedule).gain)
+
+    def _bound(self) -> None:
+        """Raise the bounds of settings to where nothing shows that a plan takes longer."""
+        late = partial(self.trials.over, SHARE)
+        for setting in self.settings:
+            known, upper = self.bounds[setting], self.trials.below
+            if known < upper and not late():
+                prepared, scale = self.prepared_at(setting.num_microbatches), setting.scale
+                within, cluster = (known / scale, upper / scale), self.trials.cluster
+                found = setting_bound(prepared, self.space, setting, cluster, within, late)
+                self.bounds[setting] = max(known, found * scale)
+        self._note_floor(self.trials.below)
+
+    def _note_floor(self, seconds: float) -> None:
+        least = self.others(seconds, partial(self.trials.over, SHARE))
+        self.trials.floor = min(least, *self.bounds.values())
