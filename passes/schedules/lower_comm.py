@@ -162,7 +162,7 @@ class StagePart:
         self.to_return: deque[tuple[int, int]] = deque()  # the others, as they go backward
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
-        self.unreceived = deque(state.unreceived)
+        self.unreceived = list(state.unreceived)
         self.sums = TiedSums(self, state.unsummed)
         for send in state.unsent:
             column.channel(send).append(send)
@@ -349,9 +349,13 @@ class StagePart:
                 self.unreceived.append((edge, minibatch))
 
     def receive_weights(self, before: int) -> None:
-        """Wait for new weights, and post the receive of those of the next update, one at a time."""
-        while self.unreceived and self.unreceived[0][1] < before:
-            edge, minibatch = self.unreceived.popleft()
+        """Wait for new weights, and post the receive of those of the next update, one at a time.
+
+        A parameter whose sums take longer is expected later than another one's next update.
+        """
+        due = sorted((t, n, edge) for n, (edge, t) in enumerate(self.unreceived) if t < before)
+        for minibatch, _, edge in due:
+            self.unreceived.remove((edge, minibatch))
             hop = next(hop for hop in self.hops.weights if hop.edge == edge)
             self.wait(hop, minibatch, -1)
             following = next((t for other, t in self.unreceived if other == edge), None)
