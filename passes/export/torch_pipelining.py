@@ -14,9 +14,13 @@ from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Op, written_buffers
 from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.export.crossings import NeighbourStage, neighbour_stages
 from pdcompile.passes.export.subject import Exported, Subject, refused
-from pdcompile.passes.export.train_file import random_ops, train_file
+from pdcompile.passes.export.train_file import (
+    NeighbourStage,
+    neighbour_stages,
+    random_ops,
+    train_file,
+)
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import alternating
 

@@ -1,19 +1,25 @@
-"""``train.py``: stages in torch.distributed.pipelining, compared with plain PyTorch."""
+"""``train.py``: stages in torch.distributed.pipelining, compared with plain PyTorch.
+
+Each stage talks to its two neighbours alone.  A value that a later stage reads is handed on by
+every stage between (a skip connection), and its gradient comes back the same way, where autograd
+adds it to that of the stage itself.  What stages read of the call is given to each of them by name.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from pprint import pformat
 from string import Template
 from typing import Any
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, Op, OpGraph
-from pdcompile.ir.stage_interface import Port
+from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
-from pdcompile.passes.codegen.source_text import WIDTH, Line, clean, render, shape_text
-from pdcompile.passes.export.crossings import NeighbourStage, value_names
+from pdcompile.passes.codegen.source_text import WIDTH, clean
 from pdcompile.passes.export.subject import Source
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
@@ -21,12 +27,49 @@ from pdcompile.plan import Plan
 TEMPLATE = Path(__file__).with_name("train.py.txt")
 STEPS = 3
 QUIETLY = "; both run without dropout for that"
-_OWN = (
-    "workload", "call_of", "examples", "make_parts", "load", "fill", "tied_groups",
-    "sum_tied", "clip", "rows", "plain", "train", "make_optimizer", "make_loss", "loss_fn",
-    "difference", "gradient", "agree", "main", "output", "target", "last", "parts", "dist", "os",
-    "sys", "copy", "checkpoint", "again",
-)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourStage:
+    """One stage in training: what it gets and gives.
+
+    Args:
+        received: from the stage before it, in order; of the first one its inputs from the call.
+        from_call: further inputs from the call, by name.
+        handed_on: of `received`, what later stages need and this one does not make.
+        sent: to the next stage, in order; of the last one all its outputs.
+    """
+
+    interface: StageInterface
+    received: tuple[Port, ...]
+    from_call: tuple[Port, ...]
+    handed_on: tuple[Port, ...]
+    sent: tuple[Port, ...]
+
+
+def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourStage, ...]:
+    """The stages of a plan as a chain."""
+    found: list[NeighbourStage] = []
+    before: tuple[Port, ...] = ()
+    for k, interface in enumerate(interfaces):
+        inputs = interface.train.inputs
+        called = tuple(port for port in inputs if port.path is not None)
+        own = {port.value for port in interface.train.outputs}
+        last = k == len(interfaces) - 1
+        later = _needed_after(interfaces, k)
+        handed_on = tuple(p for p in before if p.value in later and p.value not in own)
+        made = tuple(p for p in interface.train.outputs if p.value in later)
+        sent = (*(interface.train.outputs if last else made), *handed_on)
+        received, from_call = (called, ()) if k == 0 else (before, called)
+        found.append(NeighbourStage(interface, received, from_call, handed_on, sent))
+        before = sent
+    return tuple(found)
+
+
+def _needed_after(interfaces: Sequence[StageInterface], k: int) -> set[str]:
+    """Values, none of the call's, that stages after k or the loss read."""
+    ports = [port for later in interfaces[k + 1 :] for port in later.train.inputs]
+    return {p.value for p in (*ports, *interfaces[-1].train.loss_inputs) if p.path is None}
 
 
 def train_file(
@@ -37,7 +80,7 @@ def train_file(
     optimizer: str,
 ) -> str:
     """The text of ``train.py``.  What torch would get wrong was refused before."""
-    names, n = value_names(stages, _OWN), len(stages)
+    n, last = len(stages), stages[-1]
     quiet, training = bool(random_ops(capture.train)), plan.training
     recomputes = any(stage.recompute for stage in plan.stages)
     kept = {
@@ -45,15 +88,14 @@ def train_file(
         "module": not source.is_file,
         "quiet": quiet,
         "recomputes": recomputes,
-        "again": quiet and recomputes,
+        "quietly_again": quiet and recomputes,
         "opaque": any(stage.interface.opaque for stage in stages),
         "tied": bool(plan.tied),
         "clips": bool(training.max_grad_norm),
         "divides": training.loss_reduction == "mean",
-        "own_loss": not stages[-1].interface.train.loss_inputs,
+        "own_loss": not last.interface.train.loss_inputs,
         "casts": on_gpu(training.autocast),
     }
-    parts = (render(_part(stage, names, plan, quiet=quiet)) for stage in stages)
     words = {
         "model": model_name(capture),
         "about": _about(source, quiet=quiet),
@@ -62,10 +104,11 @@ def train_file(
         "quoted_place": quote(source.place),
         "place": source.place,
         "function": source.function,
-        "parts": "\n\n\n".join(part.strip("\n") for part in parts),
-        "tables": render(_tables(plan, stages, names)).strip("\n"),
-        "loss": render(_make_loss(stages[-1], names, training.autocast)).strip("\n"),
+        "classes": ", ".join(f"Stage{k}" for k in range(n)) + "," * (n == 1),
+        "tables": "\n".join(_tables(plan, stages)),
+        "loss": _loss(last),
         "optimizer": optimizer,
+        "again": ", context_fn=quietly" if quiet else "",
         "quietly": "NoDropout()" if quiet else "contextlib.nullcontext()",
     }
     # Names of the model are never looked through.
@@ -93,7 +136,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         "stages_of_rank": "stages" if n > plan.num_ranks else "stages[0]",
         "scale": "" if mean else ", scale_grads=False",
         "mean": "mean" if mean else "sum",
-        "region": _region(training.autocast) or "contextlib.nullcontext()",
+        "region": _region(training.autocast),
         "no_casts": NO_CASTS,
         **dict(zip(("loss_share", "gradient_share", "weight_share"), shares, strict=True)),
     }
@@ -137,83 +180,57 @@ def random_ops(graph: OpGraph) -> list[Op]:
 
 
 def _region(autocast: str | None) -> str:
-    """The autocast region of the whole model as source; "" without one."""
+    """The autocast region of the whole model as source."""
     if autocast is None:
-        return ""
+        return "contextlib.nullcontext()"
     kind, _, dtype = autocast.rpartition(":")
     return f"torch.autocast({quote(kind)}, dtype=torch.{dtype})"
 
 
-def _part(
-    stage: NeighbourStage, names: dict[str, str], planned: Plan, *, quiet: bool
-) -> list[Line]:
-    """The class of a stage in the chain of neighbours."""
-    interface = stage.interface
-    k, region = interface.index, _region(planned.training.autocast)
-    arguments = ["self", *(names[port.value] for port in stage.received)]
-    if stage.shared:
-        arguments.append("/")  # later stages get some of these by name, and this one too
-    if stage.from_call:
-        arguments += ["*", *(names[port.value] for port in stage.from_call)]
-    own = ", ".join(_argument(port, names) for port in interface.train.inputs)
-    made = [names[port.value] for port in interface.train.outputs]
-    sent = [names[port.value] + ("" if _by_rows(port) else ".contiguous()") for port in stage.sent]
-    lines = [Line(f"class Part{k}(Stage{k}):")]
-    if stage.handed_on:
-        handed = ", ".join(names[port.value] for port in stage.handed_on)
-        lines += [Line(f'"""Hands on {handed}."""', depth=1, is_text=True), Line()]
-    lines.append(Line(f"def forward({', '.join(arguments)}, **_):", depth=1))
-    if region:
-        lines.append(Line(f"with {region}:", depth=2))
-    left = ", ".join(made) if len(made) > 1 else f"({made[0]},)"
-    call = f"super().forward({own})"
-    if planned.stages[k].recompute:
-        again = ", context_fn=again" if quiet else ""
-        call = f"checkpoint(super().forward, {own}, use_reentrant=False{again})"
-    lines.append(Line(f"{left} = {call}", depth=3 if region else 2))
-    lines.append(Line(f"return {', '.join(sent) if len(sent) > 1 else f'({sent[0]},)'}", depth=2))
-    return lines
+def _flow(stage: NeighbourStage, *, recompute: bool) -> dict[str, Any]:
+    """Values that a stage gets, reads, makes and gives, by their names in the graph."""
+    inputs = stage.interface.train.inputs
+    return {
+        "receives": [port.value for port in stage.received],
+        "from_call": {port.value: port.path for port in stage.from_call},
+        "reads": [port.value for port in inputs],
+        "writes": [port.value for port in inputs if port.mutated],
+        "makes": [port.value for port in stage.interface.train.outputs],
+        "sends": [port.value for port in stage.sent],
+        "recomputes": recompute,
+    }
 
 
-def _by_rows(port: Port) -> bool:
-    """True if a tensor lies in memory row by row, as receive buffers do."""
-    return port.stride_order in ((), tuple(range(len(port.shape))))
-
-
-def _argument(port: Port, names: dict[str, str]) -> str:
-    """A stage that writes into its input gets a copy: autograd's leaf is the received tensor."""
-    return names[port.value] + (".clone()" if port.mutated else "")
-
-
-def _tables(plan: Plan, stages: Sequence[NeighbourStage], names: dict[str, str]) -> list[Line]:
-    n = len(stages)
-    ranks = ", ".join(str(own[0]) for own in plan.ranks)
-    comma = "," if n == 1 else ""
-    inputs = [quote(port.path or "") for port in stages[0].received]
-    later = dict.fromkeys(quote(p.path or "") for one in stages for p in one.from_call)
-    lines = [
-        Line(f"PARTS = ({', '.join(f'Part{k}' for k in range(n))}{comma})"),
-        Line(f"RANKS = ({ranks}{comma})", "of each stage"),
-        Line(f"INPUTS = [{', '.join(inputs)}]", "of the first stage, in its order"),
-        Line(f"LATER = [{', '.join(later)}]", "inputs of later stages, by name"),
-        Line("CROSSING = (  # into each stage, out of the last one: shape, dtype, gradient?",
-             is_text=True),
-    ]  # fmt: skip
+def _tables(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
+    """Lines of the tables that say what goes where."""
+    yield "FLOW = (  # values that each stage gets, reads, makes and gives, as the graph names them"
+    for stage, planned in zip(stages, plan.stages, strict=True):
+        yield "    {"
+        for name, values in _flow(stage, recompute=planned.recompute).items():
+            shown = textwrap.indent(pformat(values, width=WIDTH - 30, compact=True), " " * 22)
+            yield f'        "{name}": {shown.strip()},'
+        yield "    },"
+    yield ")"
+    yield f"RANKS = {tuple(own[0] for own in plan.ranks)}  # of each stage"
+    inputs, later = stages[0].received, (p for one in stages for p in one.from_call)
+    yield f"INPUTS = {[port.path for port in inputs]}  # of the first stage, in its order"
+    yield f"LATER = {list(dict.fromkeys(port.path for port in later))}  # of later ones, by name"
+    yield "CROSSING = (  # into each stage, out of the last one: shape, dtype, gradient?"
     for ports in (*(stage.received for stage in stages), stages[-1].sent):
-        lines.append(Line("[", depth=1, is_text=True))
+        yield "    ["
         for port in ports:
-            lines.append(Line(f"({_shape(port)}, torch.{port.dtype}, {port.requires_grad}),",
-                              f"{names[port.value]} {shape_text(port.shape, port.dtype)}", 2,
-                              is_text=True))  # fmt: skip
-        lines.append(Line("],", depth=1, is_text=True))
-    lines.append(Line(")", is_text=True))
+            sizes = ", ".join(str(size).replace("b", "B") for size in port.shape)
+            shape = f"({sizes}{',' * (len(port.shape) == 1)})"
+            row = f"({shape}, torch.{port.dtype}, {port.requires_grad})"
+            yield f"        {row},  # {clean(port.value, 60)}"
+        yield "    ],"
+    yield ")"
     if plan.tied:
-        lines.append(Line("TIED = (  # holders of one weight: stage, name", is_text=True))
+        yield "TIED = (  # holders of one weight: stage, name"
         for one in plan.tied:
-            held = ", ".join(f"({k}, {quote(_name_on(stages[k], one.fqn))})" for k in one.stages)
-            lines.append(Line(f"({held}),", depth=1, is_text=True))
-        lines.append(Line(")", is_text=True))
-    return lines
+            held = ((k, _name_on(stages[k], one.fqn)) for k in one.stages)
+            yield f"    {tuple(held)},"
+        yield ")"
 
 
 def _name_on(stage: NeighbourStage, fqn: str) -> str:
@@ -221,33 +238,13 @@ def _name_on(stage: NeighbourStage, fqn: str) -> str:
     return next((name for name, canonical in aliases if canonical == fqn), fqn)
 
 
-def _shape(port: Port) -> str:
-    sizes = [
-        str(size) if isinstance(size, int) else str(size).replace("b", "B") for size in port.shape
-    ]
-    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
-
-
-def _make_loss(stage: NeighbourStage, names: dict[str, str], autocast: str | None) -> list[Line]:
-    """The loss of a microbatch, of what the last stage gave."""
-    signature, k = stage.interface.train, stage.interface.index
-    lines = [
-        Line("def make_loss(parts):"),
-        Line('"""The loss of one microbatch, from what the last stage gives."""', "", 1, True),
-        Line(),
-        Line("def loss_fn(output, target):", depth=1),
-    ]
-    given = [port.value for port in stage.sent]
+def _loss(stage: NeighbourStage) -> str:
+    """The loss of a microbatch, from what the last stage gives."""
+    signature, given = stage.interface.train, [port.value for port in stage.sent]
     if not signature.loss_inputs:
-        place = given.index(signature.loss or "")
-        lines.append(Line(f"return output[{place}]", "the model's own", 2))
-        return [*lines, Line(), Line("return loss_fn", depth=1)]
+        return f"output[{given.index(signature.loss or '')}]  # the model's own"
     arguments = ", ".join(
         "target" if port.path is not None else f"output[{given.index(port.value)}]"
         for port in signature.loss_inputs
     )
-    region = _region(autocast)
-    if region:
-        lines.append(Line(f"with {region}:", depth=2))
-    lines.append(Line(f"return parts[{k}].loss({arguments})", depth=3 if region else 2))
-    return [*lines, Line(), Line("return loss_fn", depth=1)]
+    return f"parts[{stage.interface.index}].loss({arguments})"
