@@ -57,6 +57,7 @@ from pdcompile.user_plans import (
     check_user_files,
     in_place,
     places_in_its_file,
+    read_plan,
     user_plan,
     user_sources,
     with_saved_plan,
@@ -87,7 +88,7 @@ def build(
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
     """
-    shown = options.progress
+    options, shown = read_plan(options), options.progress
     with each_once(), compiling(lines=shown is True, quiet=shown is False) as listener:
 
         def run(options: Options) -> Compiled:
@@ -112,6 +113,7 @@ def _build_to_run(
     model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None
 ) -> Compiled:
     """`build`, where what comes of it runs at once on what is here."""
+    options = read_plan(options)
     check_here(options, num_ranks)
     return build(model, flat, replace(options, alone=num_ranks in (None, 1)), num_ranks)
 
@@ -149,7 +151,7 @@ def run_passes(
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
     chosen = _with_outputs(chosen, captured.train, options)
-    if options.plan is not None or options.sources is not None:
+    if options.plan is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
     else:

@@ -63,9 +63,21 @@ def check_user_files(model: nn.Module, options: Options) -> None:
         weights.check(model, weights.open_source(options.weights))
 
 
+def read_plan(options: Options) -> Options:
+    """The options with the plan that they name: in a file, or in their folder of sources.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    if isinstance(options.plan, Plan) or options.plan is options.sources is None:
+        return options
+    file = str(Path(options.sources) / "plan.json" if options.plan is None else options.plan)
+    return replace(options, plan=Plan.load(file), plan_file=file)
+
+
 def check_here(options: Options, num_ranks: int | None) -> None:
     """Refuse devices that do not run, and a given plan that processes or memory which are here
-    cannot run.
+    cannot run; after `read_plan`.
 
     Args:
         num_ranks: processes, None for one.
@@ -73,7 +85,7 @@ def check_here(options: Options, num_ranks: int | None) -> None:
     Raises:
         PdcompileError: says what is missing.
     """
-    plan, local = _plan_of(options), os.environ.get("LOCAL_WORLD_SIZE", "")
+    plan, local = options.plan, os.environ.get("LOCAL_WORLD_SIZE", "")
     on_this_host = int(local) if local.isdecimal() else None
     if plan is None:
         _, cluster = machines(options, num_ranks)
@@ -99,10 +111,11 @@ def with_user_plan(options: Options, model: nn.Module | None = None) -> Options:
         PlanError: the plan cannot be read, or options contradict it and its weights the model.
         ConfigError: options that contradict the plan, or that it would leave without effect.
     """
+    options = read_plan(options)
+    plan = options.plan
+    if plan is None:
+        return options
     with places_in_its_file(options):
-        plan = _plan_of(options)
-        if plan is None:
-            return options
         for name, row in ROWS.items():
             if row.of_search and getattr(options, name) not in (None, (), [], 0):
                 raise ConfigError(
@@ -116,20 +129,17 @@ def with_user_plan(options: Options, model: nn.Module | None = None) -> Options:
             if model is not None:
                 _refuse_another_model(plan, model, options.plan_file)
             raise
-    named = options if isinstance(options.plan, Plan) else _file_named(options)
-    return replace(completed(named, plan), plan=plan)
+    return completed(options, plan)
 
 
 @contextmanager
 def places_in_its_file(options: Options) -> Iterator[None]:
-    """Errors name the file that the plan of the options is read from, not "plan" alone."""
+    """Errors name the file that the plan of the options was read from, not "plan" alone."""
     try:
         yield
     except PdcompileError as error:
-        named = isinstance(options.plan, Plan) or not (options.plan or options.sources)
-        file = (options if named else _file_named(options)).plan_file
         if error.where == "plan" or (error.where or "").startswith("plan: "):
-            error.where = file + str(error.where).removeprefix("plan")
+            error.where = options.plan_file + str(error.where).removeprefix("plan")
         raise
 
 
@@ -300,20 +310,6 @@ def user_sources(options: Options, generated: Sources) -> Sources:
             "or dump the folder anew",
         )
     return sources
-
-
-def _plan_of(options: Options) -> Plan | None:
-    if isinstance(options.plan, Plan):
-        return options.plan
-    if options.plan is None and options.sources is None:
-        return None
-    return Plan.load(_file_named(options).plan_file)
-
-
-def _file_named(options: Options) -> Options:
-    """The options with the file that the plan is read from."""
-    path = Path(options.sources) / "plan.json" if options.plan is None else options.plan
-    return replace(options, plan_file=str(path))
 
 
 def check_memory(cluster: Cluster, plan: Plan) -> None:
