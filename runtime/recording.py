@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 
 from pdcompile.schedule import Instruction, Phase
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 
 KEPT = 8  # minibatches, the last ones: the first of a run set up what later ones have
 NOTED = frozenset((Phase.COMPUTE, Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT))

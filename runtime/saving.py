@@ -30,7 +30,7 @@ from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import Asked, save
 from pdcompile.runtime.state.whole_state import gather_optimizer, gather_state, load_optimizer
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 from pdcompile.warn import warn
 
 

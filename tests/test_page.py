@@ -17,18 +17,17 @@ from hypothesis import given, settings
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
-from pdcompile.passes.simulate import simulate_drained
+from pdcompile.passes.simulate import simulate, simulate_drained
 from pdcompile.plan import Plan
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
 from pdcompile.report import chrome
 from pdcompile.report.labels import time_ticks
-from pdcompile.report.page import PageData, html, page_data, simulated
-from pdcompile.report.page.lanes import lanes
+from pdcompile.report.page import PageData, html, page_data
 from pdcompile.report.page.measured_run import Run, compared, run_of
-from pdcompile.report.page.memory_lanes import MOST_POINTS, thinned
 from pdcompile.report.page.model_map import MOST_NODES, MOST_ROWS, model_map
+from pdcompile.report.page.panels import MOST_POINTS, lanes, thinned
 from pdcompile.report.timeline import bars
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 from tests.helpers.report_data import plan
 from tests.helpers.schedules import make_plan, plans
 
@@ -67,8 +66,8 @@ def with_problem(num_items: int = 6, name: str = "blocks.{}.up", stages: int = 2
 
 
 def data_of(made: Plan, run: Run | None = None, steps: int = 1) -> PageData:
-    sources = replace(simulated(made, steps), run=run)
-    return page_data(made, sources, title="plan.json", date="25 November 2026")
+    steady, drawn = simulate(made), simulate_drained(made, steps)
+    return page_data(made, steady, drawn, run, title="plan.json", date="25 November 2026")
 
 
 def embedded(document: str) -> Any:
@@ -108,10 +107,10 @@ def test_texts_of_a_plan_are_never_markup(place: str) -> None:
         assert made.problem is not None
         items = (replace(made.problem.items[0], name=HOSTILE), *made.problem.items[1:])
         made = replace(made, problem=replace(made.problem, items=items))
-    sources = simulated(made, 1)
+    steady, drawn = simulate(made), simulate_drained(made, 1)
     title = HOSTILE if place == "title" else "plan"
     made = replace(made, model="") if place == "title" else made
-    document = html(page_data(made, sources, title=title, date="today"))
+    document = html(page_data(made, steady, drawn, title=title, date="today"))
     assert document.count("</script>") == 2
     assert "<img" not in document
     assert HOSTILE in json.dumps(embedded(document), ensure_ascii=False)
@@ -244,7 +243,7 @@ def test_of_many_ranks_the_fullest_have_curves() -> None:
 
 def measured(
     made: Plan, *, slower: float = 2.0, apart: bool = True, steps: int = 3
-) -> chrome.Trace:
+) -> dict[str, Any]:
     """A run that took so much longer than forecast, step by step."""
     events: list[RecordedEvent] = []
     at = 0.0
@@ -256,12 +255,12 @@ def measured(
                 RecordedEvent(one.rank, one.stage, str(one.action), step, one.microbatch, *times)
             )
         at += slower * max(one.end_seconds for one in found)
-    return chrome.Trace(tuple(events), measured=True, apart=apart, plan=made.fingerprint)
+    return chrome.trace(events, chrome.About(True, apart, made.fingerprint))
 
 
-def written(trace: chrome.Trace, folder: Path) -> Path:
+def written(trace: dict[str, Any], folder: Path) -> Path:
     path = folder / "trace.json"
-    path.write_text(json.dumps(chrome.trace(trace)))
+    path.write_text(json.dumps(trace))
     return path
 
 
@@ -287,7 +286,7 @@ def test_one_process_is_compared_stage_by_stage(tmp_path: Path) -> None:
     assert not any(lane.measured for lane in data.timeline.lanes)
     assert data.measured is not None
     assert "in turn" in data.measured.note
-    known = replace(made, forecast=simulated(made, 1).steady.forecast)
+    known = replace(made, forecast=simulate(made).forecast)
     assert next(compared(known, run))[0] == "stage 0, forward"
 
 
@@ -296,7 +295,8 @@ def test_runs_of_other_plans_are_refused(tmp_path: Path) -> None:
     path = written(measured(replace(made, fingerprint="other")), tmp_path)
     with pytest.raises(ConfigError, match="the run is of another plan"):
         run_of(path, made)
-    path = written(chrome.Trace(simulate_drained(made, 1).timeline), tmp_path)
+    about = chrome.About(False, True, made.fingerprint)
+    path = written(chrome.trace(simulate_drained(made, 1).timeline, about), tmp_path)
     with pytest.raises(ConfigError, match="not of a run"):
         run_of(path, made)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from pdcompile.passes.simulate import simulate, simulate_drained
 from pdcompile.plan import Certificate, MemoryLedger
 from pdcompile.problem import ANY_CUT, BY_RULE
 from pdcompile.report import chrome, labels, palette, plan_table, timeline
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 from tests.helpers.report_data import one_f_one_b, plan
 from tests.helpers.schedules import make_plan
 
@@ -136,7 +137,7 @@ def test_empty_timeline_draws_nothing() -> None:
 
 def test_chrome_trace_has_every_event_in_microseconds() -> None:
     events = (*one_f_one_b(2, 2), RecordedEvent(1, 1, "SEND_GRADIENT", 0, 1, 0.001, 0.003))
-    document = json.loads(json.dumps(chrome.trace(chrome.Trace(events))))
+    document = json.loads(json.dumps(chrome.trace(events, chrome.About(False, True, "x"))))
     spans = [record for record in document["traceEvents"] if record["ph"] == "X"]
     assert len(spans) == len(events)
     assert spans[-1]["ts"] == pytest.approx(1000.0)
@@ -258,22 +259,23 @@ def test_the_legend_says_what_is_shown_and_no_more() -> None:
 @given(st.integers(1, 64))
 def test_text_can_be_read_on_every_colour(count: int) -> None:
     fills = [fill for pair in palette.WORK.values() for fill in pair]
-    for fill in (*fills, *palette.MEMORY.values(), palette.LINK, *palette.stages(count)):
+    fills += [fill for fill, _ in palette.MEMORY.values()]
+    for fill in (*fills, palette.LINK, *palette.stages(count)):
         assert contrast(palette.INK, fill) >= 4.5, fill
     assert len(set(palette.stages(count))) == count
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
 
 
-def traced() -> chrome.Trace:
-    return chrome.Trace(one_f_one_b(2, 2), measured=True, apart=True, plan="x")
+def traced() -> dict[str, Any]:
+    return chrome.trace(one_f_one_b(2, 2), chrome.About(True, True, "x"))
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps(chrome.trace(traced())))
-    found = chrome.load(path)
-    assert (found.measured, found.apart, found.plan) == (True, True, "x")
-    for one, other in zip(found.events, traced().events, strict=True):
+    path.write_text(json.dumps(traced()))
+    events, about = chrome.load(path)
+    assert about == chrome.About(True, True, "x")
+    for one, other in zip(events, one_f_one_b(2, 2), strict=True):
         assert (one.rank, one.stage, one.action) == (other.rank, other.stage, other.action)
         assert (one.minibatch, one.microbatch) == (other.minibatch, other.microbatch)
         assert one.start_seconds == pytest.approx(other.start_seconds)
@@ -281,7 +283,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def spoiled(change: str, value: object) -> str:
-    document = chrome.trace(traced())
+    document = traced()
     event = next(one for one in document["traceEvents"] if one["ph"] == "X")
     if change == "format":
         document["otherData"]["format"] = value

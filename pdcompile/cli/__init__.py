@@ -25,13 +25,11 @@ from pdcompile.cli import (  # noqa: F401
     verify,
     whatif,
 )
-from pdcompile.cli.app import app, reflow_help
+from pdcompile.cli.app import app
 from pdcompile.cli.output import fail, json_alone, show_warning
 from pdcompile.errors import PdcompileError
 
 __all__ = ["app", "main"]
-
-reflow_help()
 
 
 def main(

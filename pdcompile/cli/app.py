@@ -44,6 +44,12 @@ app = typer.Typer(
 )
 
 
+def unwrapped(text: str) -> str:
+    """Paragraphs as one line each, which the terminal's width then breaks; examples stay."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+
+
 def _version(asked: bool) -> None:
     """Reads what is installed, so that torch need not be imported."""
     if asked:
@@ -78,16 +84,5 @@ def front(
     """
 
 
-def reflow_help() -> None:
-    """Give every verb that was imported so far, and the front page, help of whole paragraphs."""
-    if app.registered_callback is not None:
-        app.registered_callback.help = unwrapped(front.__doc__ or "")
-    for one in (app, *(group.typer_instance for group in app.registered_groups)):
-        for command in one.registered_commands if one is not None else ():
-            command.help = unwrapped(getattr(command.callback, "__doc__", None) or "")
-
-
-def unwrapped(text: str) -> str:
-    """Paragraphs as one line each, which the terminal's width then breaks; examples stay."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+assert app.registered_callback is not None
+app.registered_callback.help = unwrapped(front.__doc__ or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson
+from pdcompile.cli.options import verb
+from pdcompile.cli.output import EXIT_BAD_INPUT, Result
 from pdcompile.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ group = typer.Typer(
 app.add_typer(group, name="checkpoint")
 
 
-@group.command()
+@verb(group)
 def show(
     folder: Annotated[
         Path,
@@ -36,8 +36,7 @@ def show(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything, and compare it with its checksums.")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Show what the last checkpoint in FOLDER holds, stage by stage.
 
     With --verify every byte is read; the exit code is 2 where something is damaged.
@@ -48,7 +47,6 @@ def show(
     """
     from pdcompile.checkpoint.contents import open_checkpoint
     from pdcompile.checkpoint.folder import complete
-    from pdcompile.cli.output import result
 
     contents = open_checkpoint(folder)
     damaged = contents.verify() if verify else []
@@ -57,9 +55,8 @@ def show(
     if verify:
         document["damaged"] = [f"{one.where}: {one.message}" for one in damaged]
         document["status"] = "damaged" if damaged else "whole"
-    result(document, *checkpoint_report(document), as_json=as_json)
-    if damaged:
-        sys.exit(2)
+    exit_code = EXIT_BAD_INPUT if damaged else 0
+    return Result(document, checkpoint_report(document), exit_code=exit_code)
 
 
 def described(contents: Any) -> dict[str, Any]:
@@ -122,7 +119,7 @@ def checkpoint_report(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         ]
 
 
-@group.command()
+@verb(group)
 def convert(
     source: Annotated[
         Path,
@@ -142,8 +139,7 @@ def convert(
             help="A .safetensors file, or a folder for several with their index.",
         ),
     ],
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write the weights in FOLDER as plain safetensors, under the model's names.
 
     transformers reads them (from_pretrained, with the model's config.json beside them), and so
@@ -154,8 +150,7 @@ def convert(
       pdcompile checkpoint convert checkpoints -o model.safetensors
     """
     from pdcompile.checkpoint.conversion import convert as converted
-    from pdcompile.cli.output import result
 
     names = converted(source, output)
     document = {"status": "done", "output": str(output), "tensors": len(names)}
-    result(document, f"{len(names)} tensors in {output}", as_json=as_json)
+    return Result(document, [f"{len(names)} tensors in {output}"])

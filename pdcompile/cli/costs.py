@@ -8,21 +8,20 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Target
+from pdcompile.cli.options import Target, verb
+from pdcompile.cli.output import Result
 
 _SIZES = "b=8,s=512"
 
 
-@app.command()
+@verb()
 def costs(
     target: Target,
     at: Annotated[
         str | None,
         typer.Option("--at", metavar=_SIZES, help="Give numbers for these sizes instead."),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """FLOPs, bytes and saved activations of every op as formulas.
 
     b is the microbatch size, s the sequence length where the model has one. The model is
@@ -41,7 +40,6 @@ def costs(
     workload = load_target(target)
     inputs, expected = workload.example()
 
-    from pdcompile.cli.output import result
     from pdcompile.passes.costs.symbolic import symbolic_costs
     from pdcompile.report.progress import working
 
@@ -51,7 +49,7 @@ def costs(
         )
     if at is not None:
         found = found.at(**sizes)
-    result(json.loads(found.to_json()), str(found), as_json=as_json)
+    return Result(json.loads(found.to_json()), [str(found)])
 
 
 def sizes_of(text: str) -> dict[str, int]:

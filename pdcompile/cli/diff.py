@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson
+from pdcompile.cli.options import verb
+from pdcompile.cli.output import Result
 from pdcompile.plan import Plan
 
 
-@app.command()
+@verb()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A plan.json.")],
     b: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="Another one.")],
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Show what differs between two plans.
 
     Whether they are of one model, of the same costs and cluster; ops on another stage; schedule,
@@ -28,11 +27,10 @@ def diff(
 
       pdcompile diff plan.json other.json
     """
-    from pdcompile.cli.output import result
     from pdcompile.jsonio import encode
     from pdcompile.plan.diff import diff as compared
     from pdcompile.report.diff_table import diff_report
 
     found = compared(Plan.load(a), Plan.load(b))
     document = {"status": "identical" if found.identical else "different", **encode(found)}
-    result(document, diff_report(found, str(a), str(b)), as_json=as_json)
+    return Result(document, [diff_report(found, str(a), str(b))])

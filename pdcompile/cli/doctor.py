@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson
+from pdcompile.cli.options import verb
+from pdcompile.cli.output import EXIT_DIFFERENT, Result, is_first_rank, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STYLES = {"ok": "green", "look": "yellow", "wrong": "bold red"}
 
 
-@app.command()
+@verb()
 def doctor(
     devices: Annotated[
         bool,
@@ -47,8 +47,7 @@ def doctor(
             "-o", "--output", metavar="FILE", help="Where the report of --devices goes, too."
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result | None:
     """Look at this host: versions, processes and threads, memory, disk, network, devices, plan.
 
     Nothing is run, it takes a second or two. "look" is worth a thought, "wrong" stands in the way.
@@ -68,7 +67,6 @@ def doctor(
 
       torchrun --nproc-per-node=2 -m pdcompile doctor --devices
     """
-    from pdcompile.cli.output import EXIT_DIFFERENT, is_first_rank, result, write_text
     from pdcompile.hardware.checkup import checkup
 
     if devices:
@@ -77,7 +75,7 @@ def doctor(
         probed, outcomes = tested()
         taken = time.monotonic() - began
     if not is_first_rank():
-        return
+        return None
     lines = checkup(plan, processes)
     wrong = any(line.state == "wrong" for line in lines)
     document: dict[str, Any] = {"lines": [asdict(one) for one in lines]}
@@ -88,9 +86,8 @@ def doctor(
         if output is not None:
             write_text(output, text)
     shown = text if devices else table(lines)
-    result({"status": "wrong" if wrong else "done", **document}, shown, as_json=as_json)
-    if wrong:
-        raise typer.Exit(EXIT_DIFFERENT)
+    document = {"status": "wrong" if wrong else "done", **document}
+    return Result(document, [shown], exit_code=EXIT_DIFFERENT if wrong else 0)
 
 
 def tested() -> tuple[Probed, list[Outcome]]:

@@ -7,21 +7,19 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import Flags, Target, verb
+from pdcompile.cli.output import Result
 from pdcompile.files import capture_beside
 
 
-@app.command()
-@takes_flags
+@verb()
 def dump(
     target: Target,
     flags: Flags,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
     ] = Path("stages"),
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write one readable nn.Module a stage: stage_0.py, stage_1.py, and pipeline.py to run them.
 
     Read them, edit them, and run the folder (what was edited is never written over):
@@ -33,7 +31,6 @@ def dump(
       pdcompile dump examples/gpt.py:build --plan plan.json -o stages/
     """
     from pdcompile.cli.options import compiled
-    from pdcompile.cli.output import result
 
     plan = flags.said.get("plan")
     beside = None if plan is None else capture_beside(plan)
@@ -42,4 +39,4 @@ def dump(
     files = {name: text.count("\n") for name, text in sorted(made.sources.files.items())}
     shown = (f"{output / name}  {lines} lines" for name, lines in files.items())
     document = {"status": "done", "folder": str(output), "lines": files}
-    result(document, *shown, as_json=as_json)
+    return Result(document, shown)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, PlanFile
+from pdcompile.cli.options import PlanFile, verb
+from pdcompile.cli.output import Result
 from pdcompile.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@app.command()
-def explain(
-    plan: PlanFile,
-    as_json: AsJson = False,
-) -> None:
+@verb()
+def explain(plan: PlanFile) -> Result:
     """Show a plan, what binds each stage, and what the next-best cut would cost.
 
     Stages, times, memory against limits, traffic, certificate; then for each stage what it is
@@ -28,10 +25,9 @@ def explain(
     Example:
 
       pdcompile explain plan.json
-    """  # fmt: skip
+    """
     from rich.text import Text
 
-    from pdcompile.cli.output import result
     from pdcompile.errors import PlanError
     from pdcompile.jsonio import encode
     from pdcompile.passes.planning.explain import explain as explained
@@ -56,4 +52,4 @@ def explain(
     else:
         document["explanation"] = encode(found)
         shown += [explain_report(found), *found.commands]  # which can be pasted
-    result(document, *shown, as_json=as_json)
+    return Result(document, shown)

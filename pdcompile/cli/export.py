@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Target
+from pdcompile.cli.options import Target, verb
+from pdcompile.cli.output import Result
 
 if TYPE_CHECKING:
     from pdcompile.export import Export
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TARGETS = ("torch-pipelining", "torchtitan", "megatron", "accelerate")
 
 
-@app.command()
+@verb()
 def export(
     target: Target,
     plan: Annotated[
@@ -40,8 +40,7 @@ def export(
             metavar="SECONDS", min=0, help="Of the search for cuts between modules; default: 20."
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write a plan for torch.distributed.pipelining, torchtitan, Megatron-LM or Accelerate.
 
     They place whole modules, so the cuts are rounded to borders of modules first: the plan's own
@@ -68,8 +67,6 @@ def export(
     """
     import os
 
-    from pdcompile.cli.output import result
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from pdcompile.export import export as exported
 
@@ -79,7 +76,7 @@ def export(
     )  # fmt: skip
     shown = [cost_line(found), *(str(output / name) for name in found.files)]
     shown += [f"note: {note}" for note in found.notes]
-    result(document(found), *shown, as_json=as_json)
+    return Result(document(found), shown)
 
 
 def cost_line(found: Export) -> str:

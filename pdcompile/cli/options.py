@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pdcompile.cli.app import app, unwrapped
+from pdcompile.cli.output import Result
 from pdcompile.errors import ConfigError
 from pdcompile.files import VARIABLE as CACHE
 from pdcompile.options import Options, texts
@@ -260,9 +262,18 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     return workload, driver.build(workload.model, flat, options)
 
 
-def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb its flags of the table in place of a parameter that is `Flags`, and an option for
-    each field of a dataclass among its parameters."""
+def verb(group: typer.Typer = app) -> Callable[[Callable[..., Result | None]], object]:
+    """Decorator that adds a function to the verbs of a group.
+
+    It gets ``--json``, its flags of the table in place of a parameter that is `Flags`, and an
+    option for each field of a dataclass among its parameters; what it returns is printed.
+    """
+    return lambda function: group.command(help=unwrapped(function.__doc__ or ""))(
+        _as_command(function)
+    )
+
+
+def _as_command(verb: Callable[..., Result | None]) -> Callable[..., None]:
     signature = inspect.signature(verb, eval_str=True)
     own: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
@@ -274,6 +285,9 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
             groups[name] = (kind, _parameters(rows_of({"": parameter.annotation}).values()))
         else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    if "as_json" not in signature.parameters:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own.append(inspect.Parameter("as_json", kind, default=False, annotation=AsJson))
     added = [one for _, parameters in groups.values() for one in parameters]
 
     @functools.wraps(verb)
@@ -286,7 +300,12 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
                 made[name] = Flags(said, verb.__name__)
             else:
                 made[name] = kind(**values)
-        verb(**made, **given)
+        as_json = given["as_json"] if "as_json" in signature.parameters else given.pop("as_json")
+        found = verb(**made, **given)
+        if found is not None:
+            found.print(as_json=as_json)
+            if found.exit_code:
+                raise typer.Exit(found.exit_code)
 
     del wrapped.__wrapped__  # inspect must see the new signature, not the old one
     wrapped.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]

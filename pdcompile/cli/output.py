@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,22 +76,26 @@ def emit_json(document: Mapping[str, Any]) -> None:
     results.flush()
 
 
-def result(
-    document: Mapping[str, Any],
-    *shown: RenderableType,
-    as_json: bool,
-    written: Iterable[Path | None] = (),
-) -> None:
-    """Print the result of a verb: its document as JSON, or what is `shown` to a person and which
-    files were written.  A text is never broken: paths and commands in it can be pasted."""
-    if as_json:
-        emit_json(document)
-        return
-    for one in shown:
-        stdout().print(one, soft_wrap=isinstance(one, str))
-    for path in written:
-        if path is not None:
-            stderr().print(f"written: {path}", soft_wrap=True)
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of a verb: its document for ``--json``, or what is `shown` to a person and which files
+    were `written`; and the exit code.  A text is never broken: paths and commands in it can
+    be pasted."""
+
+    document: Mapping[str, Any]
+    shown: Iterable[RenderableType] = ()
+    written: Iterable[Path | None] = ()
+    exit_code: int = 0
+
+    def print(self, *, as_json: bool) -> None:
+        if as_json:
+            emit_json(self.document)
+            return
+        for one in self.shown:
+            stdout().print(one, soft_wrap=isinstance(one, str))
+        for path in self.written:
+            if path is not None:
+                stderr().print(f"written: {path}", soft_wrap=True)
 
 
 def _finite(value: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, Target, verb
+from pdcompile.cli.output import Result, write_text
 from pdcompile.files import capture_beside
 from pdcompile.pass_runner import collecting_seldom
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from pdcompile.plan import Plan
 
 
-@app.command()
-@takes_flags
+@verb()
 def plan(
     target: Target,
     flags: Flags,
@@ -34,7 +33,7 @@ def plan(
         ),
     ] = None,
     as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Plan a pipeline for TARGET and prove it.
 
     Nothing is trained. The model is captured, its ops are timed, the best cut is searched, the
@@ -51,8 +50,9 @@ def plan(
 
       pdcompile plan examples/gpt.py:build --cluster 1x2 --cut-at "blocks.*" --pin "tokens=0"
     """
+    from rich.text import Text
+
     from pdcompile.cli.options import compiled
-    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.report.plan_table import plan_report
 
     beside = None if output is None else capture_beside(output)
@@ -64,14 +64,9 @@ def plan(
         verification = result.verification and json.loads(result.verification.to_json())
         with collecting_seldom():
             plan_json = json.loads(made.to_json())
-            emit_json(summary(made) | {"plan": plan_json, "verification": verification})
-        return
-    console = stdout()
-    console.print(plan_report(made))
-    console.print(result.proof.summary)
-    console.print(str(result.verification))
-    if output is not None:
-        stderr().print(f"written: {output}", soft_wrap=True)
+        return Result(summary(made) | {"plan": plan_json, "verification": verification})
+    texts = (Text(str(one)) for one in (result.proof.summary, result.verification))
+    return Result({}, [plan_report(made), *texts], [output])
 
 
 def summary(plan: Plan) -> dict[str, Any]:

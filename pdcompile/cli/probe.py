@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson
+from pdcompile.cli.options import verb
+from pdcompile.cli.output import Result, is_first_rank, write_text
 
 if TYPE_CHECKING:
     from pdcompile.passes.probe.probed import Probed
 
 
-@app.command()
+@verb()
 def probe(
     output: Annotated[
         Path,
         typer.Option("-o", "--output", metavar="FILE", help="Where the description goes."),
     ] = Path("cluster.toml"),
-    as_json: AsJson = False,
-) -> None:
+) -> Result | None:
     """Measure devices and links of a torchrun job, and describe them as a cluster.
 
     Speed and memory of every device; latency and bandwidth between every pair of ranks, while all
@@ -39,7 +38,6 @@ def probe(
 
       pdcompile plan gpt.py:build --cluster cluster.toml
     """
-    from pdcompile.cli.output import is_first_rank, result, write_text
     from pdcompile.passes.probe.links import job
     from pdcompile.passes.probe.probed import probe as probed
     from pdcompile.report.progress import working
@@ -47,10 +45,9 @@ def probe(
     with working("probe", "measuring") as live, job() as (rank, ranks, device):
         found = probed(rank, ranks, device, live.found)
     if not is_first_rank():
-        return
+        return None
     write_text(output, found.cluster.to_toml())
-    shown = (*lines(found), f"written: {output}")
-    result(document(found, output), *shown, as_json=as_json)
+    return Result(document(found, output), [*lines(found), f"written: {output}"])
 
 
 def lines(found: Probed) -> list[str]:

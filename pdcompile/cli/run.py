@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, Target, verb
+from pdcompile.cli.output import Result, is_first_rank, stdout, under_torchrun, write_text
 from pdcompile.errors import ConfigError
 from pdcompile.options.row import Flag, option
 from pdcompile.pass_runner import Listener
@@ -78,8 +78,7 @@ class Told:
     )
 
 
-@app.command()
-@takes_flags
+@verb()
 def run(
     target: Target,
     flags: Flags,
@@ -90,7 +89,7 @@ def run(
         typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
     ] = 20,
     as_json: AsJson = False,
-) -> None:
+) -> Result | None:
     """Train TARGET as a pipeline.
 
     One process runs all stages in turn (for debugging); torchrun runs one stage a process.
@@ -108,7 +107,6 @@ def run(
     Checkpoints are in ./checkpoints unless --save names another folder.
     """
     from pdcompile import driver
-    from pdcompile.cli.output import is_first_rank, stdout
     from pdcompile.report.progress import compiling
     from pdcompile.workload import load_target
 
@@ -135,9 +133,9 @@ def run(
         if told.trace is not None:
             write_trace(pipe, told.trace)
     if not is_first_rank():
-        return
+        return None
     forecast = pipe.plan.forecast
-    report(
+    return report(
         {
             "status": "done",
             "steps": steps,
@@ -151,20 +149,17 @@ def run(
             **({} if told.trace is None else {"trace": str(told.trace)}),
         },
         f"{done.items / seconds:,.0f} {done.what}/s",
-        as_json=as_json,
     )
 
 
 def write_trace(pipe: Any, path: Path) -> None:
     """Writes the events recorded on all ranks into a file of rank 0."""
-    from pdcompile.cli.output import is_first_rank, under_torchrun, write_text
-    from pdcompile.report.chrome import Trace
-    from pdcompile.report.chrome import trace as as_trace
+    from pdcompile.report import chrome
 
     events = pipe.recorded()
     if is_first_rank():
-        made = Trace(events, measured=True, apart=under_torchrun(), plan=pipe.plan.fingerprint)
-        write_text(path, json.dumps(as_trace(made)))
+        about = chrome.About(True, under_torchrun(), pipe.plan.fingerprint)
+        write_text(path, json.dumps(chrome.trace(events, about)))
 
 
 @dataclass
@@ -225,9 +220,8 @@ def trained(
     return found
 
 
-def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> None:
-    """Print what came of a run."""
-    from pdcompile.cli.output import result, under_torchrun
+def report(document: Mapping[str, Any], throughput: str) -> Result:
+    """Result of a run."""
     from pdcompile.units import format_seconds
 
     shown = [f"step {step:>6}  loss {loss:.6f}" for step, loss in document["losses"].items()]
@@ -242,7 +236,7 @@ def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> No
             f"{format_seconds(measured)} a step in the second half; the forecast was "
             f"{format_seconds(forecast)} ({100 * forecast / measured:.0f} % of it)"
         )
-    result(document, *shown, as_json=as_json)
+    return Result(document, shown)
 
 
 def step_seconds(ended: Sequence[float]) -> float | None:

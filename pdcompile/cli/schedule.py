@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson
+from pdcompile.cli.options import verb
+from pdcompile.cli.output import Result, stdout, write_text
 from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS, flush_schedules, kind_of
@@ -17,7 +17,7 @@ from pdcompile.schedule.written import SUFFIX, Written, check_suffix, read
 STAGES = 4  # of a schedule by name, where nobody says
 
 
-@app.command()
+@verb()
 def schedule(
     source: Annotated[
         str,
@@ -42,8 +42,7 @@ def schedule(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write it to FILE.csv."),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Prove and draw a schedule, and write it to a file to edit or to take elsewhere.
 
     A file has a row for each rank and a cell for each task, in the order in which the rank runs
@@ -68,7 +67,6 @@ def schedule(
     """
     from rich.text import Text
 
-    from pdcompile.cli.output import result, stdout, write_text
     from pdcompile.passes.check import check
     from pdcompile.passes.schedules.alone import chain
     from pdcompile.passes.simulate import simulate_drained
@@ -100,8 +98,7 @@ def schedule(
         f"{counted(written.num_microbatches, 'microbatch', 'microbatches')}, "
         f"{100 * idle:.3g} % idle"
     )
-    shown = (Text(headline), *drawn, Text(str(proof)))
-    result(document, *shown, as_json=as_json, written=[output])
+    return Result(document, [Text(headline), *drawn, Text(str(proof))], [output])
 
 
 def _by_name(name: str, counts: dict[str, int | None]) -> Written:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, PlanFile
+from pdcompile.cli.options import PlanFile, verb
+from pdcompile.cli.output import Result, stdout, write_text
 from pdcompile.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@app.command()
+@verb()
 def simulate(
     plan: PlanFile,
     steps: Annotated[
@@ -42,8 +42,7 @@ def simulate(
             metavar="FILE", help="A run's trace (run --trace) to compare with, here and in --html."
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Simulate a plan: the timeline of every rank, idle time, memory, traffic.
 
     Walks the same instructions that would run, with the times and sizes in the plan. Needs no
@@ -59,7 +58,8 @@ def simulate(
     """
     from rich.text import Text
 
-    from pdcompile.cli.output import result, stdout, write_text
+    from pdcompile.passes.simulate import simulate as simulated
+    from pdcompile.passes.simulate import simulate_drained
     from pdcompile.passes.simulate.critical_chain import critical_path
     from pdcompile.report import chrome, page, timeline
     from pdcompile.report.page.measured_run import compared, comparison_table, run_of
@@ -72,24 +72,23 @@ def simulate(
     stream = loaded.training.kind.stream
     steps = steps or (2 * loaded.spec.reach - 1 if stream else 1)
     with working("simulating", f"{steps} minibatches"):
-        made = replace(page.simulated(loaded, steps), run=run)
-    loaded = replace(loaded, forecast=made.steady.forecast)
-    events = made.drawn.timeline
-    path = critical_path(made.steady.timeline, made.steady.window, flush=not stream)
+        steady, drawn = simulated(loaded), simulate_drained(loaded, steps)
+    loaded, events = replace(loaded, forecast=steady.forecast), drawn.timeline
+    path = critical_path(steady.timeline, steady.window, flush=not stream)
     if trace is not None:
-        drawn = chrome.Trace(events, plan=loaded.fingerprint)
-        write_text(trace, json.dumps(chrome.trace(drawn)))
+        about = chrome.About(False, True, loaded.fingerprint)
+        write_text(trace, json.dumps(chrome.trace(events, about)))
     if html is not None:
         write_text(html, "")  # errors of the place before the work
         date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
-        data = page.page_data(loaded, made, title=plan.name, date=date)
+        data = page.page_data(loaded, steady, drawn, run, title=plan.name, date=date)
         write_text(html, page.html(data))
     shown = timeline.bars(events)
     rows = [] if run is None else list(compared(loaded, run))
     document = {
         "status": "done",
         "costs": loaded.costs,
-        "forecast": asdict(made.steady.forecast),
+        "forecast": asdict(steady.forecast),
         "steps": steps,
         "seconds": timeline.duration(shown),
         "idle": timeline.idle(shown),
@@ -104,4 +103,4 @@ def simulate(
     ]
     if run is not None:
         parts += [comparison_table(rows), *([Text(f"note: {run.note}")] if run.note else [])]
-    result(document, *parts, as_json=as_json, written=[trace, html])
+    return Result(document, parts, [trace, html])

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import Flags, Target, verb
+from pdcompile.cli.output import EXIT_DIFFERENT, Result
 
 if TYPE_CHECKING:
     from pdcompile.passes.verify import Verification
 
 
-@app.command()
-@takes_flags
-def verify(
-    target: Target,
-    flags: Flags,
-    as_json: AsJson = False,
-) -> None:
+@verb()
+def verify(target: Target, flags: Flags) -> Result:
     """Compare the stages with the model in plain PyTorch, in one process, bit for bit.
 
     Compared are outputs, loss, the gradient of every parameter and every buffer, in training
@@ -46,16 +39,14 @@ def verify(
     from rich.text import Text
 
     from pdcompile.cli.options import compiled
-    from pdcompile.cli.output import EXIT_DIFFERENT, result
 
     _, made = compiled(target, flags, verify="full")
     found = made.verification
     assert found is not None, "verify='full' always compares"
     style = "bold red" if found.differences else "yellow" if found.unverified else "green"
     verdict, *rest = str(found).splitlines()
-    result(document(found), Text(verdict, style=style), *map(Text, rest), as_json=as_json)
-    if found.differences:
-        raise typer.Exit(EXIT_DIFFERENT)
+    shown = [Text(verdict, style=style), *map(Text, rest)]
+    return Result(document(found), shown, exit_code=EXIT_DIFFERENT if found.differences else 0)
 
 
 def document(found: Verification) -> dict[str, Any]:

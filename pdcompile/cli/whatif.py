@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, PlanFile, takes_flags
+from pdcompile.cli.options import PlanFile, verb
+from pdcompile.cli.output import Result, write_text
 from pdcompile.plan import Plan
 from pdcompile.problem.scenario import Scenario
 
@@ -21,8 +21,7 @@ COSTS = (
 )
 
 
-@app.command()
-@takes_flags
+@verb()
 def whatif(
     plan: PlanFile,
     flags: Scenario,
@@ -32,8 +31,7 @@ def whatif(
             metavar="FILE", help="Write the changed cluster, for `pdcompile plan --cluster FILE`."
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """What would the best plan be on other machines or with another schedule?
 
     The problem that the planner solved is in the plan file; it is solved again under the changed
@@ -49,7 +47,6 @@ def whatif(
     """  # fmt: skip
     from rich.text import Text
 
-    from pdcompile.cli.output import result, write_text
     from pdcompile.jsonio import encode
     from pdcompile.passes.planning.whatif import command
     from pdcompile.passes.planning.whatif import whatif as answered
@@ -58,7 +55,7 @@ def whatif(
     from pdcompile.report.progress import compiling
 
     loaded = Plan.load(plan)
-    with compiling(lines=not as_json, title="solving") as listener:
+    with compiling(lines=True, title="solving") as listener:
         listener.starts("again")
         before, after, notes = answered(loaded, flags, progress=listener.found, where=str(plan))
     if write_cluster is not None:
@@ -81,7 +78,7 @@ def whatif(
     shown = [Text(f"note: {note}") for note in (*notes, COSTS)]
     report = diff_report(found, str(plan), "what if")
     last = f"to get this plan: {line}"
-    result(document, report, *shown, last, as_json=as_json, written=[write_cluster])
+    return Result(document, [report, *shown, last], [write_cluster])
 
 
 def _about_command(plan: Plan, after: Plan, line: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pdcompile.options.chosen_schedule import (
     microbatches_of,
     updates_each,
 )
-from pdcompile.options.values import SEARCHED, count, not_a_cluster
+from pdcompile.options.values import SEARCHED, not_a_cluster
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
@@ -172,7 +172,6 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
 
 def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int]:
     """(stages, ranks); where the planner decides, as many as there can be."""
-    count("None: one a device")("stages", options.stages)
     stages, replicas, plan = options.stages, options.replicas, options.plan
     if isinstance(plan, Plan):
         stages, ranks = stages or len(plan.stages), plan.num_ranks
@@ -283,17 +282,14 @@ def _auto(num_ranks: int) -> Cluster:
 
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
     given = microbatches_of(options)
-    if not splits and given != "auto":
-        count("'auto'")("microbatches", given)
-        if given > 1:
-            raise nothing_splits(int(given))
+    if not splits and given != "auto" and given > 1:
+        raise nothing_splits(int(given))
     if not splits or updates_each(options):
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
-    count("'auto'")("microbatches", given)
     if given > batch_size:
         raise ConfigError(
             f"{given} microbatches of a minibatch of {batch_size} samples",

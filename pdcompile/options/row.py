@@ -21,7 +21,7 @@ class Flag:
     Args:
         form: of its value in the help, with ``|`` between choices.
         read: the value of a text, without loading anything of the user's; raises KeyError or
-            ValueError for one that is none.  Left out: the text, as the row's check accepts it.
+            ValueError for one that is none.  Left out: what is given, where the check accepts it.
         type: of what is read; bool: a switch.
         verbs: those that have it; empty: every verb that takes a target.
         least: the smallest number.
@@ -86,7 +86,7 @@ class Row:
         """The value of what the command line says.  Raises ConfigError: it is none."""
         flag = self.flag or Flag()
         if flag.read is None:
-            if flag.type is str and self.check is not None:
+            if self.check is not None:
                 self.check(self.written, given)
             return given
         try:

@@ -5,6 +5,7 @@ The one format of timelines in files, of simulations and of runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -13,7 +14,7 @@ from pdcompile.errors import ConfigError, os_errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import decode, encode, loads
 from pdcompile.report.timeline import COMPUTE, Event
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 
 FORMAT = "pdcompile.trace/1"
 COMPUTE_TRACK, LINK_TRACK = 0, 1
@@ -21,24 +22,14 @@ REMEDY = "give a file that `pdcompile run --trace` or `pdcompile simulate --trac
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """A timeline with where it comes from: of a run, and of ranks that were processes of their own
-    (else one process took turns); `plan` is the plan's fingerprint."""
+class About:
+    """Origin of a timeline: a run, and of ranks that were processes of their own (else one process
+    took turns); `plan` is the plan's fingerprint.  In a file it is the ``otherData``."""
 
-    events: tuple[Event, ...]
-    measured: bool = False
-    apart: bool = True
-    plan: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _About:
-    """Header of a trace file: its ``otherData``."""
-
-    format: str
     measured: bool
     apart: bool
     plan: str
+    format: str = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +54,16 @@ class _Span:
     args: _Arguments
 
 
-def trace(made: Trace) -> dict[str, Any]:
+def trace(events: Sequence[Event], about: About) -> dict[str, Any]:
     """The JSON object that Perfetto opens: one process a rank, compute and communication tracks."""
     records: list[dict[str, Any]] = []
-    for rank in sorted({event.rank for event in made.events}):
-        stages = sorted({event.stage for event in made.events if event.rank == rank} - {-1})
+    for rank in sorted({event.rank for event in events}):
+        stages = sorted({event.stage for event in events if event.rank == rank} - {-1})
         name = f"rank {rank} (stage {', '.join(map(str, stages))})"
         records.append(_meta("process_name", rank, 0, name))
         records.append(_meta("thread_name", rank, COMPUTE_TRACK, "compute"))
         records.append(_meta("thread_name", rank, LINK_TRACK, "communication"))
-    records.extend(encode(_span(event)) for event in made.events)
-    about = _About(FORMAT, made.measured, made.apart, made.plan)
+    records.extend(encode(_span(event)) for event in events)
     return {"displayTimeUnit": "ms", "otherData": encode(about), "traceEvents": records}
 
 
@@ -92,7 +82,7 @@ def _span(event: Event) -> _Span:
     return _Span("X", label, category, event.rank, track, begin, length, arguments)
 
 
-def load(path: str | PathLike[str]) -> Trace:
+def load(path: str | PathLike[str]) -> tuple[tuple[RecordedEvent, ...], About]:
     """Read a trace that `trace` made.
 
     Raises:
@@ -108,7 +98,7 @@ def load(path: str | PathLike[str]) -> Trace:
         known = isinstance(said, dict) and said.get("format") == FORMAT
         if not known or not isinstance(records, list):
             raise ConfigError("this is not a trace of pdcompile", where=where)
-        about = decode(_About, said, where=f"{where}: otherData", error=ConfigError)
+        about = decode(About, said, where=f"{where}: otherData", error=ConfigError)
         events = tuple(
             _event(one, f"{where}: traceEvents[{n}]")
             for n, one in enumerate(records)
@@ -117,7 +107,7 @@ def load(path: str | PathLike[str]) -> Trace:
     except ConfigError as error:
         error.remedy = REMEDY
         raise
-    return Trace(events, about.measured, about.apart, about.plan)
+    return events, about
 
 
 def _event(data: Any, where: str) -> RecordedEvent:

@@ -22,14 +22,14 @@ WEIGHTS = "#ada3ea"
 SPARE = "#b9c0c9"  # of no lasting meaning: temporaries
 IDLE = "#eef0f3"
 
-#: what memory is full of
-MEMORY: dict[str, str] = {
-    "weights": WEIGHTS,
-    "gradients": WORK["backward"][0],
-    "optimizer state": WORK["step"][0],
-    "activations": WORK["forward"][0],
-    "messages": LINK,
-    "temporaries": SPARE,
+#: what memory is full of: its fill, and the lines of a ledger that it adds up
+MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "weights": (WEIGHTS, ("weights_bytes",)),
+    "gradients": (WORK["backward"][0], ("gradients_bytes",)),
+    "optimizer state": (WORK["step"][0], ("optimizer_bytes",)),
+    "activations": (WORK["forward"][0], ("activations_bytes", "inputs_bytes", "outputs_bytes")),
+    "messages": (LINK, ("receive_bytes", "send_bytes")),
+    "temporaries": (SPARE, ("workspace_bytes", "temporaries_bytes")),
 }
 
 _FIRST, _LAST = (222, 217, 250), (141, 128, 222)  # of a ramp of violets

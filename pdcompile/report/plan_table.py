@@ -102,12 +102,9 @@ def stage_table(plan: Plan) -> Table:
 
 def in_flight(plan: Plan, stage: int) -> int:
     """Microbatches that a replica of the stage holds at most (warm-up depth plus one)."""
-    training = plan.training
-    most = -(-training.num_microbatches // plan.stages[stage].replicas)
-    if stage >= len(training.warmup):
-        return most
-    kind, depths = training.kind, training.warmup
-    return kind.in_flight(kind.depth_held(depths[stage], depths[0]), most)
+    if plan.training.warmup:
+        return plan.spec.in_flight(stage)
+    return -(-plan.training.num_microbatches // plan.stages[stage].replicas)
 
 
 def _sends(plan: Plan, stage: int) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from pdcompile.passes.simulate import TimelineEvent
 from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import WORK
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 
 Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "step"]
 
@@ -31,13 +31,7 @@ LETTERS: dict[Kind, str] = {
     kind: "U" if kind == "step" else letter for letter, kind in COMPUTE.items()
 }
 KIND_NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in LETTERS}
-FILL: dict[Kind, str] = {
-    "forward": "-",
-    "backward": "=",
-    "backward to inputs": "=",
-    "backward to weights": "~",
-    "step": "U",
-}
+FILL: dict[Kind, str] = dict(zip(LETTERS, "-==~U", strict=True))
 MOST_LINES = 32  # of a drawing, where numbers need the room
 ROOM = 14  # columns between two times
 STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches

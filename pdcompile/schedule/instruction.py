@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Phase(IntEnum):
-    """What an instruction does with its kind; only the waits may block."""
+    """Role of an instruction for its kind; only the waits may block."""
 
     COMPUTE = auto()
     POST_RECV = auto()
@@ -23,7 +23,7 @@ class Phase(IntEnum):
 
 
 class Kind(IntEnum):
-    """What is computed, or carried by a channel.  The numbers tag messages."""
+    """Thing that is computed, or carried by a channel.  The numbers tag messages."""
 
     VALUE = 0
     GRADIENT = 1

@@ -1,4 +1,4 @@
-"""Schedule: what every rank does in one call, which prints as a table.
+"""Schedule: what every rank does in one call, which prints as a table; and what a run notes of it.
 
 `passes.check` walks it with tokens, `passes.simulate` with seconds and bytes, the runtime
 with tensors.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from pdcompile.schedule.instruction import Instruction, Kind
 
@@ -45,3 +46,20 @@ LEGEND = (
     "#   W-1 on the weights of one minibatch before, sK on stage K (where not the column's);",
     "#   MINIBATCH is relative to the call and left out where it is 0",
 )
+
+
+class RecordedEvent(NamedTuple):
+    """One instruction that took time, as a run notes it and a trace file holds it; its fields are
+    those of an event of the simulator too.
+
+    `action` is the text of an `Action`; seconds are those of the hosts' clocks, from where the
+    timeline begins.
+    """
+
+    rank: int
+    stage: int
+    action: str
+    minibatch: int
+    microbatch: int
+    start_seconds: float
+    end_seconds: float

@@ -36,7 +36,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What one call asks of one stage on one rank.
+    """Work that one call asks of one stage on one rank.
 
     Args:
         microbatches: of this call's minibatch, those that this replica takes; none in a flush.
@@ -75,7 +75,7 @@ Order = Callable[[Sequence[StageWork]], Iterator[Task]]
 
 
 class Placement(NamedTuple):
-    """Which stages share a rank: the place of each of so many stages on so many ranks.
+    """Rule for stages that share ranks: the place of each of so many stages on so many ranks.
 
     Places are ranks in the order in which the pipeline takes them; `name` is for people.
     """
@@ -137,27 +137,27 @@ class ScheduleKind:
 
     @property
     def stream(self) -> bool:
-        """Are microbatches in flight between calls?"""
+        """True if microbatches are in flight between calls."""
         return self.lag != 0
 
     @property
     def several(self) -> bool:
-        """May a rank hold several stages?"""
+        """True if a rank may hold several stages."""
         return self.stages_per_rank != 1
 
     def holds(self, per_rank: int) -> bool:
-        """May a rank hold so many stages?"""
+        """True if a rank may hold so many stages."""
         return self.stages_per_rank is None or per_rank <= self.stages_per_rank
 
     @property
     def updates_each(self) -> bool:
-        """Is every microbatch a minibatch with an update of its own?"""
+        """True if every microbatch is a minibatch with an update of its own."""
         return isinstance(self.lag, str)
 
     @property
     def takes_replicas(self) -> bool:
-        """May a stage have several?  With an update each, stages of unlike counts make unlike
-        versions, and one that is the same on all stages does not exist."""
+        """True if a stage may have several.  With an update each, stages of unlike counts make
+        unlike versions, and one that is the same on all stages does not exist."""
         return not (self.updates_each and self.one_age)
 
     def group(self, replicas: int) -> int:
@@ -170,7 +170,7 @@ class ScheduleKind:
 
     @property
     def by_planner(self) -> bool:
-        """Does schedule="auto" consider it?  A minibatch in one piece is another training."""
+        """True if schedule="auto" considers it; a minibatch in one piece is another training."""
         return not self.updates_each
 
     @property
@@ -181,14 +181,14 @@ class ScheduleKind:
 
     @property
     def one_age(self) -> bool:
-        """Are all weights that a minibatch runs on equally old?
+        """True if all weights that a minibatch runs on are equally old.
 
         Else nothing can be summed over stages: neither a norm nor a tied parameter's gradients.
         """
         return self.lag != "own warm-up"
 
     def lag_of(self, warmup: int, first: int) -> int:
-        """Of a stage, by its warm-up depth and that of the first stage."""
+        """Lag of a stage, by its warm-up depth and that of the first stage."""
         if isinstance(self.lag, int):
             return self.lag
         return first if self.one_age else warmup
@@ -199,7 +199,7 @@ class ScheduleKind:
 
     @property
     def objective(self) -> Literal["bottleneck", "flush"]:
-        """What the planner minimises: seconds per microbatch, or of a whole minibatch."""
+        """Quantity that the planner minimises: seconds a microbatch, or of a whole minibatch."""
         return "bottleneck" if self.stream else "flush"
 
     def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
@@ -222,11 +222,11 @@ class ScheduleKind:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """When each microbatch goes backward; empty: in ascending order."""
+        """Place of each microbatch in the order of backwards; empty: ascending."""
         return () if self.written is None else self.written.turns
 
     def turn(self, microbatch: int) -> int:
-        """When it goes backward: microbatches do so in ascending order, unless it is written so."""
+        """Place of a microbatch in the order of backwards: ascending, unless it is written."""
         return self.turns[microbatch] if microbatch < len(self.turns) else microbatch
 
     def most_warmup(self, num_microbatches: int, replicas: int) -> int:
@@ -242,7 +242,7 @@ class ScheduleKind:
         return -(-num_microbatches // replicas) - 1
 
     def depth_held(self, warmup: int, first: int) -> int:
-        """How deep a warm-up would hold as much as a stage does, by the first stage's.
+        """Depth of a warm-up that would hold as much as a stage does, by the first stage's.
 
         Where backward is split, every stage holds as many microbatches as the first one, unless
         what is held is counted from the order.
@@ -391,7 +391,7 @@ def find(name: str) -> ScheduleKind | None:
 
 
 def name_of(schedule: str) -> str:
-    """What to call a schedule where its tasks would be too long."""
+    """Name of a schedule, where its tasks would be too long."""
     kind = find(schedule)
     return schedule if kind is None else kind.name
 
@@ -458,7 +458,7 @@ def several_a_rank(per_rank: int = 2) -> str:
 
 
 def usual_stages() -> str:
-    """How many stages a rank holds where nobody says, for help texts."""
+    """Stages that a rank holds where nobody says, for help texts."""
     more = (f"under {k.name} {k.usual}" for k in KINDS.values() if k.usual > 1)
     return ", ".join(["one a device", *more])
 

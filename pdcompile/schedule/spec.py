@@ -64,7 +64,7 @@ class Broadcast(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """What the schedule functions read of a plan.  `ranks[s][q]`: replica q of stage s."""
+    """Parts of a plan that the schedule functions read.  `ranks[s][q]`: replica q of stage s."""
 
     schedule: str  # its name, or its tasks: see `kind_of`
     num_microbatches: int
@@ -116,7 +116,7 @@ class PipelineSpec:
         return tuple(dict.fromkeys(self.rank(last, i, minibatch) for i in indices))
 
     def losses(self, num_microbatches: int, minibatch: int = 0) -> list[Broadcast]:
-        """From every rank of the last stage that has a microbatch to all others."""
+        """Broadcasts from every rank of the last stage that has a microbatch to all others."""
         roots = self.roots(num_microbatches, minibatch)
         return [Broadcast(Kind.LOSS, -1, -1, root, self.others(root)) for root in roots]
 
@@ -137,7 +137,7 @@ class PipelineSpec:
         return minibatch + (-1 - minibatch) % self.group(stage)
 
     def lag(self, stage: int) -> int:
-        """How many updates old the weights are that the stage runs on."""
+        """Age in updates of the weights that the stage runs on."""
         return self.kind.lag_of(self.warmup[stage], self.warmup[0])
 
     def version(self, stage: int, minibatch: int) -> int:
@@ -161,7 +161,7 @@ class PipelineSpec:
 
     @property
     def reach(self) -> int:
-        """How many calls back a program may still deal with a minibatch.
+        """Number of calls back from which a program may still deal with a minibatch.
 
         That is until its update, and until its values are known to have been received: a channel
         between replicas that take minibatches in turn has one of them every so many calls.
@@ -175,7 +175,7 @@ class PipelineSpec:
         return max(2, *((1 + self.lag(s)) * n for s, n in enumerate(counts)), *sent)
 
     def late(self, stage: int) -> bool:
-        """Does STEP wait for other ranks?  Then a stream places it as late as legal.
+        """True if STEP waits for other ranks; a stream then places it as late as legal.
 
         The update of a tied parameter waits for the sums of its other holders, which in turn wait
         for the new weights.
@@ -210,7 +210,7 @@ class PipelineSpec:
         return self.kind.slots(self._held(stage), self._most(stage))
 
     def delay(self, stage: int) -> int:
-        """By how many microbatches gradients of weights may come after those of inputs."""
+        """Number of microbatches by which gradients of weights may come after those of inputs."""
         return self._held(stage) - self.warmup[stage]
 
     def _held(self, stage: int) -> int:
@@ -225,7 +225,7 @@ class PipelineSpec:
         return hop.peer if hop.peer >= 0 else self.rank(hop.stage, microbatch, minibatch)
 
     def shares_rank(self, stage: int) -> bool:
-        """Does its rank hold other stages?"""
+        """True if its rank holds other stages."""
         return sum(self.ranks[stage][0] in ranks for ranks in self.ranks) > 1
 
     def hop(self, kind: Kind, edge: int, stage: int, other: int) -> Hop:

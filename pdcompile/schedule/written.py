@@ -61,7 +61,7 @@ class Cell(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a cell stands, counted from 1; which part of it, where it has several tasks."""
+    """Place of a cell, counted from 1; and its part, where it has several tasks."""
 
     row: int
     column: int
@@ -104,7 +104,7 @@ class Written:
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """When each microbatch goes backward, on every stage; empty: in ascending order."""
+        """Place of each microbatch in the order of backwards, on every stage; empty: ascending."""
         last = len(self.placement) - 1
         order = [
             cell.microbatch
@@ -117,7 +117,7 @@ class Written:
 
     @cached_property
     def warmup(self) -> tuple[int, ...]:
-        """Of each stage one less than the microbatches that it holds at most."""
+        """Depth of each stage: one less than the microbatches that it holds at most."""
         tasks = ((cell.stage, cell.action) for row in self.rows for cell in row)
         return tuple(count - 1 for count in most_held(tasks, len(self.placement)))
 
@@ -343,7 +343,7 @@ def _order(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
 
 
 def _begins(rows: Sequence[Row]) -> tuple[dict[Cell, int], dict[Cell, Cell]]:
-    """When each task begins if all take one unit of time; and, where ranks come to no end, the
+    """Time at which each task begins if all take one unit; and, where ranks come to no end, the
     tasks that they stand at, each with that of another stage which it waits for."""
     tasks = {cell for row in rows for cell in row}
     begin: dict[Cell, int] = {}

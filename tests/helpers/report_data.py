@@ -14,7 +14,7 @@ from pdcompile.plan import (
     Training,
 )
 from pdcompile.problem import ANY_CUT
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 
 
 def one_f_one_b(

@@ -14,10 +14,10 @@ from html import escape
 from importlib.resources import files
 
 from pdcompile.jsonio import encode
-from pdcompile.report.page.compose import Sources, page_data, simulated
+from pdcompile.report.page.compose import page_data
 from pdcompile.report.page.page_data import PageData
 
-__all__ = ["PageData", "Sources", "html", "page_data", "simulated"]
+__all__ = ["PageData", "html", "page_data"]
 
 SCRIPTS = ("parts.js", "timeline.js", "charts.js", "page.js")
 

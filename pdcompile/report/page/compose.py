@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdcompile.errors import PlanError
-from pdcompile.passes.simulate import Simulation, simulate, simulate_drained
+from pdcompile.passes.simulate import Simulation
 from pdcompile.passes.simulate.critical_chain import critical_path
 from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import Plan
 from pdcompile.report import palette
 from pdcompile.report.labels import counted
-from pdcompile.report.page.lanes import lanes
 from pdcompile.report.page.measured_run import Run, compared, comparison_table
-from pdcompile.report.page.memory_lanes import memory_lanes
 from pdcompile.report.page.model_map import model_map
 from pdcompile.report.page.page_data import Binding, Grid, PageData, Tile
-from pdcompile.report.page.strips import critical_strips, traffic
+from pdcompile.report.page.panels import critical_strips, lanes, memory_lanes, traffic
 from pdcompile.report.page.words import (
     cluster_in_words,
     gap_tile,
@@ -26,47 +23,37 @@ from pdcompile.report.page.words import (
 )
 from pdcompile.report.plan_table import certificate_line, fullest, headline, limits
 from pdcompile.report.plan_table import stage_table as plan_stages
-from pdcompile.report.timeline import Event
 from pdcompile.units import format_bytes, format_seconds
 
 COLOURS = {
     **{kind.replace(" ", "-"): even for kind, (even, _) in palette.WORK.items()},
     **{f"{kind.replace(' ', '-')}-odd": odd for kind, (_, odd) in palette.WORK.items()},
-    **{name.replace(" ", "-"): fill for name, fill in palette.MEMORY.items()},
+    **{name.replace(" ", "-"): fill for name, (fill, _) in palette.MEMORY.items()},
     "link": palette.LINK,
     "stage": palette.WEIGHTS,
     "ink": palette.INK,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Inputs of a page beside the plan.
+def page_data(
+    plan: Plan,
+    steady: Simulation,
+    drawn: Simulation,
+    run: Run | None = None,
+    *,
+    title: str,
+    date: str,
+) -> PageData:
+    """The page of a plan.
 
-    `steady`: the simulation that the forecast is read from; `drawn`: the minibatches of the
-    timeline.
+    Args:
+        steady: the simulation that the forecast is read from.
+        drawn: that of the minibatches in the timeline.
+        title: names the plan where it does not know its model.
     """
-
-    steady: Simulation
-    drawn: Simulation
-    run: Run | None = None
-
-
-def simulated(plan: Plan, steps: int) -> Sources:
-    """Simulate a plan for its page, with so many minibatches in the timeline."""
-    steady = simulate(plan)
-    return Sources(steady, simulate_drained(plan, steps))
-
-
-def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
-    """The page of a plan; `title` names it where the plan does not know its model."""
-    plan = replace(plan, forecast=made.steady.forecast)
-    flush = not plan.training.kind.stream
-    path = critical_path(made.steady.timeline, made.steady.window, flush=flush)
-    curves = held_over_time(plan, made.drawn.programs, made.drawn.passed_seconds)
-    seconds = max(made.drawn.ends_seconds)
-    drawn: Sequence[Event] = made.drawn.timeline
-    run = made.run
+    plan = replace(plan, forecast=steady.forecast)
+    path = critical_path(steady.timeline, steady.window, flush=not plan.training.kind.stream)
+    curves = held_over_time(plan, drawn.programs, drawn.passed_seconds)
     return PageData(
         title=f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
         subtitle=f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
@@ -74,12 +61,12 @@ def page_data(plan: Plan, made: Sources, *, title: str, date: str) -> PageData:
         limits=tuple(what_limits(plan, path)),
         proof=proved(plan),
         certificate=certificate_line(plan).plain,
-        timeline=lanes(drawn, () if run is None else run.aligned(drawn)),
+        timeline=lanes(drawn.timeline, () if run is None else run.aligned(drawn.timeline)),
         critical=critical_strips(path),
         model=model_map(plan),
         stages=Grid.of(plan_stages(plan)),
-        memory=memory_lanes(plan, curves, seconds),
-        traffic=traffic(plan, made.steady),
+        memory=memory_lanes(plan, curves, max(drawn.ends_seconds)),
+        traffic=traffic(plan, steady),
         binding=_binding(plan, title),
         measured=None
         if run is None

@@ -13,7 +13,7 @@ from pdcompile.plan import Plan
 from pdcompile.report import labels
 from pdcompile.report.chrome import load
 from pdcompile.report.timeline import COMPUTE, Event, bars, duration, idle
-from pdcompile.schedule.recorded import RecordedEvent
+from pdcompile.schedule.program import RecordedEvent
 from pdcompile.units import format_seconds
 
 IN_TURN = (
@@ -57,14 +57,12 @@ def run_of(path: Path, plan: Plan) -> Run:
     Raises:
         ConfigError: it is no trace of a run, or of a run of another plan.
     """
-    found = load(path)
-    compute = [
-        one for one in found.events if isinstance(one, RecordedEvent) and one.action in COMPUTE
-    ]
+    events, about = load(path)
+    compute = [one for one in events if one.action in COMPUTE]
     wrong = ""
-    if not found.measured or not compute:
+    if not about.measured or not compute:
         wrong = "this trace is not of a run"
-    elif found.plan != plan.fingerprint:
+    elif about.plan != plan.fingerprint:
         wrong = "the run is of another plan"
     if wrong:
         raise ConfigError(
@@ -74,7 +72,7 @@ def run_of(path: Path, plan: Plan) -> Run:
         )
     numbers = sorted({one.minibatch for one in compute})
     minibatches = tuple(tuple(o for o in compute if o.minibatch == number) for number in numbers)
-    return Run(minibatches, found.apart, "" if found.apart else IN_TURN)
+    return Run(minibatches, about.apart, "" if about.apart else IN_TURN)
 
 
 def compared(plan: Plan, run: Run) -> Iterator[tuple[str, str, str, str]]:

@@ -1,20 +1,35 @@
-"""Bars of a page that compare: parts of the critical path, and how busy each link is."""
+"""Panels of a page that draw: timeline, memory, and bars of the critical path and of links."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.simulate import Simulation, TimelineEvent
 from pdcompile.passes.simulate.critical_chain import CriticalPath
-from pdcompile.plan import Plan
+from pdcompile.passes.simulate.ledger import Held
+from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.report.labels import counted
-from pdcompile.report.page.page_data import Strip, Strips
+from pdcompile.report.page.page_data import (
+    Grid,
+    Lane,
+    Lanes,
+    MemoryLane,
+    MemoryLanes,
+    Strip,
+    Strips,
+)
 from pdcompile.report.page.words import named, path_in_words, percent
+from pdcompile.report.palette import MEMORY, WORK
+from pdcompile.report.plan_table import fullest, limits, memory_table
+from pdcompile.report.timeline import Bar, Event, bars, duration, numbered
 from pdcompile.schedule import Kind, Phase
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
+KINDS = tuple(WORK)
+MOST_CURVES = 8
+MOST_POINTS = 400  # of a curve
 MOST = 16  # bars; of the rest only the number is told
 SHOWN = 0.001  # of the whole, from which a part of the critical path has a bar
 COLOURS = {"compute": "stage", "update": "step", "link": "link", "sum": "link", "norms": "link"}
@@ -24,6 +39,83 @@ CARRIED = {
     Kind.TIED: "gradients of tied parameters",
     Kind.WEIGHT: "tied weights",
 }
+
+
+def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> Lanes:
+    """The compute of every rank, predicted, and `measured` of a run, whose first start is at
+    second 0 too."""
+    predicted, real = bars(events), bars(measured)
+    found = [
+        Lane(rank, measured, tuple(_row(bar) for bar in own if bar.rank == rank))
+        for measured, own in ((False, predicted), (True, real))
+        for rank in {bar.rank for bar in own}
+    ]
+    found.sort(key=lambda lane: (lane.rank, lane.measured))
+    spans = _minibatches([*predicted, *real])
+    return Lanes(
+        kinds=KINDS,
+        lanes=tuple(found),
+        seconds=max(duration(predicted), duration(real)),
+        minibatches=spans,
+        shown=len(spans) // 2,
+        numbered=numbered(predicted),
+    )
+
+
+def _row(bar: Bar) -> tuple[int, int, int, int, int, float, float]:
+    kind = KINDS.index(bar.kind)
+    length = bar.end - bar.start
+    return kind, bar.stage, bar.minibatch, bar.microbatch, bar.number, bar.start, length
+
+
+def _minibatches(shown: Sequence[Bar]) -> tuple[tuple[int, float, float], ...]:
+    found: dict[int, tuple[float, float]] = {}
+    for bar in shown:
+        start, end = found.get(bar.minibatch, (bar.start, bar.end))
+        found[bar.minibatch] = min(start, bar.start), max(end, bar.end)
+    return tuple((number, *found[number]) for number in sorted(found))
+
+
+def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -> MemoryLanes:
+    """Memory of a plan with a forecast; `curves` by rank over so many seconds."""
+    assert plan.forecast is not None
+    limit_of, ledgers = limits(plan), plan.forecast.ledgers
+    drawn = fullest(plan)[:MOST_CURVES]
+    lanes = []
+    for rank, ledger in enumerate(ledgers):
+        limit, total = limit_of.get(rank), ledger.total_bytes
+        lanes.append(
+            MemoryLane(
+                rank,
+                limit,
+                "no limit" if limit is None else format_bytes(limit),
+                format_bytes(total),
+                f"{100 * total / limit:.0f} %" if limit else "",
+                limit is not None and total > limit,
+                grouped(ledger),
+                thinned(curves[rank]) if rank in drawn else (),
+            )
+        )
+    hidden = len(ledgers) - len(drawn)
+    note = f"Over time: the {MOST_CURVES} fullest ranks; {hidden} others are left out." * (
+        hidden > 0
+    )
+    return MemoryLanes(tuple(MEMORY), seconds, tuple(lanes), Grid.of(memory_table(plan)), note)
+
+
+def grouped(ledger: MemoryLedger) -> tuple[int, ...]:
+    """The bytes of each group; together they are the ledger's total."""
+    return tuple(sum(getattr(ledger, name) for name in names) for _, names in MEMORY.values())
+
+
+def thinned(
+    curve: Sequence[Held], most: int = MOST_POINTS
+) -> tuple[tuple[float, *tuple[int, ...]], ...]:
+    """Points of a curve, at most so many; of neighbours the fullest, so that the peak remains."""
+    size = -(-len(curve) // most) if curve else 1
+    chunks = (curve[i : i + size] for i in range(0, len(curve), size))
+    kept = (max(chunk, key=lambda one: one.ledger.total_bytes) for chunk in chunks)
+    return tuple((one.seconds, *grouped(one.ledger)) for one in kept)
 
 
 def critical_strips(path: CriticalPath) -> Strips:
