@@ -300,15 +300,11 @@ def counts_of(text: str) -> tuple[int, int]:
 
 
 def stage_limits(
-    cluster: Cluster,
-    num_stages: int,
-    memory: int | str | None = None,
-    ranks: Sequence[int] = (),
+    cluster: Cluster, num_stages: int, ranks: Sequence[int] = ()
 ) -> tuple[StageLimits, ...]:
     """Limits of each pipeline position when stage s runs on device s, or on `ranks`[s].
 
-    `memory` lowers every device's limit.  The last position has no next: it repeats the link
-    before it.
+    The last position has no next: it repeats the link before it.
 
     Raises:
         ClusterError: more stages than devices, unless `ranks` says where they are; or none.
@@ -318,33 +314,22 @@ def stage_limits(
             f"{num_stages} stages do not fit a cluster of {len(cluster.devices)} devices",
             remedy=f"ask for 1 to {len(cluster.devices)} stages",
         )
-    cap = None if memory is None else parse_bytes(memory, what="memory")
     at = ranks or range(num_stages)
     links = [cluster.level_between(a, b) for a, b in pairwise(at)]
     links = links + links[-1:] or [cluster.levels[0]]
     limits = []
     for s, (rank, link) in enumerate(zip(at, links, strict=True)):
         device = cluster.devices[rank]
-        known = [limit for limit in (device.memory_bytes, cap) if limit is not None]
         limits.append(
             StageLimits(
                 speed=device.speed,
-                memory_bytes=min(known, default=None),
+                memory_bytes=device.memory_bytes,
                 bytes_per_second=link.bytes_per_second,
                 full_duplex=link.full_duplex and links[max(s - 1, 0)].full_duplex,
                 latency_seconds=link.latency_seconds,
             )
         )
     return tuple(limits)
-
-
-def _check_speed(speed: object, where: str) -> None:
-    if not (isinstance(speed, int | float) and math.isfinite(speed) and speed > 0):
-        raise ClusterError(
-            f"speed is {speed!r}, not above 0",
-            where=where,
-            remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
-        )
 
 
 def _check_spelling(kind: str, where: str | None = None) -> None:
@@ -431,7 +416,12 @@ def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
             where=f"{where}.count",
             remedy=f"a number from 1 to {MAX_DEVICES}",
         )
-    _check_speed(row.speed, f"{where}.speed")
+    if not (math.isfinite(row.speed) and row.speed > 0):
+        raise ClusterError(
+            f"speed is {row.speed!r}, not above 0",
+            where=f"{where}.speed",
+            remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
+        )
     _check_spelling(row.kind, f"{where}.kind")
     memory = row.memory
     if memory is not None:

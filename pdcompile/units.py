@@ -32,10 +32,11 @@ MOST_BYTES = 2**62
 
 
 def parse_bytes(value: float | str, *, what: str = "size", where: str | None = None) -> int:
-    """Bytes of ``80 GB``, ``1.5 GiB``, ``4096 B`` or a plain whole number (bytes), also 16e9.
+    """Bytes of ``80 GB``, ``7.45 GiB``, ``4096 B`` or a plain whole number (bytes), also 16e9; of a
+    text a fraction of a byte is rounded down.
 
     Raises:
-        ConfigError: no such unit, negative, not finite, or not a whole number of bytes.
+        ConfigError: no such unit, negative, not finite, or a number that is not whole.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value < 0 or value != value or value // 1 != value:
@@ -43,21 +44,7 @@ def parse_bytes(value: float | str, *, what: str = "size", where: str | None = N
         if value > MOST_BYTES:
             raise _too_large(f"of {int(value).bit_length()} bits", what, where)
         return int(value)
-    number = _parse(value, BYTES, what, where)
-    if number.denominator != 1:
-        raise ConfigError(
-            f"{what} {value!r} is not a whole number of bytes",
-            where=where,
-            remedy=f"{math.ceil(number)} B, for example",
-        )
-    return int(number)
-
-
-def parse_limit(value: int | str, *, what: str = "limit", where: str | None = None) -> int:
-    """Bytes as `parse_bytes` reads them, a fraction of one rounded down: ``7.45 GiB``."""
-    if isinstance(value, str):
-        return int(_parse(value, BYTES, what, where))
-    return parse_bytes(value, what=what, where=where)
+    return int(_parse(value, BYTES, what, where))
 
 
 def parse_rate(value: int | float | str, *, what: str = "rate", where: str | None = None) -> float:

@@ -179,11 +179,10 @@ def test_no_such_device() -> None:
 
 def test_stage_limits() -> None:
     cluster = Cluster.from_toml(TWO_HOSTS)
-    limits = stage_limits(cluster, 5, "60 GB")
+    limits = stage_limits(cluster, 5)
     assert [stage.bytes_per_second for stage in limits] == [100e9] * 3 + [3.125e9] * 2
     assert [stage.full_duplex for stage in limits] == [True, True, True, False, False]
-    assert {stage.memory_bytes for stage in limits} == {60 * 10**9}
-    assert stage_limits(cluster, 1)[0].memory_bytes == 80 * 10**9
+    assert {stage.memory_bytes for stage in limits} == {80 * 10**9}
     assert stage_limits(Cluster.local(1), 1)[0].memory_bytes is None
 
 

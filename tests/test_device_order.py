@@ -15,7 +15,7 @@ from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.check.programs import Programs
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.schedules.alone import written_of
-from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
+from pdcompile.passes.schedules.device_order import in_device_order
 from pdcompile.plan import Plan, TiedParameter
 from pdcompile.schedule import Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS
@@ -147,7 +147,7 @@ def test_what_cannot_be_put_in_order_is_refused() -> None:
     plan = make_plan("1f1b", 2, 4)
     program = blocking(programs_of(plan, (4,))[0])
     with pytest.raises(ScheduleError, match="rank 0 cannot come past") as caught:
-        in_device_order(plan.spec, program, HalfBegun())
+        in_device_order(plan.spec, program, ())
     assert caught.value.where == "1f1b, rank 0, instruction 6"
     assert "PDCOMPILE_TRANSPORT" in str(caught.value.remedy)
 

@@ -21,7 +21,7 @@ from benchmarks.published.solution import Progress, Solution, relative_gap
 from pdcompile.cli.app import unwrapped
 from pdcompile.cli.output import EXIT_INFEASIBLE
 from pdcompile.errors import ConfigError, PdcompileError
-from pdcompile.units import parse_limit, parse_rate
+from pdcompile.units import parse_bytes, parse_rate
 
 NAME = "python -m benchmarks.published"
 MOST = 65_536  # devices, microbatches
@@ -383,7 +383,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def _memory(text: str | None) -> int | None:
-    return None if text is None else parse_limit(text, what="memory", where="--memory")
+    return None if text is None else parse_bytes(text, what="memory", where="--memory")
 
 
 def _count(count: int | None, what: str, where: str) -> int | None:

@@ -25,7 +25,7 @@ MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been fi
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was proved, statement by statement, and how long it took."""
+    """Statements that were proved, one by one, and how long it took."""
 
     schedule: str
     statements: tuple[str, ...]
@@ -228,7 +228,7 @@ def _weights(lags: list[int], groups: list[int]) -> str:
 
 
 def _listed(counts: list[int]) -> str:
-    """By stage, or the number of all stages."""
+    """Counts by stage, or the number of all stages."""
     return _by_stage(counts) if len(set(counts)) > 1 else str(counts[0])
 
 

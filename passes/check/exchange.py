@@ -168,7 +168,7 @@ class Exchange(Visitor):
                 self._at_end(program, rank, f"{one.text(-1)} {text}")
 
     def state(self, base: int) -> tuple[object, ...]:
-        """What the future depends on, relative to the next call."""
+        """All that the future depends on, relative to the next call."""
         begun = sorted(self.walk.begun.items())
         return tuple(
             (

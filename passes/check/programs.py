@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pdcompile.passes.check import ChannelModel, check, check_programs
 from pdcompile.passes.schedules.between_calls import buffers, norms, refresh, share
-from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
+from pdcompile.passes.schedules.device_order import in_device_order
 from pdcompile.passes.schedules.stream import Stream, evaluation, gradients, make_stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
@@ -84,7 +84,7 @@ class Programs:
         if found is None:
             found = make(self._plan, *given)
             if self._ordered and not broadcasts:  # those go with tags
-                found, _ = in_device_order(self._stream.spec, found, HalfBegun())
+                found, _ = in_device_order(self._stream.spec, found, ())
             check_programs(self._plan, [found], edges, broadcasts, channels=self._channels)
             self._proved[make, *given] = found
         return found

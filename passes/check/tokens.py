@@ -22,9 +22,8 @@ class Tokens(Updates):
     """
 
     def __init__(
-        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False,
-        puts_off: bool = False,
-    ):  # fmt: skip
+        self, spec: PipelineSpec, stage: int, replica: int, *, forward_only: bool, puts_off: bool
+    ):
         """`puts_off`: what was made may be sent later, also in a later call."""
         super().__init__(spec, stage, replica, forward_only=forward_only)
         self.puts_off = puts_off
@@ -48,11 +47,8 @@ class Tokens(Updates):
         """So many minibatches are over and nothing is in flight: where an update is of several,
         those that wait for the rest of their group have all been backward."""
         self.steps = minibatches // self.group
-        self.posted = dict.fromkeys(self.posted, self.steps)
-        self.waited = dict.fromkeys(self.waited, self.steps)
-        self.received = dict.fromkeys(self.received, self.steps)
-        self.summed = dict.fromkeys(self.summed, self.steps)
-        self.passed = dict.fromkeys(self.passed, self.steps)
+        for counts in self.counters:
+            counts.update(dict.fromkeys(counts, self.steps))
         for minibatch in range(self.steps * self.group, minibatches):
             if self.spec.rank(self.stage, 0, minibatch) == self.rank:
                 for done in (self.forwards, self.begun, self.backwards):
@@ -176,7 +172,7 @@ class Tokens(Updates):
         self.made(self.weights_out, (self.steps - 1, -1))
 
     def end_call(self, base: int, *, drained: bool, updates: bool) -> None:
-        """At the end of a program, `base` minibatches from the beginning: nothing forgotten;
+        """Check the end of a program, `base` minibatches from the beginning: nothing forgotten;
         `drained`: nothing left either, but for what waits for the rest of its group."""
         sends_loss = self.stage == len(self.spec.ranks) - 1
         due = sends_loss and (self.loss_after > 0 or not self.forward_only)
@@ -208,7 +204,7 @@ class Tokens(Updates):
             raise Violation("a collective or tied weight was not waited for")
 
     def state(self, base: int) -> tuple[object, ...]:
-        """What the future depends on, relative to the next call."""
+        """All that the future depends on, relative to the next call."""
         return (
             tuple((t - base, i) for t, i in self.in_flight),
             tuple((t - base, tuple(one)) for t, one in sorted(self.forwards.items())),
@@ -216,5 +212,5 @@ class Tokens(Updates):
             tuple((t - base, tuple(one)) for t, one in sorted(self.backwards.items())),
             self.links(base),
             self.steps * self.group - base,
-            tuple(n * self.group - base for n in (*self.posted.values(), *self.waited.values())),
+            tuple(n * self.group - base for counts in self.counters for n in counts.values()),
         )

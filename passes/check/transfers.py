@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdcompile.passes.schedules.program_walk import Label
 from pdcompile.schedule import Action, Instruction, Kind
@@ -13,12 +14,12 @@ from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops
 
 
 class Violation(Exception):
-    """What is wrong with one instruction, in words."""
+    """Fault of one instruction, in words."""
 
 
 @dataclass(slots=True)
 class Inlet:
-    """Where transfers of one edge arrive."""
+    """Entry for the transfers of one edge."""
 
     hop: Hop
     peers: tuple[int, ...]
@@ -28,7 +29,7 @@ class Inlet:
 
 @dataclass(slots=True)
 class Outlet:
-    """Where transfers of one edge leave for one other stage."""
+    """Exit for the transfers of one edge to one other stage."""
 
     hop: Hop
     made: set[Label] = field(default_factory=set)  # not yet sent
@@ -38,10 +39,8 @@ class Outlet:
 class Transfers:
     """The transfers of a stage's replica, and what was computed as far as they depend on it."""
 
-    def __init__(
-        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False
-    ):
-        self.spec, self.stage = spec, stage
+    def __init__(self, spec: PipelineSpec, stage: int, replica: int, *, forward_only: bool):
+        self.spec, self.stage, self.forward_only = spec, stage, forward_only
         self.group = spec.group(stage)
         self.steps = 0  # updates so far
         self.in_flight: dict[Label, None] = {}
@@ -91,6 +90,8 @@ class Transfers:
         # Minibatches whose sum has come from a later holder, and has been passed on.
         self.summed = {(one.hop.edge, one.hop.peer): 0 for one in self.sums_in}
         self.passed = {one.hop.edge: 0 for one in self.sums_out}
+        #: minibatches or versions of which something has happened, see `begin`
+        self.counters: list[dict[Any, int]] = [self.received, self.summed, self.passed]
         self.rules: dict[Action, Callable[[Instruction, Label], None]] = {}
         for kind in TRANSFERS:
             self.rules[POST_RECV[kind]], self.rules[SEND[kind]] = self.post_receive, self.send
@@ -98,7 +99,7 @@ class Transfers:
             self.rules[WAIT_SEND[kind]] = self.wait_send
 
     def updated(self, minibatch: int) -> bool:
-        """Has the update run that takes a minibatch?"""
+        """True if the update has run that takes a minibatch."""
         return minibatch // self.group < self.steps
 
     def _inlet(self, one: Instruction, label: Label) -> Inlet:
@@ -213,12 +214,12 @@ class Transfers:
 
     @property
     def outstanding(self) -> bool:
-        """Is anything sent and not waited for, or any slot taken?"""
+        """True if anything is sent and not waited for, or any slot taken."""
         sent = (labels for one in self.all_out for labels in one.outstanding.values())
         return any(sent) or any(one.live for one in self.all_in)
 
     def links(self, base: int) -> tuple[object, ...]:
-        """What the future depends on, relative to the next call."""
+        """All that the future depends on, relative to the next call."""
 
         def relative(labels: Iterable[Label]) -> tuple[Label, ...]:
             return tuple((t - base, i) for t, i in labels)
@@ -231,10 +232,5 @@ class Transfers:
                     *((peer, relative(labels)) for peer, labels in one.outstanding.items()),
                 )
                 for one in self.all_out
-            ),
-            tuple(
-                n - base
-                for counts in (self.received, self.summed, self.passed)
-                for n in counts.values()
             ),
         )

@@ -11,17 +11,15 @@ from pdcompile.schedule.spec import PipelineSpec
 class Updates(Transfers):
     """The updates of a stage's replica, with the collectives that each waits for."""
 
-    def __init__(
-        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False
-    ):
+    def __init__(self, spec: PipelineSpec, stage: int, replica: int, *, forward_only: bool):
         super().__init__(spec, stage, replica, forward_only=forward_only)
-        self.forward_only = forward_only
         self.versions = spec.versions(stage)
         replicated = len(spec.ranks[stage]) > 1
         self.collectives = (Kind.REDUCE,) * replicated + (Kind.NORMS,) * spec.clipping
         self.backwards: dict[int, list[int]] = {}
         self.posted = dict.fromkeys(self.collectives, 0)
         self.waited = dict.fromkeys(self.collectives, 0)
+        self.counters += [self.posted, self.waited]
         self.done: list[int] = []  # microbatches that went forward in this call
         self.rules |= {
             Action.STEP: self.step,
@@ -69,7 +67,7 @@ class Updates(Transfers):
         return range(update * self.group, (update + 1) * self.group)
 
     def _complete(self, minibatches: range) -> bool:
-        """Have those that this replica takes gone backward?  Where an update is of several
+        """True if those that this replica takes have gone backward; where an update is of several
         minibatches it takes one, which must have come."""
         came = self.group == 1 or any(t in self.forwards for t in minibatches)
         return came and all(
@@ -90,12 +88,12 @@ class Updates(Transfers):
         self.passed[one.edge] += 1
 
     def _has_sums(self, minibatch: int, edge: int | None = None) -> bool:
-        """Have the sums of later holders come, of one tied parameter or of all?"""
+        """True if the sums of later holders have come, of one tied parameter or of all."""
         counts = (n for (tied, _), n in self.summed.items() if edge in (None, tied))
         return all(count > minibatch for count in counts)
 
     def _owned_sums(self, minibatch: int) -> bool:
-        """Have those come that this stage adds to gradients of its own?"""
+        """True if those have come that this stage adds to gradients of its own."""
         owned = (edge for edge, _ in self.summed if edge not in self.passed)
         return all(self._has_sums(minibatch, edge) for edge in owned)
 

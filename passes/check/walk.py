@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.passes.check.excerpt import excerpt
 from pdcompile.passes.check.exchange import ChannelModel, Exchange, Misfit, Stuck, shortest_cycle
 from pdcompile.passes.check.tokens import Tokens
 from pdcompile.passes.check.transfers import Violation
@@ -17,6 +16,8 @@ from pdcompile.schedule.spec import Broadcast, PipelineSpec
 STEP, FLUSH, GRADIENTS, REFRESH = "", "+flush", "+gradients", "+refresh"
 EVALUATION, NORMS, BUFFERS, BROADCAST = "+eval", "+norms", "+buffers", "+broadcast"
 PROGRAMS = (STEP, FLUSH, GRADIENTS, REFRESH, EVALUATION, NORMS, BUFFERS, BROADCAST)
+RADIUS = 3  # instructions of an excerpt, before and after
+MAX_RANKS = 4
 COLLECTIVES = {NORMS: Kind.NORMS, BUFFERS: Kind.BUFFERS}  # programs of one exchange and no more
 
 
@@ -34,21 +35,15 @@ class Walk:
         """After so many minibatches, with nothing in flight."""
         self.spec = spec
         self.forward_only = forward_only
-        self.tokens = {
-            rank: {
-                s: Tokens(
-                    spec,
-                    s,
-                    spec.ranks[s].index(rank),
-                    forward_only=forward_only,
-                    puts_off=channels == "device_order",
+        self.tokens: dict[int, dict[int, Tokens]] = {}
+        ordered = channels == "device_order"
+        for rank, stages in spec.holders:
+            for s in stages:
+                made = Tokens(
+                    spec, s, spec.ranks[s].index(rank), forward_only=forward_only, puts_off=ordered
                 )
-                for s in stages
-            }
-            for rank, stages in spec.holders
-        }
-        for _, tokens in self.each():
-            tokens.begin(minibatches)
+                made.begin(minibatches)
+                self.tokens.setdefault(rank, {})[s] = made
         self.exchange = Exchange(spec, channels)
         self.base = minibatches  # calls of step so far
         self.num_programs = 0
@@ -138,7 +133,7 @@ class Walk:
             raise self._error(program, rank, position, str(error)) from None
 
     def _of_rank(self, program: Schedule, one: Instruction, holds: bool) -> None:
-        """What is not about a stage: broadcasts, the user's norms, losses where there is none."""
+        """Check what is about no stage: broadcasts, the user's norms, losses where none is."""
         kind = one.action.kind
         shares = one.stage == -1 and one.action.phase is not Phase.LOCAL and kind not in TRANSFERS
         if kind is Kind.NORMS:
@@ -208,3 +203,25 @@ class Walk:
 def _of(one: Instruction) -> str:
     where = f"minibatch {one.minibatch:+d}" if one.minibatch else "this minibatch"
     return f"microbatch {one.microbatch} of {where}" if one.microbatch >= 0 else where
+
+
+def excerpt(schedule: Schedule, marks: Mapping[int, int]) -> str:
+    """The instructions around `marks` (rank → index in its column), one column a rank."""
+    ranks = sorted(marks)[:MAX_RANKS]
+    cells = []
+    for rank in ranks:
+        column, mark = schedule.columns[rank], marks[rank]
+        cell = [f"rank {rank}"]
+        for index in range(mark - RADIUS, mark + RADIUS + 1):
+            text = f"{index}: {column[index]}" if 0 <= index < len(column) else ""
+            cell.append(text + " <-- here" if index == mark else text)
+        cells.append(cell)
+    widths = [max(map(len, cell)) for cell in cells]
+    rows = zip(*cells, strict=True)
+    lines = [
+        "  " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    if len(marks) > MAX_RANKS:
+        lines.append(f"  … and {len(marks) - MAX_RANKS} more ranks")
+    return "\n".join(line.rstrip() for line in lines)

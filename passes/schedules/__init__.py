@@ -94,7 +94,7 @@ def _held(kind: ScheduleKind, share: int, placement: tuple[int, ...]) -> tuple[i
 
 
 def _scaled(depths: list[int], caps: list[int]) -> tuple[int, ...]:
-    """At most its cap each, in proportion (rounded); nothing changes when all fit."""
+    """Depths of at most their caps, in proportion (rounded); nothing changes when all fit."""
     ratio = min(
         (Fraction(cap, depth) for cap, depth in zip(caps, depths, strict=True) if depth > cap),
         default=Fraction(1),
@@ -114,7 +114,7 @@ def memory_rule(
     optimizer_factor: float = 2.0,
     replicas: tuple[int, ...] = (),
 ) -> MemoryRule:
-    """What a stage holds: weight versions, gradient buffers, microbatches in flight, slots.
+    """Rule for what a stage holds: weight versions, gradient buffers, microbatches, slots.
 
     Raises ScheduleError for an unknown name.
     """

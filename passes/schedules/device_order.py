@@ -21,7 +21,6 @@ proves it for each program all the same, from the columns alone (model `device_o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.program_walk import Operation, ProgramWalk, Step, Visitor
@@ -39,13 +38,9 @@ _TICKS = {
 }
 
 
-class HalfBegun(NamedTuple):
-    """Operations that some of their ranks have come to, and others will in a later call: each rank
-    with its instruction, whose minibatch is relative to the next call."""
-
-    ends: tuple[tuple[int, Instruction], ...] = ()
-
-
+#: operations that some of their ranks have come to, and others will in a later call: each rank with
+#: its instruction, whose minibatch is relative to the next call
+HalfBegun = tuple[tuple[int, Instruction], ...]
 #: of an event: its time, computes first, then as they were come to
 Place = tuple[int, bool, int]
 Label = tuple[int, int, int]  # stage, minibatch, microbatch
@@ -65,11 +60,11 @@ class _Order(Visitor):
         self.events: list[list[tuple[Place, Step, Operation | None]]]
         self.events = [[] for _ in program.columns]
         self.count = 0
-        for rank, one in before.ends:
+        for rank, one in before:
             self.walk.begin(Step(rank, one, (one.minibatch, one.microbatch), -1, -1))
 
     def run(self) -> None:
-        """To the end of all columns.  Raises ScheduleError where they come to none."""
+        """Walk to the end of all columns.  Raises ScheduleError where they come to none."""
         self.walk.run([(0, self.program)])
         for rank, (step, _) in sorted(self.walk.standing.items()):
             raise ScheduleError(
@@ -90,7 +85,7 @@ class _Order(Visitor):
             sends.setdefault((one.stage, *step.label), []).append(operation)
 
     def completed(self, step: Step, operation: Operation) -> None:
-        """With the last rank there, it is an event."""
+        """Make an event of it, with the last rank there."""
         for end in operation.ends.values():
             self._event(operation.note, end, operation)
         self.count += 1
@@ -151,14 +146,12 @@ class _Order(Visitor):
         yield from begun.values()
 
     def half_begun(self, shift: int) -> HalfBegun:
-        """What is left, seen from the next call (`shift` 1 after a step)."""
-        return HalfBegun(
-            tuple(
-                (rank, end.one._replace(minibatch=end.label[0] - shift))
-                for operation in self.operations
-                if not operation.over
-                for rank, end in operation.ends.items()
-            )
+        """The rest, seen from the next call (`shift` 1 after a step)."""
+        return tuple(
+            (rank, end.one._replace(minibatch=end.label[0] - shift))
+            for operation in self.operations
+            if not operation.over
+            for rank, end in operation.ends.items()
         )
 
 

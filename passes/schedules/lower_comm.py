@@ -39,7 +39,7 @@ Upto = Literal["forward", "gradients", "update"]  # how far a program takes a mi
 
 
 class StageState(NamedTuple):
-    """What a call leaves for the next one of a stage; minibatches are relative to the next."""
+    """Rest that a call leaves for the next one of a stage; minibatches are relative to that."""
 
     pending: tuple[tuple[int, int], ...] = ()  # went forward, not yet backward
     unstepped: tuple[int, ...] = ()
@@ -228,7 +228,7 @@ class StagePart:
                 self.post(hop, 0, microbatch)
 
     def expect(self, tasks: Sequence[Task]) -> None:
-        """In which order microbatches go backward: as in these tasks, the others afterwards."""
+        """Set the order of backwards: as in these tasks, the others afterwards."""
         backwards = [(t, i) for _, action, t, i in tasks if action in TO_INPUTS]
         forwards = [(t, i) for _, action, t, i in tasks if action is Action.FORWARD]
         order = dict.fromkeys((*backwards, *self.waiting, *forwards))
@@ -322,7 +322,7 @@ class StagePart:
             self.reduced = minibatch
 
     def post_collective(self, last: int) -> None:
-        """In order of minibatches, also where a replica has no microbatch of one.
+        """Post in order of minibatches, also where a replica has no microbatch of one.
 
         A rank of several stages posts their norms together, after the last of them.
         """
@@ -363,7 +363,7 @@ class StagePart:
                 self.post(hop, following, -1)
 
     def state(self, shift: int) -> StageState:
-        """What is left, seen from the next call (`shift` 1 after a step)."""
+        """The rest, seen from the next call (`shift` 1 after a step)."""
         return StageState(
             tuple((t - shift, i) for t, i in self.waiting),
             tuple(t - shift for t in self.unstepped),
@@ -463,7 +463,7 @@ class TiedSums:
         return self.part.spec.tied[edge].stages[0]
 
     def _has_backward(self, minibatch: int) -> bool:
-        """Is a backward of the minibatch still to come?"""
+        """True if a backward of the minibatch is still to come."""
         return any(t == minibatch for t, _ in self.part.waiting)
 
 

@@ -217,7 +217,7 @@ class ProgramWalk:
         return found
 
     def _waits(self, step: Step, operation: Operation) -> bool:
-        """Has a rank to wait?"""
+        """True if a rank has to wait."""
         meets = True
         if self.rendezvous:
             phase = step.one.action.phase

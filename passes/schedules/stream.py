@@ -26,7 +26,7 @@ Limits = dict[tuple[int, int], int]  # see StageWork
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Where a pipeline stands between two calls: a state for each stage of each holder.
+    """Position of a pipeline between two calls: a state for each stage of each holder.
 
     `phase`: minibatches so far, as far as they decide whose turn it is; `half_begun`: of programs
     in device order, else None.
@@ -42,7 +42,7 @@ class Stream:
         """A pipeline in which nothing is in flight, after so many minibatches; `ordered`: its
         programs are in device order."""
         states = tuple((StageState(),) * len(stages) for _, stages in spec.holders)
-        half_begun = HalfBegun() if ordered else None
+        half_begun: HalfBegun | None = () if ordered else None
         return Stream(spec, states, minibatches % spec.period, half_begun)
 
     def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
@@ -89,7 +89,7 @@ def evaluation(
 
 
 def tasks_of(spec: PipelineSpec) -> list[list[Task]]:
-    """What every rank computes in one call, after which nothing is in flight."""
+    """Tasks of every rank in one call, after which nothing is in flight."""
     begin, found = Stream.begin(spec), [list[Task]() for _ in range(spec.num_ranks)]
     for column, states in zip(_columns(begin), begin.states, strict=True):
         found[column.rank] = _tasks(column, states, {}, spec.num_microbatches)
@@ -176,7 +176,7 @@ def _after(
 def _tasks(
     column: Column, states: Sequence[StageState], limits: Limits, num_microbatches: int | None
 ) -> list[Task]:
-    """What a rank computes in one call; None: nothing more comes."""
+    """Tasks of a rank in one call; None: nothing more comes."""
     spec, works = column.spec, []
     for stage, state in zip(column.lanes, states, strict=True):
         works.append(
@@ -200,8 +200,7 @@ def _tasks(
 
 
 def _due(spec: PipelineSpec, stage: int, phase: int, states: Sequence[StageState]) -> Limits:
-    """Where each minibatch is one microbatch: those whose backward comes before all forwards of
-    the call.
+    """Minibatches of one microbatch each whose backward comes before all forwards of the call.
 
     The first forward of a group needs the updates that its weights are made by, hence the
     backwards of all replicas; and what one stage needs is needed of all stages after it.
@@ -211,7 +210,7 @@ def _due(spec: PipelineSpec, stage: int, phase: int, states: Sequence[StageState
 
 
 def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches: int) -> Limits:
-    """What one replica's call means for the stage after it: the `limits` of its backwards."""
+    """Limits (see `StageWork`) that one replica's call sets for the backwards of the next stage."""
     found: Limits = {}
     next_forward = num_microbatches
     for _, action, minibatch, microbatch in reversed(tasks):

@@ -53,7 +53,7 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
 
 
 def _is_due(own: StageWork, waiting: deque[tuple[int, int]], forward: int) -> bool:
-    """Must a backward come before this forward?  Backwards are in order: any one counts."""
+    """True if a backward must come before this forward.  Backwards are in order: any counts."""
     limits = own.limits
     return bool(limits) and any(limits.get(one, forward) < forward for one in waiting)
 

@@ -63,7 +63,7 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
 
 
 def _turns(rank: int, ranks: int, count: int) -> list[Turn]:
-    """What the rank does with so many microbatches that the pipeline is filled."""
+    """Turns of the rank with so many microbatches that the pipeline is filled."""
     ahead = ranks - rank
     out, back = ([(leg, action) for action in (FORWARD, INPUT, WEIGHT)] for leg in (OUT, BACK))
     fresh = count - (2 * ahead - 1) - rank  # that set out while others end

@@ -77,14 +77,9 @@ def simulate(
     return Simulation(forecast, clock.timeline, ends, window, tuple(programs), clock.passed_seconds)
 
 
-def simulate_programs(
-    plan: Plan,
-    programs: Sequence[Schedule],
-    *,
-    links: Links | None = None,
-) -> Simulation:
+def simulate_programs(plan: Plan, programs: Sequence[Schedule]) -> Simulation:
     """The same for given programs; the forecast's step is all of them."""
-    clock = Clock(plan, programs, links or links_of(plan))
+    clock = Clock(plan, programs, links_of(plan))
     ends = clock.run()
     window = 0.0, max(ends)
     forecast = _forecast(plan, programs, max(ends), clock, programs)

@@ -61,7 +61,7 @@ class TimelineEvent:
 
 
 def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
-    """What each action takes on each stage."""
+    """Seconds of each action on each stage."""
     found, kind = {}, plan.training.kind
     for s, stage in enumerate(plan.stages):
         again = stage.deployment.again(stage.forward_seconds)
@@ -111,7 +111,7 @@ class Clock(Visitor):
         return tuple(map(tuple, self.passed)) if self.keeps_events else ()
 
     def run(self) -> tuple[float, ...]:
-        """When each program's last rank was done.
+        """Run, and return when each program's last rank was done.
 
         Raises ScheduleError when ranks wait for ever (`check` says more).
         """

@@ -50,7 +50,7 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
 
 
 class Held(NamedTuple):
-    """What a rank holds from some second on."""
+    """Bytes that a rank holds from some second on."""
 
     seconds: float
     ledger: MemoryLedger
@@ -84,7 +84,7 @@ def held_over_time(
 
 
 def _changes(curve: Iterable[tuple[float, tuple[int, ...]]]) -> Iterator[Held]:
-    """Of each second the most, if it is more than what comes before and after, and the last."""
+    """The most of each second, if it is more than what comes before and after, and the last."""
     for seconds, group in groupby(curve, key=lambda one: one[0]):
         parts = [one for _, one in group]
         most = max(parts, key=sum)
@@ -115,7 +115,7 @@ def _walked(
 
 @dataclass
 class _StageLedger:
-    """What one stage holds on one rank, instruction by instruction.
+    """Bytes that one stage holds on one rank, instruction by instruction.
 
     `held` are the walks of all stages of the rank, `peak` the most that they held together while
     this one ran.
@@ -169,7 +169,7 @@ class _StageLedger:
         self._note()
 
     def share(self, minibatch: int) -> int:
-        """How many microbatches of a full minibatch come here."""
+        """Microbatches of a full minibatch that come here."""
         count = self.spec.num_microbatches
         return len(self.spec.share(self.index, self.replica, count, minibatch))
 
@@ -282,8 +282,8 @@ class _StageLedger:
         self._leave(at, sum(self.plan.edges[edge].bytes for edge in self.outgoing))
 
     def _leave(self, at: _Microbatch, most: int) -> None:
-        """Of the values of a microbatch that are not out, at most so many bytes are held for that
-        alone: `over` has these numbers."""
+        """Hold at most so many bytes for the values of a microbatch that are not out alone: `over`
+        has these numbers."""
         if self.stage.recompute:
             return  # counted from the send on
         left = [edge for edge in self.outgoing if (at, edge) in self.leaving]

@@ -18,7 +18,7 @@ from benchmarks.published.command import (
 from benchmarks.published.solution import LevelSolution
 from benchmarks.published.solution_table import level_lines, members
 from pdcompile.errors import ConfigError
-from pdcompile.units import parse_limit
+from pdcompile.units import parse_bytes
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -45,10 +45,10 @@ def test_bandwidths(text: str, rate: float) -> None:
 
 
 def test_memory_may_be_a_fraction_of_a_unit() -> None:
-    assert parse_limit("7.45GiB") == math.floor(7.45 * 2**30)
-    assert parse_limit("16000000000.0B") == parse_limit("16GB") == 16 * 10**9
+    assert parse_bytes("7.45GiB") == math.floor(7.45 * 2**30)
+    assert parse_bytes("16000000000.0B") == parse_bytes("16GB") == 16 * 10**9
     with pytest.raises(ConfigError, match="GiB"):
-        parse_limit("16")
+        parse_bytes("16")
 
 
 @pytest.mark.parametrize(("text", "ratio"), [(None, 1.0), ("none", None), ("2.5", 2.5)])
