@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_443,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_556),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_554),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_496),
     "runtime": (("runtime",), 8_988),
     "checkpoints and state": (

@@ -85,12 +85,13 @@ def render(lines: Iterable[Line]) -> str:
 
 
 def fold(code: str, depth: int) -> list[str]:
-    """One statement as lines of at most 100 columns, the way formatters break calls; what has no
-    brackets to break at stays in one line."""
+    """One statement as lines of at most 100 columns, the way formatters break calls: at the last
+    brackets that leave both ends short enough; what has none stays in one line."""
     indent = "    " * depth
     if len(indent) + len(code) <= WIDTH:
         return [indent + code]
-    return _break_targets(code, depth) or _break_brackets(code, depth) or [indent + code]
+    broken = (_break_brackets(code, depth, *span) for span in reversed(_brackets(code)))
+    return _break_targets(code, depth) or next(filter(None, broken), [indent + code])
 
 
 def _break_targets(code: str, depth: int) -> list[str] | None:
@@ -104,12 +105,8 @@ def _break_targets(code: str, depth: int) -> list[str] | None:
     return [f"{indent}(", *parts, first.replace("_", ")", 1), *rest]
 
 
-def _break_brackets(code: str, depth: int) -> list[str] | None:
-    """Breaks after the last top-level opening bracket and before its closing one."""
-    span = _last_brackets(code)
-    if span is None:
-        return None
-    start, stop = span
+def _break_brackets(code: str, depth: int, start: int, stop: int) -> list[str] | None:
+    """Breaks after the opening bracket at start and before its closing one at stop."""
     head, inner, tail = code[: start + 1], code[start + 1 : stop], code[stop:]
     indent = "    " * depth
     assigned = _assigned(code)
@@ -153,13 +150,14 @@ def _assigned(code: str) -> int:
     return 0
 
 
-def _last_brackets(code: str) -> tuple[int, int] | None:
-    found, start = None, 0
+def _brackets(code: str) -> list[tuple[int, int]]:
+    """Positions of the top-level brackets that hold something, opening and closing."""
+    found, start = [], 0
     for position, char, level in _with_levels(code):
         if char in "([{" and level == 1:
             start = position
         elif char in ")]}" and not level and position > start + 1:
-            found = (start, position)
+            found.append((start, position))
     return found
 
 

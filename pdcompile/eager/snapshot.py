@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_ATOMS = frozenset((bool, int, float, str, type(None), torch.Tensor, torch.nn.Parameter))
+_CONTAINERS = (dict, SimpleNamespace, list, tuple)
 _VALUES = (bool, int, float, complex, str, bytes, range, torch.device, torch.dtype, torch.Size)
 
 Alike = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -86,9 +88,11 @@ def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def snapshot(value: Any, depth: int = 4) -> Any:
     """A value in which containers and numpy arrays are replaced by `Contents`."""
+    if type(value) in _ATOMS:
+        return value
     if is_array(value):
         return Contents(value, value.copy())
-    if (depth and _is_container(value)) or _ordered(value):
+    if (depth and (isinstance(value, _CONTAINERS) or type(value) is set)) or _ordered(value):
         if isinstance(value, dict | SimpleNamespace):
             items = dict.items(_table(value))  # a class of its own may mean other items
             return Contents(value, {key: snapshot(item, depth - 1) for key, item in items})
@@ -96,10 +100,6 @@ def snapshot(value: Any, depth: int = 4) -> Any:
             return Contents(value, [snapshot(item, depth - 1) for item in value])
         return Contents(value, set(value))
     return value
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | SimpleNamespace | list | tuple) or type(value) is set
 
 
 def _table(value: Any) -> Any:

@@ -25,6 +25,7 @@ from pdcompile.releases.torch_internals import (
     is_functorch_wrapped_tensor,
 )
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # no class of its own that does more
 KEEP = "keep what one call leaves for the next in a registered buffer, written in place (copy_)"
 
 
@@ -72,8 +73,7 @@ class FakeTensors:
     def made_in(self, result: Any, path: str) -> None:
         """Remembers the module that returned a tensor whose making was not recorded."""
         for tensor in tensors_among(result):
-            fake = isinstance(tensor, FakeTensor)
-            if fake and not self.known(tensor):
+            if isinstance(tensor, FakeTensor) and not self.known(tensor):
                 self._unknown.setdefault(id(tensor), (tensor, path))
 
     def origin_of(self, arguments: Any) -> str | None:
@@ -130,8 +130,11 @@ class FakeTensors:
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
-        if tensor.device.type != "meta" and self.home == self.device:
-            return self.mode.from_tensor(tensor)
+        odd = not tensor.is_leaf or tensor.grad is not None or type(tensor) not in _PLAIN
+        odd = odd or tensor.layout is not torch.strided or tensor.is_quantized
+        odd = odd or tensor.is_conj() or tensor.is_neg()
+        if odd and tensor.device.type != "meta" and self.home == self.device:
+            return self.mode.from_tensor(tensor)  # slower, for any tensor
         with NoTorchDispatch(), NoTorchFunction():
             fake = FakeTensor(self.mode, self._without_values(tensor), self.device)
             if tensor.is_leaf:
@@ -142,17 +145,14 @@ class FakeTensors:
 
     def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the meta device with the same layout; what shares memory still does."""
-        make = partial(torch.empty, device="meta")
         if tensor.device.type == "meta":
-            bare = torch.empty_like(tensor, requires_grad=False)
-        else:
-            held = tensor.untyped_storage()
-            if (key := storage_key(tensor)) not in self._memory:
-                self._kept.append(tensor)
-                self._memory[key] = make(held.nbytes(), dtype=torch.uint8).untyped_storage()
-            place = tensor.storage_offset(), tensor.shape, tensor.stride()
-            bare = make(0, dtype=tensor.dtype).set_(self._memory[key], *place)
-        return bare
+            return torch.empty_like(tensor, requires_grad=False)
+        make, held = partial(torch.empty, device="meta"), tensor.untyped_storage()
+        if (key := storage_key(tensor)) not in self._memory:
+            self._kept.append(tensor)
+            self._memory[key] = make(held.nbytes(), dtype=torch.uint8).untyped_storage()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return make(0, dtype=tensor.dtype).set_(self._memory[key], *place)
 
     def _constant(self, tensor: torch.Tensor) -> str:
         if tensor.requires_grad:
