@@ -14,6 +14,7 @@ import gc
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -69,9 +70,17 @@ def _is_fast(config: pytest.Config) -> bool:
     return bool(config.option.markexpr == "not slow")
 
 
-def pytest_collection_finish() -> None:
-    """What is there now stays to the end: collections, and captures, need not look at it again."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage is looked for while modules are imported, which stay to the end; and later ten
+    times less often, as stages and graphs are many small objects that stay for a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # collections, and captures, need not look at it again
+        gc.set_threshold(10_000, 10, 10)
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, new_bytes
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 from pdcompile.releases.torch_internals import FakeTensor
+from tests.helpers import models
 
 
 def kept_really(graph: OpGraph, model: nn.Module, x: Tensor) -> dict[str, list[int]]:
@@ -105,6 +106,24 @@ def test_modules_of_another_dtype_run() -> None:
     graph = trace.trace(model, x)
     kept = kept_storages(graph, 2).by_op
     assert {op: sorted(kept[op].values()) for op in kept} == kept_really(graph, model, x)
+
+
+@pytest.mark.parametrize("name", ["convnet", "gpt", "writes"])
+def test_bytes_of_a_third_size_follow_from_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run at that size, between the two and beyond them."""
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr("pdcompile.passes.costs.rehearsal.kept_storages._cache", known)
+    if name == "writes":
+        graph = trace.trace(Writes(), torch.rand(4, 8))
+    else:
+        graph = trace.trace(getattr(models, name)(), models.batch_for(name, 4)[0])
+    kept_storages(graph, 2)
+    kept_storages(graph, 16)
+    found = {b: new_bytes(graph, b) for b in (1, 5, 24)}
+    assert len(known) == 2
+    for b, of_ops in found.items():
+        assert of_ops == kept_storages(graph, b).new()
+    assert any(found[1][name] < found[5][name] < found[24][name] for name in found[5])
 
 
 class Rectified(nn.Module):

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +180,21 @@ def test_commands_of_the_pages_are_commands(page: Path) -> None:
                 assert (ROOT / word.partition(":")[0]).exists(), command
 
 
-def of_pdcompile(words: list[str], command: str) -> None:
-    """Parse as the command line does; a verb may be named without what it needs."""
+@cache
+def command_line() -> Any:
+    """The group of all verbs, which takes long to make."""
     from typer.main import get_command
 
     import pdcompile.__main__  # adds the verbs
     from pdcompile.cli.app import app
 
     assert pdcompile.__main__
-    group: Any = get_command(app)
+    return get_command(app)
+
+
+def of_pdcompile(words: list[str], command: str) -> None:
+    """Parse as the command line does; a verb may be named without what it needs."""
+    group = command_line()
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         assert words[0] in {*group.commands, "VERB"}, command
         group = group.commands.get(words.pop(0), group)

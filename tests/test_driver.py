@@ -260,6 +260,62 @@ def test_microbatches_are_chosen_from_the_minibatch() -> None:
     assert compiled("mlp", microbatches="auto", stages=1).plan.training.num_microbatches == 1
 
 
+class Squeezes(nn.Module):
+    """Leaves the dimension of samples out where there is one sample: another graph for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).squeeze(0)
+        out: Tensor = self.third(torch.relu(self.second(hidden)))
+        return out.view(-1, 64, 256)
+
+
+TWO_DEVICES = """
+[[devices]]
+count = 2
+memory = "80 GB"
+
+[[levels]]
+name = "link"
+size = 2
+bandwidth = "300 GB/s"
+latency = "0 us"
+"""
+
+
+def test_a_model_is_captured_again_where_single_samples_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first capture, with two samples, does not hold for one: the second is of one alone."""
+    sizes: list[int] = []
+    capture = driver.capture
+
+    def counted(*given: Any, **options: Any) -> Any:
+        sizes.append(options["microbatch_size"])
+        return capture(*given, **options)
+
+    monkeypatch.setattr("pdcompile.driver.capture", counted)
+    cluster = tmp_path / "two.toml"
+    cluster.write_text(TWO_DEVICES)
+    torch.manual_seed(0)
+    model, x, y = Squeezes(), torch.randn(4, 64, 256), torch.randn(4, 64, 256)
+    loss: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
+    expected = pdcompile.reference(copy.deepcopy(model), microbatches=4, **loss)
+    with pytest.warns(UserWarning, match="every microbatch has to be of one sample"):
+        pipe = pdcompile.compile(
+            model, x, example_target=y, cluster=cluster, schedule="1f1b", recompute="auto",
+            microbatches="auto", costs="estimated", verify="full", **loss,
+        )  # fmt: skip
+    assert sizes == [2, 1]
+    assert pipe.plan.training.num_microbatches == 4
+    assert len(pipe.plan.stages) == 2
+    for _ in range(2):
+        assert pipe.step(x, target=y).loss == expected.step(x, target=y).loss
+
+
 def test_optimizer_state_is_asked_of_the_optimizer() -> None:
     from functools import partial
 

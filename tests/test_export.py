@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,10 +307,14 @@ def test_a_script_says_what_it_needs(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     plan = exported.planned(exported.mlp(), 2)
     export(plan, f"{target}:mlp", to="torch-pipelining", folder=folder)
-    alone = subprocess.run(
-        [sys.executable, str(folder / "train.py")], capture_output=True, text=True, check=False
-    )
-    assert (alone.returncode, alone.stderr) == (1, "start it with torchrun --nproc-per-node=2\n")
+    script = f"""
+        import os, runpy, sys
+        sys.path.insert(0, {str(folder)!r})
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        runpy.run_path({str(folder / "train.py")!r}, run_name="__main__")
+    """
+    alone = launch.processes(script, 1, tmp_path)
+    assert (alone.code, alone.output) == (1, "start it with torchrun --nproc-per-node=2\n")
     target.unlink()
     run = trained(folder, 2)
     assert run.code == 1

@@ -90,7 +90,7 @@ def drawing_beside() -> Iterator[list[Tensor]]:
         thread.join()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_a_thread_that_draws_while_steps_run_changes_nothing(middle: str) -> None:
     def model() -> nn.Module:

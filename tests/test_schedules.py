@@ -364,10 +364,10 @@ GOLDEN_PLANS = {
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 3, 1)])
 def test_updates_of_tied_weights_in_the_middle_wait_for_nobody_that_waits(
-    replicas: tuple[int, ...], clip: float | None
+    replicas: tuple[int, ...], clip: float | None, fast: bool
 ) -> None:
     """A replica without microbatches adds to sums and norms with its own update, which is later."""
-    for count in (1, 2, 3, 4, 6, 7):
+    for count in (1, 3, 4) if fast else (1, 2, 3, 4, 6, 7):
         plan = make_plan(
             "2bw", 3, count, replicas=replicas, clip=clip, tied=(TiedParameter("w", (0, 2), 1),),
             edges=chain(3),

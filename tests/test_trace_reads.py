@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -194,7 +195,7 @@ def test_a_flag_that_a_result_needs_a_gradient() -> None:
 def test_checks_before_a_call_hold_exactly_where_the_model_does_not_raise(
     rows: list[list[int]],
 ) -> None:
-    graph, model = _CAPTURED.train, _MODEL
+    graph, model = _in_place()
     labels = torch.tensor(rows)
     x = torch.randn(len(rows), 3, 8)
     before = labels.clone()
@@ -212,10 +213,13 @@ def test_checks_before_a_call_hold_exactly_where_the_model_does_not_raise(
     assert torch.equal(labels, before)
 
 
-_MODEL = make(_after_in_place)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    _CAPTURED = captured(_MODEL, torch.randn(4, 3, 8), torch.randint(0, 8, (4, 3)))
+@cache
+def _in_place() -> tuple[OpGraph, nn.Module]:
+    model = make(_after_in_place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = captured(model, torch.randn(4, 3, 8), torch.randint(0, 8, (4, 3)))
+    return found.train, model
 
 
 def _longest(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:

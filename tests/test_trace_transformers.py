@@ -12,10 +12,6 @@ import pdcompile
 from pdcompile.batch import flatten_output
 from pdcompile.passes.trace.comparison.step_values import same
 
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed (make venv installs it)"
-)
-
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
     "Llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -28,6 +24,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def build(name: str) -> torch.nn.Module:
+    import transformers
+
     config = getattr(transformers, f"{name}Config")(vocab_size=48, **SIZES[name])
     head = "ForConditionalGeneration" if name == "T5" else "LMHeadModel" * (name == "GPT2")
     torch.manual_seed(0)

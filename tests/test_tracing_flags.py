@@ -22,18 +22,18 @@ from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH, TracingFlags
 from tests.helpers.captures import captured, make, rows
 
-transformers = pytest.importorskip("transformers")
-
 
 def grouped(*, use_cache: bool) -> Any:
     """Fewer key than query heads: with and without a mask other kernels run."""
-    config = transformers.LlamaConfig(
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
         vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=40, max_position_embeddings=32,
         use_cache=use_cache,
     )  # fmt: skip
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
 
 
 def batch(*, masked: int | None = None) -> dict[str, torch.Tensor]:

@@ -12,8 +12,6 @@ import torch
 from pdcompile.errors import ConfigError
 from tests.helpers.launch import processes, torchrun
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs it (pdcompile[hf])")
-
 # What both kinds of trainer do here, in one process and on two ranks.
 TRAIN = """
 import json, sys
