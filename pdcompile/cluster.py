@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal, Protocol, TypeVar
 
-from pdcompile.errors import ClusterError, ConfigError, os_errors_as
+from pdcompile.errors import ClusterError, ConfigError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.hardware.data_sheets import SHEETS, meant_by
 from pdcompile.jsonio import decode, loads_toml
@@ -225,7 +225,7 @@ class Cluster:
             ClusterError: unreadable file, unknown key or unit, level sizes that do not multiply
                 to the number of devices; names the file and the key.
         """
-        with os_errors_as(
+        with errors_as(
             ClusterError,
             "cannot read the cluster file",
             path,

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 
 
 def some(names: Sequence[str], count: int = 3) -> str:
@@ -48,25 +49,23 @@ class PdcompileError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks: keyword arguments have to survive pickling.
-        return (_rebuild, (type(self), self.message, self.where, self.remedy))
-
-
-def _rebuild(
-    kind: type[PdcompileError], message: str, where: str | None, remedy: str | None
-) -> PdcompileError:
-    return kind(message, where=where, remedy=remedy)
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.message,)
 
 
 @contextmanager
-def os_errors_as(
-    kind: type[PdcompileError], message: str, where: object, remedy: str
-) -> Iterator[None]:
-    """Raises `kind` in place of an OSError inside, with what the system says behind `message`."""
+def errors_as(
+    kind: type[PdcompileError], message: str, where: object, remedy: str,
+    of: type[Exception] = OSError,
+) -> Iterator[None]:  # fmt: skip
+    """Raises `kind` in place of errors inside, with what they say behind `message`: the system's,
+    or those `of` a class, as Exception for code of the user's."""
     try:
         yield
-    except OSError as error:
-        said = f"{message}: {error.strerror or error}"
-        raise kind(said, where=str(where), remedy=remedy) from error
+    except PdcompileError:
+        raise
+    except of as error:
+        said = getattr(error, "strerror", "") or f"{type(error).__name__}: {error}"
+        raise kind(f"{message}: {said}", where=str(where), remedy=remedy) from error
 
 
 @contextmanager

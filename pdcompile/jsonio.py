@@ -36,12 +36,9 @@ class _Refused(ValueError):
 
 
 def loads(
-    text: str | bytes,
-    *,
-    where: str,
-    error: type[PdcompileError] = PlanError,
+    text: str | bytes, *, where: str, error: type[PdcompileError] = PlanError,
     remedy: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Parse strict JSON: no NaN or infinity, no repeated keys, at most 64 MiB and 64 levels.
 
     `remedy`: what to do where it is not.
@@ -264,8 +261,8 @@ def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> An
         return _decode(args[-1] if listed else args[0], data, where, error)
     if kind is float and type(data) is int:
         return float(data)
-    if type(data) is not kind:
-        raise _mismatch(data, _NAMES[kind], where, error)
+    if type(data) is not (origin or kind):  # dict[str, Any] has whatever values
+        raise _mismatch(data, _NAMES[origin or kind], where, error)
     return data
 
 
@@ -293,7 +290,9 @@ def hints_of(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_NAMES = {
+    int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "an object",
+}  # fmt: skip
 
 
 def _mismatch(data: Any, expected: str, where: str, error: type[PdcompileError]) -> PdcompileError:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdcompile.errors import ConfigError, os_errors_as
+from pdcompile.errors import ConfigError, errors_as
 
 Form = TypeVar("Form")
 #: passes that run no real tensors, or few
@@ -77,7 +77,7 @@ class PassRunner:
         to_json = getattr(form, "to_json", None)
         suffix, text = ("json", to_json()) if to_json else ("txt", str(form))
         path = self.folder / f"{len(self.seconds):02d}_{name}.{suffix}"
-        with os_errors_as(
+        with errors_as(
             ConfigError,
             f"cannot write the form of pass '{name}'",
             path,

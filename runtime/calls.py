@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +24,6 @@ from pdcompile.batch import (
     split,
     weights,
 )
-from pdcompile.compiled import Compiled
 from pdcompile.eager.snapshot import attribute, plain_text
 from pdcompile.errors import ConfigError, InputError, did_you_mean, some
 from pdcompile.hardware import devices
@@ -46,33 +45,31 @@ def begin_call(
     ContractError when the ranks make unlike calls.
     """
     session.check_running()
-    compiled, options = session.compiled, session.options
+    compiled, cut = session.compiled, Cut(session, training)
     turn = number if training else 0
-    part = None
-    if flat.whole is not None:
-        part = microbatches_here(session, flat.whole.size, turn, training=training)
+    part = None if flat.whole is None else cut.here(flat.whole.size, turn)
     paths = needed_paths(session, training=training, with_loss=with_loss)
-    graph = _graph(compiled, training=training)
     with session.refusing():
         if flat.whole is not None:
             _check_turn(flat.whole, number, training=training)
-        size = check_call(compiled, graph, flat, paths if part is None or part else (), part)
+        size = _checked_size(cut, flat, paths if part is None or part else (), part)
         _check_objects(session, flat)
-        check_values(compiled, graph, flat, size, part)
+        if size is not None:
+            _check_values(cut, flat, size, part)
     session.check_changes(training)
     with session.guard():
         size = session.agree(kind, number, size, flat)
     if size is None:
         raise InputError("no input tells the batch size", remedy="pass the model's inputs")
-    layout, sizes = replace(compiled.layout, size=size), _sizes(compiled, graph, size)
+    layout, sizes = replace(compiled.layout, size=size), cut.sizes(size)
     count, scales = len(sizes), list[float]()
     if with_loss and session.wirings[session.stages[-1], training].is_last:
         with session.guard() if session.world is not None else nullcontext():
-            scales = weights(options.loss_reduction, flat, layout, count)
+            scales = weights(session.options.loss_reduction, flat, layout, count)
     feeds = []
     for worker in session.workers:
         wiring = session.wirings[worker.stage, training]
-        taken = _microbatches_of(session, worker, turn, count)
+        taken = cut.of(worker, turn, count)
         here = bool(taken) or session.spec.group(worker.stage) == 1
         held = flat.leaves if part == () else wiring.paths(with_loss) if here else ()
         leaves = {path: flat.leaves[path] for path in held}
@@ -104,54 +101,54 @@ def _check_turn(whole: Whole, number: int, *, training: bool) -> None:
         )
 
 
-def microbatch_count(compiled: Compiled, graph: OpGraph, size: int) -> int:
-    """The microbatches of a call: those of the plan.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Cut of a session's calls in training or evaluation into microbatches."""
 
-    There are fewer, in an evaluation also more, where the capture is not right for the sizes that
-    these would have: a short minibatch may leave one sample to some, and of a model that loops
-    over its samples a capture is right for one size.
-    """
-    usual = compiled.plan.training.num_microbatches
-    if graph.sizes.holds_parts(size, min(usual, size)):
-        return usual
-    most = min(usual, size) if graph is compiled.capture.train else size
-    fitting = [m for m in range(1, most + 1) if graph.sizes.holds_parts(size, m)]
-    return min(fitting, key=lambda m: abs(m - usual), default=usual)
+    session: Session
+    training: bool
 
+    @property
+    def graph(self) -> OpGraph:
+        capture = self.session.compiled.capture
+        return capture.train if self.training else capture.eval
 
-def _sizes(compiled: Compiled, graph: OpGraph, size: int) -> list[int]:
-    """Samples of each microbatch of a call; one has all where a batch cannot be cut."""
-    if not compiled.layout.splits:
-        return [size]
-    return microbatch_sizes(size, microbatch_count(compiled, graph, size))
+    def sizes(self, size: int) -> list[int]:
+        """Samples of each microbatch; one has all where a batch cannot be cut.
 
+        There are as many as the plan has; fewer, in an evaluation also more, where the capture is
+        not right for the sizes that these would have: a short minibatch may leave one sample to
+        some, and of a model that loops over its samples a capture is right for one size.
+        """
+        if not self.session.compiled.layout.splits:
+            return [size]
+        plan, known = self.session.compiled.plan, self.graph.sizes
+        count = plan.training.num_microbatches
+        if not known.holds_parts(size, min(count, size)):
+            most = min(count, size) if self.training else size
+            fitting = [m for m in range(1, most + 1) if known.holds_parts(size, m)]
+            count = min(fitting, key=lambda m: abs(m - count), default=count)
+        return microbatch_sizes(size, count)
 
-def _graph(compiled: Compiled, *, training: bool) -> OpGraph:
-    return compiled.capture.train if training else compiled.capture.eval
+    def of(self, worker: Worker, turn: int, count: int) -> range:
+        """Microbatches of minibatch `turn` that come to a worker: replicas take every so-many-th,
+        or whole minibatches in turn."""
+        spec, stage = self.session.spec, worker.stage
+        return spec.share(stage, spec.ranks[stage].index(worker.rank), count, turn)
 
+    def here(self, size: int, turn: int) -> tuple[int, ...]:
+        """Microbatches of minibatch `turn` of which this process reads samples."""
+        if not any(wiring.paths(True) for wiring in self.session.wirings.values()):
+            return ()
+        count = len(self.sizes(size))
+        parts = [self.of(worker, turn, count) for worker in self.session.workers]
+        return tuple(sorted({i for part in parts for i in part}))
 
-def microbatches_here(session: Session, size: int, turn: int, *, training: bool) -> tuple[int, ...]:
-    """The microbatches of which this process reads samples, of minibatch `turn` and that size."""
-    if not any(wiring.paths(True) for wiring in session.wirings.values()):
-        return ()
-    count = len(_sizes(session.compiled, _graph(session.compiled, training=training), size))
-    parts = [_microbatches_of(session, worker, turn, count) for worker in session.workers]
-    return tuple(sorted({i for part in parts for i in part}))
-
-
-def rows_here(session: Session, size: int, turn: int, *, training: bool) -> list[int]:
-    """The samples that this process reads of minibatch `turn`, which has so many."""
-    part = microbatches_here(session, size, turn, training=training)
-    sizes = _sizes(session.compiled, _graph(session.compiled, training=training), size)
-    ends = [*accumulate(sizes)]
-    return [row for i in part for row in range(ends[i] - sizes[i], ends[i])]
-
-
-def _microbatches_of(session: Session, worker: Worker, number: int, count: int) -> range:
-    """Microbatches that come here: replicas take every so-many-th, or whole minibatches in turn."""
-    spec, stage = session.spec, worker.stage
-    replica = spec.ranks[stage].index(worker.transport.rank)
-    return spec.share(stage, replica, count, number)
+    def rows_here(self, size: int, turn: int) -> list[int]:
+        """Samples of minibatch `turn` that this process reads."""
+        sizes = self.sizes(size)
+        ends = [*accumulate(sizes)]
+        return [row for i in self.here(size, turn) for row in range(ends[i] - sizes[i], ends[i])]
 
 
 def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[str, ...]:
@@ -169,12 +166,8 @@ def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[
 _OTHER_SHAPE = "pad or convert it to the captured shape and dtype, or make another pipeline"
 
 
-def check_call(
-    compiled: Compiled,
-    graph: OpGraph,
-    flat: FlatCall,
-    needed: tuple[str, ...],
-    part: tuple[int, ...] | None = None,
+def _checked_size(
+    cut: Cut, flat: FlatCall, needed: tuple[str, ...], part: tuple[int, ...] | None
 ) -> int | None:
     """The batch size, None where this process holds nothing that tells it.
 
@@ -183,13 +176,14 @@ def check_call(
     Raises InputError for a missing input, another shape or dtype, or another constant than
     the captured one.
     """
+    compiled, graph = cut.session.compiled, cut.graph
     _check_constants(graph, flat)
     for path in needed:
         if flat.leaves.get(path) is None:
             raise _missing(graph, flat, path)
     refuse_modes()
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
-    if graph is compiled.capture.train:
+    if cut.training:
         _check_trainable(tensors)
     several = compiled.layout.splits and compiled.plan.training.num_microbatches > 1
     _check_written(graph, tensors, several=several)
@@ -210,10 +204,10 @@ def check_call(
     for path in lone_rows(present, layout, compiled.layout):
         if several or _counts_rows(graph, path):
             raise lone_row_error(flat, path, layout.size)
-    size = layout.size if flat.whole is None or part is None else flat.whole.size
-    sizes = _sizes(compiled, graph, size)
+    size = layout.size if flat.whole is None else flat.whole.size
+    sizes = cut.sizes(size)
     told = any(layout.dims[path] is not None for path in tensors)
-    if flat.whole is not None and part is not None:
+    if part is not None:
         due = sum(sizes[i] for i in part)
         if told and layout.size != due:
             raise InputError(
@@ -223,7 +217,7 @@ def check_call(
             )
     elif not told:
         return None
-    _check_sizes(graph, sizes, training=graph is compiled.capture.train)
+    _check_sizes(graph, sizes, training=cut.training)
     return size
 
 
@@ -335,12 +329,13 @@ def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
         )
     known = {entry.path for entry in graph.inputs} | {name for name, _ in graph.constants}
     surplus = [name for name in flat.leaves if name not in known]
+    given, _, _ = flat.unflatten()  # one container may have been passed for all arguments
     instead = f", and {some(surplus)} is there, which the first call did not have"
     return InputError(
         f"an input is missing{instead if surplus else ''}",
         where=path,
         remedy=(f"write {path} in place of {surplus[0]}" if did_you_mean(path, surplus) else "")
-        or _passed_whole(flat)
+        or (as_one_argument(given[0]) if len(given) == 1 else "")
         or "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
     )
 
@@ -350,17 +345,12 @@ def of_target(path: str) -> bool:
     return path == "target" or path.startswith(("target[", "target."))
 
 
-def check_values(
-    compiled: Compiled,
-    graph: OpGraph,
-    flat: FlatCall,
-    size: int | None,
-    part: tuple[int, ...] | None = None,
-) -> None:
+def _check_values(cut: Cut, flat: FlatCall, size: int, part: tuple[int, ...] | None) -> None:
     """Raise InputError where the model's Python would go another way than in the capture."""
-    if size is None or not graph.checks:
+    graph = cut.graph
+    if not graph.checks:
         return
-    layout, sizes = replace(compiled.layout, size=size), _sizes(compiled, graph, size)
+    layout, sizes = replace(cut.session.compiled.layout, size=size), cut.sizes(size)
     given = {entry.path: flat.leaves.get(entry.path) for entry in graph.inputs}
     parts = split(given, layout, len(sizes), part)
     for i in range(len(sizes)) if part is None else part:
@@ -369,9 +359,9 @@ def check_values(
 
 def check_size(session: Session, size: int, *, training: bool) -> None:
     """Raise InputError where no call takes a minibatch of so many samples."""
-    graph = _graph(session.compiled, training=training)
     if session.compiled.layout.splits:
-        _check_sizes(graph, _sizes(session.compiled, graph, size), training=training)
+        cut = Cut(session, training)
+        _check_sizes(cut.graph, cut.sizes(size), training=training)
 
 
 def _check_sizes(graph: OpGraph, sizes: list[int], *, training: bool) -> None:
@@ -409,12 +399,6 @@ def refuse_modes() -> None:
             remedy="compile(..., autocast='bfloat16') runs model and loss in such a region; or put "
             "it inside of forward",
         )
-
-
-def _passed_whole(flat: FlatCall) -> str:
-    """The remedy where one container was passed for all of forward's arguments, or ""."""
-    given, _, _ = flat.unflatten()
-    return as_one_argument(given[0]) if len(given) == 1 else ""
 
 
 def default_of(flat: FlatCall, path: str) -> Any:

@@ -42,10 +42,6 @@ class Handle:
     """A message in flight. `wait` returns the tensor of a receive."""
 
     def ready(self) -> bool:
-        """True if wait may be called now: on a blocking transport always."""
-        return True
-
-    def known(self) -> bool:
         """True if wait returns at once."""
         return False
 
@@ -63,7 +59,7 @@ class Fetched(Handle):
         self.tensor = tensor
         self._done, self._source, self._starter = done, source, starter
 
-    def known(self) -> bool:
+    def ready(self) -> bool:
         return self._done is None or self._done.query()
 
     def wait(self) -> Tensor:
@@ -89,7 +85,7 @@ class Deferred:
         self._start: Callable[[], Any] | None = start
         self._over = Flag()
         self._work: Any = None
-        self._failed: Exception | None = None
+        self._failed: str | None = None
 
     @property
     def begun(self) -> bool:
@@ -101,18 +97,11 @@ class Deferred:
         try:
             if done is not None:
                 done.synchronize()
-        except Exception as error:
-            self._failed = device_failed(str(error))
-        else:
-            self._begin()
-        self.drop()
-
-    def _begin(self) -> None:
-        start = self._start
-        try:
+            start = self._start
             self._work = None if start is None else start()
         except RuntimeError as error:  # its frames hold the Work: keep the text alone
-            self._failed = RuntimeError(str(error))
+            self._failed = str(error)
+        self.drop()
 
     def drop(self) -> None:
         """Let go of everything; who waits goes on."""
@@ -122,7 +111,7 @@ class Deferred:
     def wait(self) -> None:
         self._over.wait()
         if self._failed is not None:
-            raise self._failed
+            raise RuntimeError(self._failed)
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -194,10 +183,6 @@ class RankDevice:
         """Context of a forward: tensors that it makes of nothing are on the device."""
         return nullcontext()
 
-    def on_host(self, tensor: Tensor) -> bool:
-        """True if the host may read the tensor now."""
-        return devices.on_host(tensor)
-
     def empty(self, num_bytes: int) -> Tensor:
         """Memory on the device."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -262,7 +247,7 @@ class QueuedDevice(RankDevice):
 
     @torch.no_grad()
     def place(self, tensor: Tensor, *, pinned: bool = False) -> Tensor:
-        if not self.on_host(tensor):
+        if not devices.on_host(tensor):
             return tensor
         source = tensor if pinned else self.pinned_like(tensor).copy_(tensor)
         target = torch.empty_like(tensor, device=self.device, requires_grad=False)
@@ -270,7 +255,7 @@ class QueuedDevice(RankDevice):
 
     @torch.no_grad()
     def fetch(self, tensor: Tensor) -> Fetched:
-        if self.on_host(tensor):
+        if devices.on_host(tensor):
             return Fetched(tensor, starter=self._starter)
         copy = self.pinned_like(tensor)
         self._outward.wait_stream(self._cuda.current_stream(self.device))

@@ -41,9 +41,8 @@ MOST = 8  # forms of calls: one whose arguments never come twice would be captur
 UNSENT = Edge("", -1, (), 0, gradient=False)
 
 Recompile = Callable[[nn.Module, FlatCall, Options, Compiled], Compiled]
-Unlike = tuple[
-    tuple[str, str], ...
-]  # path of an argument, and how it is unlike the captured call's
+#: path of an argument, and how it is unlike the captured call's
+Unlike = tuple[tuple[str, str], ...]
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Form:
         for worker, module in zip(session.workers, self.modules, strict=True):
             interface = self.compiled.interfaces[worker.stage]
             constants = self.compiled.capture.eval.tensor_values
-            for name, fqn in places(module, interface):
+            for name, fqn in places(module, interface).items():
                 own = fqn in interface.constants
                 found = constants[fqn] if own else session.state.tensors[fqn]
                 set_tensor(module, name, session.device.place(found) if own else found)

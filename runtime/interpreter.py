@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch.step_result import total_loss
+from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import clip, memory_of
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
-from pdcompile.runtime.device import Handle, RankDevice
+from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.recording import Recording
@@ -26,7 +27,7 @@ from pdcompile.runtime.stage.compute import Compute, Feed, expected
 from pdcompile.runtime.stage.replicas import OF_REPLICAS, Replicas
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Channel, Expected
-from pdcompile.runtime.transport.point_to_point import Done, Transport
+from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 
@@ -50,37 +51,37 @@ class Loss:
     def __init__(self, call: int) -> None:
         self.call = call
         self.own: Tensor | None = None
-        self._parts: dict[int, Handle] = {}  # by rank
+        self.parts: dict[int, Handle] = {}  # by rank
         self._value: Tensor | None = None
 
     def add(self, rank: int, part: Handle) -> None:
-        self._parts[rank] = part
+        self.parts[rank] = part
 
     def ready(self) -> bool:
-        return self._value is not None or all(part.known() for part in self._parts.values())
+        return self._value is not None or all(part.ready() for part in self.parts.values())
 
     def abandon(self) -> None:
-        self._parts.clear()
+        self.parts.clear()
 
     def wait(self) -> Tensor:
         if self._value is None:
-            if not self._parts:
+            if not self.parts:
                 raise ClosedError(
                     "the pipeline ended before this loss arrived",
                     remedy="read the losses, or call pipe.flush(), before the pipeline ends",
                 )
-            parts = [part.wait() for _, part in sorted(self._parts.items())]
+            parts = [part.wait() for _, part in sorted(self.parts.items())]
             self._value = total_loss([part for part in parts if part is not None])
-            self._parts.clear()
+            self.parts.clear()
         return self._value
 
 
 class Losses(dict[int, Loss]):
     """The losses that a rank knows or waits for, by minibatch; `call` is the present one."""
 
-    def __init__(self, transport: Transport, dtype: torch.dtype, device: RankDevice) -> None:
+    def __init__(self, worker: Worker, dtype: torch.dtype, device: RankDevice) -> None:
         self.call = 0
-        self._transport, self._dtype, self._device = transport, dtype, device
+        self._worker, self._dtype, self._device = worker, dtype, device
 
     def of(self, minibatch: int) -> Loss:
         return self.setdefault(minibatch, Loss(self.call))
@@ -92,42 +93,49 @@ class Losses(dict[int, Loss]):
                 self.pop(minibatch).wait()
         self.call = self.call if call is None else call
 
-    def sum(self, minibatch: int, losses: list[Tensor]) -> None:
+    def sum(self, minibatch: int) -> None:
         """This rank's part, of its microbatches' losses."""
         loss = self.of(minibatch)
-        loss.own = total_loss(losses)
-        loss.add(self._transport.rank, self._device.fetch(loss.own))
+        loss.own = total_loss(self._worker.feeds[minibatch].losses)
+        loss.add(self._worker.rank, self._device.fetch(loss.own))
 
     def tell(self, minibatch: int, peer: int) -> None:
-        own = self.of(minibatch).own
-        assert own is not None
-        self._transport.send(Channel(Kind.LOSS, 0, peer), own, minibatch, deferred=True)
+        loss, worker = self.of(minibatch), self._worker
+        if (stages := worker.near.get(peer)) is not None:
+            stages[max(stages)].losses.of(minibatch).add(worker.rank, loss.parts[worker.rank])
+        elif worker.transport is not None:  # else it is a rank without a stage, in this process
+            assert loss.own is not None
+            channel = Channel(Kind.LOSS, 0, peer)
+            worker.transport.send(channel, loss.own, minibatch, deferred=True)
 
     def hear(self, minibatch: int, peer: int) -> None:
-        expected = Expected((), self._dtype, minibatch)
-        handle = self._transport.receive(Channel(Kind.LOSS, 0, peer), expected)
-        self.of(minibatch).add(peer, handle)
+        if peer not in self._worker.near:  # else the part is added by who tells it
+            expected = Expected((), self._dtype, minibatch)
+            handle = self._worker.far.receive(Channel(Kind.LOSS, 0, peer), expected)
+            self.of(minibatch).add(peer, handle)
 
 
 class Worker:
-    """State of one stage of a rank while it runs; `held`: all stages of its rank.
+    """State of one stage of a rank while it runs; `near`: those of all ranks of this process.
 
-    `updater` None: gradients only, no STEP may come.
+    `transport`: to other processes; `updater` None: gradients only, no STEP may come.
     """
 
     def __init__(
-        self, stage: int, compute: Compute, plan: Plan, weights: StageWeights, norms: Norms,
-        transport: Transport, loss_dtype: torch.dtype, device: RankDevice,
+        self, stage: int, rank: int, compute: Compute, compiled: Compiled, weights: StageWeights,
+        norms: Norms, transport: GroupTransport | None, device: RankDevice,
     ) -> None:  # fmt: skip
-        self.stage = stage
+        plan, train = compiled.plan, compiled.capture.train
+        self.stage, self.rank = stage, rank
         self.replicas: Replicas | None = None
-        self.held: dict[int, Worker] = {stage: self}
+        self.near: dict[int, dict[int, Worker]] = {rank: {stage: self}}
         self.weights, self.norms, self.transport = weights, norms, transport
         self.updater: Updater | None = None
         self.recording: Recording | None = None
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
-        self.losses = Losses(transport, loss_dtype, device)
+        loss_dtype = "float32" if train.loss is None else train.values[train.loss].dtype
+        self.losses = Losses(self, getattr(torch, loss_dtype), device)
         self._compute, self._device, self.base = compute, device, 0
         self._tied, self._reach, self._replicas_of = plan.tied, plan.spec.reach, _later(plan, stage)
         self._max_norm = plan.training.max_grad_norm
@@ -138,28 +146,17 @@ class Worker:
         self._arrived: dict[Key, Tensor] = {}
         self._outgoing: dict[Key, list[Tensor]] = {}  # once for each receiver
         self._sending: dict[tuple[Key, int, int], Handle] = {}
-        self._transfers: dict[Phase, Callable[[Instruction], None]] = {
-            Phase.POST_RECV: self._post,
-            Phase.WAIT_RECV: self._wait,
-            Phase.SEND: self._send,
-            Phase.WAIT_SEND: self._wait_send,
-        }
-        self._rest: dict[Action, Callable[[Instruction], None]] = {
-            Action.FORWARD: self._forward,
-            Action.BACKWARD: self._backward,
-            Action.BACKWARD_INPUT: self._backward,
-            Action.BACKWARD_WEIGHT: self._backward_weight,
-            Action.FREE: lambda _: None,  # what came in goes with the last that refers to it
-            Action.STEP: self._step,
-            Action.POST_NORMS: self._post_norms,
-            Action.WAIT_NORMS: self._wait_norms,
-            **dict.fromkeys(OF_REPLICAS, self._of_replicas),
-            Action.LOSS: lambda ins: self.losses.sum(
-                self.base + ins.minibatch, self.feeds[self.base + ins.minibatch].losses
-            ),
-            Action.TELL_LOSS: lambda ins: self.losses.tell(self.base + ins.minibatch, ins.peer),
-            Action.HEAR_LOSS: lambda ins: self.losses.hear(self.base + ins.minibatch, ins.peer),
-        }
+
+    @property
+    def held(self) -> dict[int, Worker]:
+        """All stages of its rank."""
+        return self.near[self.rank]
+
+    @property
+    def far(self) -> GroupTransport:
+        """Transport of what another process sends or gets."""
+        assert self.transport is not None
+        return self.transport
 
     def begin(
         self, base: int, feed: Feed | None = None, box: Box | None = None,
@@ -180,7 +177,8 @@ class Worker:
             one.losses.settle(call, self._reach)
             for minibatch in [t for t in one.feeds if t < max(one.base - self._reach, 0)]:
                 del one.feeds[minibatch]
-        self.transport.settle(call)
+        if self.transport is not None:
+            self.transport.settle(call)
 
     def abandon(self, minibatch: int | None = None) -> None:
         """Forget what is in flight: all of it, or `minibatch` where nothing else is."""
@@ -198,14 +196,16 @@ class Worker:
         self.norms.abandon()
         if self.replicas is not None:
             self.replicas.abandon()
-        self.transport.abandon()
+        if self.transport is not None:
+            self.transport.abandon()
 
     def ready(self, ins: Instruction) -> bool:
-        """True if `execute` would return at once (on a blocking transport: taken for granted)."""
-        if self.transport.blocking:
+        """True if `execute` would return at once; taken for granted where a process has one rank,
+        which waits."""
+        if self.transport is not None:
             return True
-        if ins.action.phase is Phase.WAIT_RECV and ins.peer != self.transport.rank:
-            return self._receiving[self._key(ins)].ready()
+        if ins.action.phase is Phase.WAIT_RECV:
+            return self._key(ins) in self._receiving
         if ins.action is Action.WAIT_NORMS:
             return self.norms.ready(self.base + ins.minibatch)
         if self.replicas is not None and ins.action in OF_REPLICAS:
@@ -215,7 +215,7 @@ class Worker:
     def execute(self, ins: Instruction) -> None:
         """Run one instruction; after an error, `current` says which one it was."""
         self.current = ins
-        (self._transfers.get(ins.action.phase) or self._rest[ins.action])(ins)
+        (_OF_PHASE.get(ins.action.phase) or _OF_ACTION[ins.action])(self, ins)
         self.current = None
 
     # -- messages ----------------------------------------------------------------------------
@@ -237,10 +237,12 @@ class Worker:
         return expected(feed.wiring.ports[edge], feed.sizes[microbatch], minibatch)
 
     def _post(self, ins: Instruction) -> None:
+        if ins.peer in self.near:  # it is handed over when it is sent
+            return
         key = self._key(ins)
         target = self.stage if len(self.held) > 1 and ins.stage >= 0 else -1
         channel = Channel(key[0], ins.edge, ins.peer, target)
-        self._receiving[key] = self.transport.receive(channel, self._expected(key))
+        self._receiving[key] = self.far.receive(channel, self._expected(key))
 
     def _wait(self, ins: Instruction) -> None:
         key, kind = self._key(ins), ins.action.kind
@@ -268,14 +270,17 @@ class Worker:
             tensor = self._outgoing[key].pop()
             if not self._outgoing[key]:
                 del self._outgoing[key]
-        if ins.peer == self.transport.rank:  # to another stage of this rank
-            self.held[ins.target]._receiving[key] = Done(tensor.detach())
+        if (stages := self.near.get(ins.peer)) is not None:
+            receiver = stages.get(ins.target) or next(iter(stages.values()))
+            place = (*key[:3], self.rank if kind is Kind.TIED else key[3])
+            receiver._receiving[place] = Fetched(tensor.detach())
             return
         channel = Channel(key[0], ins.edge, ins.peer, ins.target)
-        self._sending[key, ins.peer, ins.target] = self.transport.send(channel, tensor, key[2])
+        self._sending[key, ins.peer, ins.target] = self.far.send(channel, tensor, key[2])
 
     def _wait_send(self, ins: Instruction) -> None:
-        self._sending.pop((self._key(ins), ins.peer, ins.target)).wait()
+        if ins.peer not in self.near:
+            self._sending.pop((self._key(ins), ins.peer, ins.target)).wait()
 
     def _forward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
@@ -347,6 +352,29 @@ class Worker:
             clip(self._gradients(minibatch).values(), total, most)
 
 
+_Run = Callable[[Worker, Instruction], None]
+_OF_PHASE: dict[Phase, _Run] = {
+    Phase.POST_RECV: Worker._post,
+    Phase.WAIT_RECV: Worker._wait,
+    Phase.SEND: Worker._send,
+    Phase.WAIT_SEND: Worker._wait_send,
+}
+_OF_ACTION: dict[Action, _Run] = {
+    Action.FORWARD: Worker._forward,
+    Action.BACKWARD: Worker._backward,
+    Action.BACKWARD_INPUT: Worker._backward,
+    Action.BACKWARD_WEIGHT: Worker._backward_weight,
+    Action.FREE: lambda *_: None,  # what came in goes with the last that refers to it
+    Action.STEP: Worker._step,
+    Action.POST_NORMS: Worker._post_norms,
+    Action.WAIT_NORMS: Worker._wait_norms,
+    **dict.fromkeys(OF_REPLICAS, Worker._of_replicas),
+    Action.LOSS: lambda one, ins: one.losses.sum(one.base + ins.minibatch),
+    Action.TELL_LOSS: lambda one, ins: one.losses.tell(one.base + ins.minibatch, ins.peer),
+    Action.HEAR_LOSS: lambda one, ins: one.losses.hear(one.base + ins.minibatch, ins.peer),
+}
+
+
 def _apart(value: Tensor, written: Collection[int]) -> Tensor:
     """A result of a stage, copied where it is a view of the stage's own tensors."""
     value = value.detach()
@@ -377,11 +405,11 @@ def run_together(
                 began = perf_counter()
                 stage.execute(ins)
                 if stage.recording is not None:
-                    stage.recording.add(stage.transport.rank, ins, stage.base, began)
+                    stage.recording.add(stage.rank, ins, stage.base, began)
                 position[n] += 1
                 moved = True
     stuck = [
-        f"rank {worker.transport.rank} at {column[at].action} of edge {column[at].edge}, "
+        f"rank {worker.rank} at {column[at].action} of edge {column[at].edge}, "
         f"microbatch {column[at].microbatch}"
         for worker, column, at in zip(workers, columns, position, strict=True)
         if at < len(column)

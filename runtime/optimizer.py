@@ -116,8 +116,7 @@ class Updater:
         self._notice()
         found = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         groups = self._values()[: -len(found)] + found
-        for (n, key), first in self._before.items():
-            value = self._made.get(stage, {}).get((n, key), first)
+        for (n, key), value in self._left_by(stage).items():
             if len(groups) - len(found) <= n < len(groups) and value is not _NOTHING:
                 groups[n][key] = value
         return found
@@ -127,6 +126,10 @@ class Updater:
         if not self._scales:
             return groups
         return [{**group, "lr": group["lr"] * self._scales[stage]} for group in groups]
+
+    def _left_by(self, stage: int) -> dict[_Place, Any]:
+        """What the last update of a stage left; `_NOTHING`: nothing is there."""
+        return self._before | self._made.get(stage, {})
 
     def _values(self) -> list[dict[str, Any]]:
         """Attributes of the optimizers, then the values of the groups."""
@@ -145,9 +148,7 @@ class Updater:
     def _enter(self, stage: int) -> None:
         """Put back what this stage's last update left."""
         values = self._values()
-        for place, first in self._before.items():
-            n, key = place
-            value = self._made.get(stage, {}).get(place, first)
+        for (n, key), value in self._left_by(stage).items():
             if n < len(values) and value is not _NOTHING:
                 values[n][key] = value
             elif n < len(values):

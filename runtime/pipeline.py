@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,20 +50,15 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             where="autocast",
             remedy="plan again with a dtype: autocast='bfloat16' is the region of the devices",
         )
-    for message, where, remedy in _refusals(plan, graph):
-        raise ConfigError(message, where=where, remedy=remedy)
-
-
-def _refusals(plan: Plan, graph: OpGraph) -> Iterator[tuple[str, str, str]]:
-    """Parts of a model that a plan cannot train: what is wrong, where, and the remedy."""
     again = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
     for op in graph.ops:
         if op.hooks and op.name in again:
-            yield (
+            raise ConfigError(
                 f"stage {again[op.name].index} recomputes its forward, and the forward hook "
                 f"{op.hooks[0]} of the opaque module {op.module_path!r} would run twice",
-                op.module_path,
-                "remove it, or do that in the module's forward; or recompute=False for this stage",
+                where=op.module_path,
+                remedy="remove it, or do that in the module's forward; or recompute=False for this "
+                "stage",
             )
     summing = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
     shared = plan.num_ranks < sum(stage.replicas for stage in plan.stages)  # then all have as many
@@ -72,19 +67,19 @@ def _refusals(plan: Plan, graph: OpGraph) -> Iterator[tuple[str, str, str]]:
         if stage is not None:
             counts = tuple(1 if one is stage else one.replicas for one in plan.stages)
             instead = f"one replica for this stage, as in replicas={counts}"
-            yield (
+            raise ConfigError(
                 f"the gradient of this parameter is sparse ({lookups[0].source}), and the "
                 f"{stage.replicas} replicas of stage {stage.index} sum dense ones",
-                fqn,
-                f"sparse=False; or {'replicas=1' if shared else instead}",
+                where=fqn,
+                remedy=f"sparse=False; or {'replicas=1' if shared else instead}",
             )
     for fqn, info in graph.tensors.items() if plan.training.loss_scaling else ():
         if info.requires_grad and info.dtype == "float16":  # divided by the scale it would vanish
-            yield (
+            raise ConfigError(
                 "this parameter is float16, and so is its gradient, which a GradScaler cannot "
                 "divide by the scale",
-                fqn,
-                "keep parameters in float32, and give autocast=torch.float16",
+                where=fqn,
+                remedy="keep parameters in float32, and give autocast=torch.float16",
             )
 
 

@@ -74,12 +74,11 @@ class Session(Guarded):
         self.streams = made.streams
         self._buffers_part, self._weights_part = made.buffers_part, made.weights_part
         if world is not None:
-            transport = self.workers[0].transport
+            transport = self.workers[0].far
             self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
         refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
-        self.optimizer = make_optimizer(
-            options.optimizer, self.state.optimized(alone=world is None)
-        )
+        mine = model if world is None else self.state  # in a process alone, all of the model
+        self.optimizer = make_optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:
             scaled = plan.training.linear_lr_scaling
             counts = list(map(len, self.spec.ranks)) if scaled else []
@@ -235,7 +234,8 @@ class Session(Guarded):
             for stage in stages[1:]:
                 self._first[stage].follow(fqn, self._first[stages[0]])
         for weights in held:
-            weights.renew()
+            if weights.starts_anew:  # what the user changes before is part of the new history
+                weights.forget()
             if isinstance(weights, ReplicaWeights) and not self.replicas_apart:
                 weights.follow_buffers(self.state.tensors.__getitem__)
 

@@ -17,7 +17,7 @@ from pdcompile.batch import EVALUATION, FlatCall, Whole, empty_call, example_cal
 from pdcompile.eager.randomness import evaluation_minibatch, preserved_rng, reseed, seed_of
 from pdcompile.errors import ConfigError, InputError
 from pdcompile.ir import python_draws
-from pdcompile.runtime.calls import rows_here
+from pdcompile.runtime.calls import Cut
 from pdcompile.runtime.session import Session
 
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -109,6 +109,7 @@ def _read(
 ) -> Iterator[Shard]:  # fmt: skip
     turns = repeat(EVALUATION) if first is None else count(first)
     numbers = count(first) if first is not None else map(evaluation_minibatch, count())
+    cut = Cut(session, first is not None)
     waiting: deque[tuple[Whole, bool]] = deque()  # drawn, and whether something of it is read
 
     def drawn() -> Iterator[_Part]:
@@ -127,7 +128,7 @@ def _read(
                     where="the batches of pipe.shard",
                     remedy="leave it out",
                 )
-            rows = rows_here(session, len(indices), max(turn, 0), training=first is not None)
+            rows = cut.rows_here(len(indices), max(turn, 0))
             whole = Whole(len(indices), _digest(indices), turn if session.spec.period > 1 else None)
             waiting.append((whole, bool(rows)))
             yield _Part(number, [(row, indices[row]) for row in rows], len(rows) < len(indices))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
@@ -17,16 +16,10 @@ from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.stage.compute import Compute
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.state.model_state import State, dtype_of
+from pdcompile.runtime.state.model_state import State
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.links import Link, pairs
-from pdcompile.runtime.transport.point_to_point import (
-    GroupTransport,
-    LocalTransport,
-    Transport,
-    Wire,
-    Wires,
-)
+from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
 from pdcompile.schedule.spec import with_edges
 
@@ -47,7 +40,6 @@ class Workers:
         self._device, self._scale = device, scale
         self._spec = compiled.stream.spec
         self.streams = Streams(compiled.plan.training.seed)
-        self._wires: Wires = defaultdict(Wire)
         self._ordered = world is not None and world.path.ordered
         self._boards: dict[int, Board] = defaultdict(dict)
         self.buffers_part = any(
@@ -57,22 +49,22 @@ class Workers:
         self.weights_part = world is not None and max(map(len, self._spec.ranks)) > 1
         self.first: dict[int, StageWeights] = {}
         self.of_rank: dict[int, Worker] = {}
+        self._near: dict[int, dict[int, Worker]] = {}  # of all ranks here
         self.in_order: list[Worker] = []
         here = [(rank, stages) for rank, stages in self._spec.holders if rank in ranks]
         self._stages = sorted({stage for _, stages in here for stage in stages})
         for rank, stages in here:
             transport = self._transport(rank)
             norms = Norms(self._sums(-1, rank), rank, state.owned, state.dtypes, scale)
-            held = {stage: self._worker(stage, norms, transport) for stage in stages}
-            for worker in held.values():
-                worker.held = held
+            held = {stage: self._worker(stage, rank, norms, transport) for stage in stages}
+            self._near[rank] = held
             self.in_order += held.values()
             self.of_rank[rank] = held[stages[0]]
         self.in_order.sort(key=lambda worker: worker.stage)
 
-    def _transport(self, rank: int) -> Transport:
+    def _transport(self, rank: int) -> GroupTransport | None:
         if self._world is None:
-            return LocalTransport(rank, self._wires)
+            return None
         plan = int(self._compiled.plan.hash()[:15], 16)
         world, reach, data = self._world, self._spec.reach, None
         if self._ordered:
@@ -103,13 +95,17 @@ class Workers:
         direct = self._world.path.direct
         return GroupSums(group, ranks, index, self._device, direct=direct)
 
-    def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
-        compiled, device, train = self._compiled, self._device, self._compiled.capture.train
+    def _worker(
+        self, stage: int, rank: int, norms: Norms, transport: GroupTransport | None
+    ) -> Worker:
+        compiled, device = self._compiled, self._device
         weights = self._weights(stage)
         compute = Compute(stage, compiled, weights, self.streams, device, self._scale)
-        dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
-        worker = Worker(stage, compute, compiled.plan, weights, norms, transport, dtype, device)
-        worker.replicas = self._replicas(stage, transport.rank, weights)
+        worker = Worker(stage, rank, compute, compiled, weights, norms, transport, device)
+        worker.near = self._near
+        if len(self._spec.ranks[stage]) > 1:
+            written = compiled.written_buffers(stage)
+            worker.replicas = Replicas(self._sums(stage, rank), weights, written)
         return worker
 
     def _weights(self, stage: int) -> StageWeights:
@@ -128,13 +124,6 @@ class Workers:
         for module in weights.modules:
             self.streams.attach(module, self._compiled.interfaces[stage])
         return weights
-
-    def _replicas(self, stage: int, rank: int, weights: StageWeights) -> Replicas | None:
-        ranks = self._spec.ranks[stage]
-        if len(ranks) == 1:
-            return None
-        sums = self._sums(stage, rank)
-        return Replicas(sums, weights, self._compiled.written_buffers(stage))
 
 
 def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:

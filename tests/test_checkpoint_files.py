@@ -162,7 +162,7 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda d: d["stages"][0]["weights"]["tensors"][0].update(dtype="int32"), "is int32",
     ),
     "extra states that are none": (
-        lambda d: d.update(extra_states=[1]), "extra_states are malformed",
+        lambda d: d.update(extra_states=[1]), "is not an object",
     ),
     "an extra state that is none": (
         lambda d: d.update(extra_states={"a": {"code": 1}}), "no value of a checkpoint",

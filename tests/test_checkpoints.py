@@ -379,7 +379,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path)
     assert run.code == 0, str(run)
     assert run.output.count(f"losses {train(pipeline('2bw', 2), 0, 6)}") == 2, str(run)
     assert "rank 0: rank 1 could not write its part: the checkpoint cannot be" in run.output
-    assert "rank 1: the checkpoint cannot be written: [Errno 28] No space left" in run.output
+    assert "rank 1: the checkpoint cannot be written: No space left" in run.output
     assert "rank 0: rank 1 cannot load its part: " in run.output
     assert run.output.count("is damaged: its checksum does not fit") == 2
     assert run.output.count("stage-001-optimizer.safetensors") == 2

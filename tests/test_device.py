@@ -17,6 +17,7 @@ import pdcompile
 from pdcompile.hardware import devices
 from pdcompile.runtime.device import Deferred, DeviceFailed, Fetched, QueuedDevice, Starter
 from pdcompile.runtime.transport.launch import DataPath
+from pdcompile.runtime.transport.links import Working
 from tests.helpers.alike import COMMON, PLANNED, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, mlp, unet
@@ -364,9 +365,9 @@ from unittest import mock
 from pdcompile.runtime.device import Deferred, Fetched
 from tests.test_device_order_run import trained
 
-def at_once(self):
-    self._begin()
-    self.drop()
+def at_once(self, run=Deferred.run):
+    self._done = None
+    run(self)
 
 def forgotten(self, tensor, done=None, source=None, starter=None, init=Fetched.__init__):
     init(self, tensor, done, None, starter)
@@ -441,8 +442,9 @@ def test_errors_of_the_device_and_of_the_peer_are_two() -> None:
     with pytest.raises(RuntimeError, match="Connection closed"):
         Fetched(torch.ones(1), _Place(), None, starter).then(lost).wait()
     failed = _Place(RuntimeError("CUDA error: an illegal memory access"))
+    begun = partial(Fetched(torch.ones(1), failed, None, starter).then, lost)
     with pytest.raises(DeviceFailed, match="illegal memory access"):
-        Fetched(torch.ones(1), failed, None, starter).then(lost).wait()
+        Working(begun, Fetched(torch.ones(1)), peer=1).wait()
 
 
 def test_what_is_abandoned_begins_nothing() -> None:

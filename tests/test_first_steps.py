@@ -46,7 +46,7 @@ def test_a_model_with_a_loss_of_its_own_may_count_its_items() -> None:
 
 def test_a_reduction_that_raises_is_named_with_what_it_was_given() -> None:
     pipe, _, call = tagging(lambda args, kwargs, target: kwargs["labels"].numel())
-    with pytest.raises(ConfigError, match="loss_reduction raised KeyError") as caught:
+    with pytest.raises(ConfigError, match="loss_reduction fails: KeyError") as caught:
         pipe.step(**call)
     assert "2 positional arguments" in str(caught.value)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import pdcompile
+from pdcompile.checkpoint.extra_states import fitting_state
 from pdcompile.checkpoint.manifest import StoredScheduler
-from pdcompile.checkpoint.scheduler_states import fitting_state
 from pdcompile.errors import CheckpointError, ConfigError
 from tests.helpers.launch import processes
 from tests.helpers.loops import same as equal_models

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import defaultdict
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from pdcompile.runtime.transport.contract import (
     read_note,
     to_bytes,
 )
-from pdcompile.runtime.transport.point_to_point import GroupTransport, LocalTransport, Wire, Wires
+from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, LocalSums, Norms
 from pdcompile.schedule import Action, Instruction, Kind
 
@@ -134,23 +133,6 @@ def test_too_many_dimensions() -> None:
         Note(0, Channel(Kind.VALUE, 0, 0), 0, torch.float32, shape, order).packed()
 
 
-def test_messages_in_one_process_are_first_in_first_out_and_checked() -> None:
-    wires: Wires = defaultdict(Wire)
-    a, b = LocalTransport(0, wires), LocalTransport(1, wires)
-    expected = Expected((2,), torch.float32, 0)
-    first, second = (b.receive(Channel(Kind.VALUE, 0, 0), expected) for _ in range(2))
-    other = b.receive(Channel(Kind.GRADIENT, 0, 0), expected)
-    assert not first.ready()
-    for value in (1.0, 2.0):
-        a.send(Channel(Kind.VALUE, 0, 1), torch.full((2,), value), 0).wait()
-    assert first.ready()
-    assert not other.ready()
-    assert [float(h.wait()[0]) for h in (first, second)] == [1.0, 2.0]
-    a.send(Channel(Kind.GRADIENT, 0, 1), torch.zeros(3), 0)
-    with pytest.raises(ContractError, match=r"gradient 0 with rank 0 is float32 \(3,\)"):
-        other.wait()
-
-
 class _Wire:
     """A process group that notes what it is given to send; nothing ever arrives."""
 
@@ -207,7 +189,7 @@ class Stuck:
     """A worker that waits for ever for its second instruction."""
 
     def __init__(self, rank: int) -> None:
-        self.transport = LocalTransport(rank, defaultdict(Wire))
+        self.rank = rank
         self.held: dict[int, Stuck] = {0: self}
         self.recording = None
         self.done: list[Instruction] = []

@@ -79,7 +79,7 @@ rank = int(os.environ["RANK"])
 x = torch.randn(4, 4)
 if rank == 0:  # whoever writes into the store, without the key
     options = pdcompile.options.Options.given({})
-    store = launch._fresh_store("pipeline", [0, 1])
+    store = launch._fresh_store([0, 1], None)
     store.set("program/0", store.get("program/1"))
     store.set("drawn/0", "00 00")
     store.set("made", bytes(32) + pickle.dumps(Hostile()))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from pdcompile import jsonio
-from pdcompile.errors import SourceError, os_errors_as
+from pdcompile.errors import SourceError, errors_as
 from pdcompile.files import is_path, read_limited, write_whole
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
@@ -147,7 +147,7 @@ def write(
     contents = {name: text.encode() for name, text in sources.files.items()}
     if model is not None:
         contents.update(_tensors(sources, model))
-    with os_errors_as(
+    with errors_as(
         SourceError, "the stages cannot be written", root, "name a folder that you may write to"
     ):
         _prepare(root)

@@ -20,7 +20,7 @@ import torch
 
 import pdcompile
 from pdcompile import jsonio
-from pdcompile.errors import ConfigError, PdcompileError, os_errors_as
+from pdcompile.errors import ConfigError, PdcompileError, errors_as
 from pdcompile.files import read_limited, write_whole
 from pdcompile.ir import graph_json
 from pdcompile.ir.graph import Capture, OpGraph, fingerprint, size_at
@@ -56,7 +56,7 @@ def write_capture(found: Capture, path: Path) -> str:
     Raises:
         ConfigError: the system does not let it.
     """
-    with os_errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
+    with errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if constants := {**found.train.tensor_values, **found.eval.tensor_values}:
             path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from pdcompile.batch.call import FlatCall
 from pdcompile.batch.layout import BatchLayout
 from pdcompile.batch.memory_order import dense, memory_order
 from pdcompile.batch.structure import flatten_output, unflatten_output
-from pdcompile.errors import ConfigError, InputError
+from pdcompile.errors import ConfigError, InputError, errors_as
 
 
 def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
@@ -118,15 +118,12 @@ def weights(
 
 
 def _called(reduction: Callable[..., Any], args: Any, kwargs: Any, target: Any) -> Any:
-    try:
+    remedy = (
+        f"it is called with (args, kwargs, target) as forward binds them, here with {len(args)} "
+        f"positional arguments and the keywords {sorted(kwargs)}"
+    )
+    with errors_as(ConfigError, "loss_reduction fails", "loss_reduction", remedy, Exception):
         return reduction(args, kwargs, target)
-    except Exception as error:  # of any class: it is the user's code
-        raise ConfigError(
-            f"loss_reduction raised {type(error).__name__}: {error}",
-            where="loss_reduction",
-            remedy=f"it is called with (args, kwargs, target) as forward binds them, here with "
-            f"{len(args)} positional arguments and the keywords {sorted(kwargs)}",
-        ) from error
 
 
 def _count(items: Any) -> float:

@@ -26,7 +26,7 @@ from pdcompile.checkpoint.manifest import (
 )
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
-from pdcompile.errors import CheckpointError, os_errors_as, some
+from pdcompile.errors import CheckpointError, errors_as, some
 from pdcompile.files import read_limited
 from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
@@ -116,7 +116,8 @@ class Contents(OptimizerStates):
         """
         tensors = {key: kind for keys, *kind in model.values() for key in keys}
         missing = [name for name in tensors if name not in self._first]
-        unknown = [name for name in self._weights if not self._of_model(name, tensors)]
+        known = {self._first[name] for name in tensors if name in self._first}
+        unknown = [name for name in self._weights if name not in known]
         if missing or unknown:
             parts = [f"the model has {some(missing)}, the checkpoint does not"] if missing else []
             parts += [f"the checkpoint has {some(unknown)}, the model does not"] if unknown else []
@@ -139,10 +140,6 @@ class Contents(OptimizerStates):
             where=str(self.place),
             remedy="build the model with the sizes and dtypes that it was saved with",
         )
-
-    def _of_model(self, name: str, tensors: Mapping[str, Any]) -> bool:
-        names = [name, *(alias for alias, first in self.manifest.aliases if first == name)]
-        return any(one in tensors for one in names)
 
     def _first_name(self, names: Sequence[str]) -> str:
         found = {self._first[name] for name in names}
@@ -203,7 +200,7 @@ class Contents(OptimizerStates):
 
     def schedulers(self) -> dict[str, list[StoredScheduler]]:
         """Each scheduler that was handed over, stage by stage, as the rank of that had it."""
-        stages, first = self.manifest.stages, self._by_name(self.manifest.schedulers, "schedulers")
+        stages, first = self.manifest.stages, self.manifest.schedulers or {}
         groups = [tuple(group.names for group in stage.groups) for stage in stages]
         parts = {
             name: [StoredScheduler(name, own, state) for own in groups]
@@ -217,15 +214,8 @@ class Contents(OptimizerStates):
 
     def extra_states(self) -> dict[str, Any]:
         """Values that modules keep beside tensors, by their keys in a state dict."""
-        found = self._by_name(self.manifest.extra_states, "extra_states")
+        found = self.manifest.extra_states or {}
         return {name: decode(one, f"{self.place}: extra_states") for name, one in found.items()}
-
-    def _by_name(self, data: Any, kind: str) -> dict[str, Any]:
-        """JSON of the manifest by name."""
-        if not isinstance(data or {}, dict):
-            where = f"{self.place}: {kind}"
-            raise CheckpointError(f"{kind} are malformed", where=where, remedy=ANOTHER)
-        return dict(data or {})
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -237,9 +227,7 @@ class Contents(OptimizerStates):
     def plan_text(self) -> str:
         """The plan that it was saved with, as JSON."""
         path = self.place / PLAN
-        with os_errors_as(
-            CheckpointError, "a file of the checkpoint cannot be read", path, ANOTHER
-        ):
+        with errors_as(CheckpointError, "a file of the checkpoint cannot be read", path, ANOTHER):
             data = read_limited(path)
         try:
             text = data.decode()
@@ -255,23 +243,22 @@ class Contents(OptimizerStates):
 
     def verify(self) -> list[CheckpointError]:
         """Errors of all that is damaged; reads everything."""
-        found = []
-        try:
-            self.plan_text()
-        except CheckpointError as error:
-            found.append(error)
-        for stored in self.manifest.files():
+        found = list[CheckpointError]()
+
+        def read(part: Callable[[], object]) -> bool:
             try:
-                file = self._file(stored)
+                part()
             except CheckpointError as error:
                 found.append(error)
-                continue
-            for tensor in stored.tensors:
-                try:
-                    file.tensor(tensor.name)
-                except CheckpointError as error:
-                    found.append(error)
-            file.close()
+                return False
+            return True
+
+        read(self.plan_text)
+        for stored in self.manifest.files():
+            if read(partial(self._file, stored)):
+                for tensor in stored.tensors:
+                    read(partial(self._file(stored).tensor, tensor.name))
+                self._file(stored).close()
         return found
 
     def close(self) -> None:

@@ -6,10 +6,9 @@ The files are those that transformers and `weights=` read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.extra_states import set_extra_states
 from pdcompile.checkpoint.folder import unwritten, write_tensors
 from pdcompile.checkpoint.manifest import Holding, HoldingKind
-from pdcompile.checkpoint.named_optimizer import NamedGroup, check_named, load_named, names_of
+from pdcompile.checkpoint.named_optimizer import NamedGroup, named_loading, names_of
 from pdcompile.eager.optimizers import Optimizers
 from pdcompile.errors import CheckpointError, InputError
 from pdcompile.files import write_whole
@@ -63,33 +62,31 @@ def load_checkpoint(
             if (hidden := Holding(HoldingKind.BUFFER, name)) in contents:
                 held.setdefault(fqn, hidden)
     values = {fqn: contents.tensor(one, every[fqn].tensor) for fqn, one in held.items()}
-    parts = None
+    load = None
     if isinstance(optimizer, Sequence):
         optimizer = Optimizers(optimizer)
     if optimizer is not None:
-        parts = optimizer_parts(
-            contents, optimizer, {fqn: slot.tensor for fqn, slot in kept.items()}, stored
-        )
+        tensors = {fqn: slot.tensor for fqn, slot in kept.items()}
+        load = optimizer_loading(contents, optimizer, tensors, stored)
     extra = contents.extra_states()
     with torch.no_grad():
         for fqn, value in values.items():
             every[fqn].tensor.copy_(value)
     set_extra_states(model, extra)
-    if optimizer is not None and parts is not None:
-        names, groups, state = parts
-        load_named(optimizer, names, groups, state)
+    if load is not None:
+        load()
     contents.close()
     return contents.position
 
 
-def optimizer_parts(
+def optimizer_loading(
     contents: Contents,
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, str],
     made: Sequence[NamedGroup] = (),
-) -> tuple[dict[int, str], list[NamedGroup], dict[str, dict[str, Any]]]:
-    """Names, groups and state of a checkpoint, as `load_named` takes them.
+) -> Callable[[], None]:
+    """Read the optimizer's state of a checkpoint; returns what gives it to an optimizer.
 
     Args:
         tensors: of the model, by name; `stored`: the name of each in the checkpoint.
@@ -118,11 +115,10 @@ def optimizer_parts(
     read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
     state = {name: values for name, values in read.items() if values}
     try:
-        check_named(optimizer, names, groups, state, made)
+        return named_loading(optimizer, names, groups, state, made)
     except InputError as error:
         where = f"{contents.place}: {error.where}"
         raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
-    return names, groups, state
 
 
 def convert(source: Path, output: Path) -> list[str]:

@@ -13,8 +13,8 @@ import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -28,7 +28,7 @@ from pdcompile.checkpoint.manifest import (
     StoredTensor,
 )
 from pdcompile.eager.digest import flat_bytes
-from pdcompile.errors import CheckpointError, PdcompileError, os_errors_as
+from pdcompile.errors import CheckpointError, errors_as
 from pdcompile.files import write_whole
 from pdcompile.ir.targets import dtype_name
 from pdcompile.warn import warn
@@ -69,20 +69,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: str) -> S
     return StoredFile(path.name, size, header, tuple(listed))
 
 
-@contextmanager
-def unwritten(path: Path, kind: type[Exception] = OSError) -> Iterator[None]:
+def unwritten(path: Path, kind: type[Exception] = OSError) -> AbstractContextManager[None]:
     """Raises CheckpointError in place of errors of a kind while files are written."""
-    try:
-        yield
-    except PdcompileError:
-        raise
-    except kind as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be written: {error}",
-            where=str(path),
-            remedy="make room or give another folder, and try again; earlier checkpoints are as "
-            "they were",
-        ) from error
+    remedy = "make room or give another folder, and try again; earlier checkpoints are as they were"
+    return errors_as(CheckpointError, "the checkpoint cannot be written", path, remedy, kind)
 
 
 def synced(path: Path) -> None:
@@ -107,7 +97,7 @@ class TensorFile:
         self.stored = {tensor.name: tensor for tensor in stored.tensors}
         self._open: OpenFile | None = None
         missing = "a file of the checkpoint is missing, or cannot be read"
-        with os_errors_as(CheckpointError, missing, self.path, _ANOTHER):
+        with errors_as(CheckpointError, missing, self.path, _ANOTHER):
             found = self.path.lstat()
             if not stat.S_ISREG(found.st_mode):
                 raise self._wrong("this is no plain file (a link or a folder)")
@@ -190,7 +180,7 @@ def newest(folder: Path) -> Path | None:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    with os_errors_as(
+    with errors_as(
         CheckpointError,
         "the folder cannot be read",
         folder,

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdcompile.errors import CheckpointError, os_errors_as
+from pdcompile.errors import CheckpointError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import decode, dumps, encode, loads
 
@@ -110,7 +110,7 @@ class StageState:
     older: tuple[int, ...]
     waiting: int
     groups: tuple[StoredGroup, ...]
-    state: Any
+    state: dict[str, Any]
     schedulers: tuple[StoredScheduler, ...] = ()
 
 
@@ -174,12 +174,12 @@ class Manifest:
     optimizer: str
     aliases: tuple[tuple[str, str], ...]
     stages: tuple[StoredStage, ...]
-    schedulers: Any = None
+    schedulers: dict[str, Any] | None = None
     random_state: Any = None
     seed: int | None = None
     scheduler_types: tuple[tuple[str, str], ...] = ()
     loss_scale: tuple[tuple[int, float, int, float, float, int], ...] = ()
-    extra_states: Any = None
+    extra_states: dict[str, Any] | None = None
     random_states: tuple[tuple[int, Any], ...] = ()
     checksum: int = 0
 
@@ -213,7 +213,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     where = str(path)
-    with os_errors_as(
+    with errors_as(
         CheckpointError,
         "there is no readable manifest",
         where,
@@ -250,8 +250,6 @@ def _check(manifest: Manifest, where: str) -> None:
         for file in stage.files.values():
             if not _FILE.fullmatch(file.name):
                 raise wrong(f"{file.name!r} is not the name of a safetensors file in it", place)
-        if not isinstance(stage.state, dict):
-            raise wrong("the optimizer's state is no object", place)
     weights = {one.name for stage in manifest.stages for one in stage.weights.tensors}
     for alias, first in manifest.aliases:
         if alias in weights or first not in weights:

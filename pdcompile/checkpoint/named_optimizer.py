@@ -8,7 +8,7 @@ by name, and names as the ``params`` of each group; torch's own optimizers load 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,17 +148,16 @@ def _parameters(counts: Sequence[int]) -> str:
     return f"{sum(counts)} parameters{groups}"
 
 
-def check_named(
+def named_loading(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     groups: Sequence[NamedGroup],
-    state: Mapping[str, Any],
+    state: Mapping[str, dict[str, Any]],
     made: Sequence[NamedGroup] = (),
-) -> list[Mapping[str, Any]]:
-    """Check that groups and state by name fit an optimizer; returns values for each of its groups.
+) -> Callable[[], None]:
+    """Check that groups and state by name fit an optimizer; returns what gives it them.
 
-    Where groups are others than they were, a group keeps its own rates (they are not among its
-    values), and so what groups that were one differ in.
+    It takes them as far as it has their parameters, and the tensors of the state for its own.
 
     Args:
         made: the groups of the whole model's optimizer, or of all ranks', as they were made.
@@ -168,8 +167,35 @@ def check_named(
             that are in one group now had unlike settings; or a tensor has another shape than its
             parameter.
     """
+    chosen = _chosen_values(named_groups(optimizer, names), groups, made)
+    if all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer)):
+        for group in optimizer.param_groups:  # others may mean something else
+            for parameter in group["params"]:
+                name = names.get(id(parameter), "")
+                _check_shapes(name, parameter, state.get(name, {}))
+
+    def load() -> None:
+        present = zip(named_groups(optimizer, names), chosen, strict=True)
+        others = [own.names for own, values in present if own.names and "lr" not in values]
+        if others and any("lr" in group.values for group in groups):
+            warn(
+                f"{some([one[0] for one in others])} are in other groups than when the optimizer's "
+                "state was saved: these groups keep their own learning rates"
+            )
+        _load(optimizer, names, chosen, state)
+
+    return load
+
+
+def _chosen_values(
+    present: Sequence[NamedGroup], groups: Sequence[NamedGroup], made: Sequence[NamedGroup]
+) -> list[Mapping[str, Any]]:
+    """Values for each group of an optimizer.
+
+    Where groups are others than they were, a group keeps its own rates (they are not among its
+    values), and so what groups that were one differ in.
+    """
     of = {name: group for group in _joined(groups) for name in group.names}
-    present = named_groups(optimizer, names)
     parted = _parted(made or present, of)
     found: list[Mapping[str, Any]] = []
     for own in present:
@@ -207,11 +233,6 @@ def check_named(
         kept |= {*RATES} if kept.intersection(RATES) else set()
         values = sources[0].values if sources else {}
         found.append({key: value for key, value in values.items() if key not in kept})
-    if all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer)):
-        for group in optimizer.param_groups:  # others may mean something else
-            for parameter in group["params"]:
-                name = names.get(id(parameter), "")
-                _check_shapes(name, parameter, state.get(name, {}))
     return found
 
 
@@ -271,29 +292,17 @@ def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> No
             )
 
 
-def load_named(
+def _load(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
-    groups: Sequence[NamedGroup],
+    chosen: Sequence[Mapping[str, Any]],
     state: Mapping[str, dict[str, Any]],
-    made: Sequence[NamedGroup] = (),
 ) -> None:
-    """Give an optimizer groups and state by name, as far as it has their parameters.
+    """Give an optimizer values of groups, and state by name.
 
-    It takes the tensors of the state for its own.  They keep the dtype that they were saved with,
-    which torch's own loading does not promise, on the device where that puts them.
-
-    Raises:
-        InputError: see `check_named`; nothing was changed.
+    Tensors keep the dtype that they were saved with, which torch's own loading does not promise, on
+    the device where that puts them.
     """
-    chosen = check_named(optimizer, names, groups, state, made)
-    present = named_groups(optimizer, names)
-    others = [g.names for g, v in zip(present, chosen, strict=True) if g.names and "lr" not in v]
-    if others and any("lr" in group.values for group in groups):
-        warn(
-            f"{some([one[0] for one in others])} are in other groups than when the optimizer's "
-            "state was saved: these groups keep their own learning rates"
-        )
     numbered: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(parameter): n for n, parameter in enumerate(numbered)}
     own = {

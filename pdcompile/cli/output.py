@@ -21,7 +21,7 @@ from pdcompile.errors import (
     NotFoundError,
     PdcompileError,
     RankError,
-    os_errors_as,
+    errors_as,
 )
 from pdcompile.report.labels import Terminal
 
@@ -114,7 +114,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written, with the system's reason.
     """
-    with os_errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
+    with errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from pdcompile.eager.snapshot import tensors_at
-from pdcompile.errors import InputError
+from pdcompile.errors import InputError, errors_as
 
 _DEPTH = 3  # of containers in an attribute
 
@@ -30,15 +30,13 @@ def copy_of(model: nn.Module) -> nn.Module:
         for _, tensor in tensors_at(vars(module), depth=_DEPTH):
             if not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach().clone()
-    try:
+    remedy = (
+        "keep what copy.deepcopy refuses (generators, locks, open files) out of the attributes of "
+        "its modules; keep_model=False trains without a copy"
+    )
+    said, where = "the model cannot be copied", type(model).__qualname__
+    with errors_as(InputError, said, where, remedy, Exception):
         return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise InputError(
-            f"the model cannot be copied, {type(error).__name__}: {error}",
-            where=type(model).__qualname__,
-            remedy="keep what copy.deepcopy refuses (generators, locks, open files) out of the "
-            "attributes of its modules; keep_model=False trains without a copy",
-        ) from error
 
 
 def twins(root: nn.Module) -> dict[int, nn.Module]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pdcompile import driver
 from pdcompile.batch import example_call
-from pdcompile.errors import ConfigError, os_errors_as
+from pdcompile.errors import ConfigError, errors_as
 from pdcompile.files import capture_beside, is_path, write_whole
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
@@ -178,7 +178,7 @@ def source_of(target: str, folder: Path) -> Source:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    with os_errors_as(
+    with errors_as(
         ConfigError, "cannot write to the folder", folder, "name a folder that you may write to"
     ):
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,7 +159,9 @@ class PipelineTrainer(Trainer):
         """Trainer's own optimizer and groups, of one stage's parameters."""
         made: torch.optim.Optimizer
         self.optimizer = None
-        made = super().create_optimizer(_Named(parameters.named))
+        # Groups are made by name of what a module gives.
+        module = SimpleNamespace(named_parameters=lambda: iter(parameters.named))
+        made = super().create_optimizer(module)
         return made
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
@@ -249,16 +252,6 @@ class PipelineTrainer(Trainer):
         """Close the pipeline, then Trainer's process group."""
         self.pipe.close()
         super().end()
-
-
-class _Named:
-    """Parameters as a module gives them to whoever groups them by name."""
-
-    def __init__(self, named: Any) -> None:
-        self._named = tuple(named)
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return iter(self._named)
 
 
 def _alone(values: Any) -> Any:

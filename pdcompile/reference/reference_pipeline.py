@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,10 +44,9 @@ from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
 from pdcompile.plan import Plan
 from pdcompile.reference.checks import check_model, check_options, chosen_model
-from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.tied_uses import TiedUses
-from pdcompile.reference.versions import Versions, learning_rates, weight_ages
+from pdcompile.reference.versions import Groups, Versions, learning_rates, weight_ages
 from pdcompile.schedule.registry import kind_of
 
 
@@ -100,13 +99,13 @@ class Reference(ReferenceState):
 
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> StepResult:
         if self.optimizer is None:
-            return self._train(args, kwargs, target)
+            return self._run(args, kwargs, target, training=True)
         self.zero_grad()
         if self._scale is not None:
             self._scale.follow()
         try:
             with self._versions.of_minibatch():
-                result = self._train(args, kwargs, target)
+                result = self._run(args, kwargs, target, training=True)
             self._groups.take(self._num_minibatches - 1)
             number = self._num_minibatches - 1
             held = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -133,7 +132,7 @@ class Reference(ReferenceState):
             check_older_weights(self._options.schedule, updates=False)
         check_unscaled(self._options, "forward_backward")
         with one_thread():
-            return self._train(args, kwargs, target)
+            return self._run(args, kwargs, target, training=True)
 
     def flush(self) -> None:
         """Does nothing: no minibatch is ever in flight here."""
@@ -147,75 +146,60 @@ class Reference(ReferenceState):
         The loss is None where there is no loss_fn and the model returns none.
         """
         with one_thread():
-            losses, outputs = self._evaluate(args, kwargs, target, with_loss=True)
-        loss = total_loss(losses) if losses else None
-        return StepResult(None if loss is None else LazyLoss(lambda: loss), lambda: outputs)
+            return self._run(args, kwargs, target, training=False)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output pytree for one minibatch in eval mode; no loss_fn is called."""
         with one_thread():
-            return self._evaluate(args, kwargs, None, with_loss=False)[1]
+            return self._run(args, kwargs, None, training=False, with_loss=False).outputs
 
     # -- one minibatch
 
-    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> StepResult:
+    def _run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any,
+        *, training: bool, with_loss: bool = True,
+    ) -> StepResult:  # fmt: skip
+        """Microbatch after microbatch, forward and in training backward."""
         flat, layout = self._prepare(args, kwargs, target)
-        scales = weights(self._options.loss_reduction, flat, layout, self._num_microbatches)
-        losses: list[Tensor] = []
-        outputs: list[Any] = []
+        number = self._num_minibatches if training else evaluation_minibatch(self._num_evaluations)
+        counted = self._options.loss_reduction, flat, layout, self._num_microbatches
+        scales = weights(*counted) if training else []
+        losses, outputs = list[Tensor](), list[Any]()
         later: dict[int, tuple[DrawScope, Tensor]] = {}
-        loss_leaf = None
-        training = in_mode(self._model, True), torch.enable_grad(), self._rng()
-        with training[0], training[1], training[2], self._uses.of_minibatch():
-            parts = split(flat.leaves, layout, self._num_microbatches)
-            for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
-                with self._draws(self._num_minibatches, index) as scope:
-                    output, loss = self._forward(flat, part, scope, with_loss=True)
-                    loss_leaf = _position(loss, output)
-                    loss = scaled_loss(self._differentiable(loss, output), scale)
-                    root = loss
-                    if self._scale is not None:
-                        root = loss * torch.tensor(self._scale.scale(self._num_minibatches))
-                if self._turns:
-                    later[index] = scope, root
-                elif root.requires_grad:
-                    scope.backward([root], [None])
-                losses.append(loss.detach())
-                outputs.append(self._kept(output))
-            for index in sorted(later, key=self._turns.__getitem__):
-                scope, loss = later[index]
-                if loss.requires_grad:
-                    scope.backward([loss], [None])
-        self._num_minibatches += 1
-        total = total_loss(losses)
-        whole = self._concatenate(outputs, layout, total, loss_leaf)
-        return StepResult(LazyLoss(lambda: total), lambda: whole)
-
-    def _evaluate(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, with_loss: bool
-    ) -> tuple[list[Tensor], Any]:
-        flat, layout = self._prepare(args, kwargs, target)
-        losses: list[Tensor] = []
-        outputs: list[Any] = []
-        loss_leaf = None
-        minibatch = evaluation_minibatch(self._num_evaluations)
-        scales: list[float] = []
-        with in_mode(self._model, False), torch.no_grad(), self._rng():
-            parts = split(flat.leaves, layout, self._num_microbatches)
-            for index, part in enumerate(parts):
-                with self._draws(minibatch, index) as scope:
+        mode = in_mode(self._model, training), torch.set_grad_enabled(training), self._rng()
+        with mode[0], mode[1], mode[2], self._uses.of_minibatch() if training else nullcontext():
+            for index, part in enumerate(split(flat.leaves, layout, self._num_microbatches)):
+                with self._draws(number, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=with_loss)
-                outputs.append(self._kept(output))
-                if loss is not None:
-                    # a reduction that counts items can only be asked where there is a loss
-                    scales = scales or weights(
-                        self._options.loss_reduction, flat, layout, self._num_microbatches
-                    )
-                    losses.append(scaled_loss(loss, scales[index]))
                     loss_leaf = _position(loss, output)
-        self._num_evaluations += 1
+                    if training:
+                        loss = self._differentiable(loss, output)
+                    if loss is not None:
+                        # a reduction that counts items can only be asked where there is a loss
+                        scales = scales or weights(*counted)
+                        loss = scaled_loss(loss, scales[index])
+                        losses.append(loss.detach())
+                    if loss is not None and loss.requires_grad:
+                        scale = None if self._scale is None else self._scale.scale(number)
+                        later[index] = scope, loss if scale is None else loss * torch.tensor(scale)
+                if not self._turns:
+                    self._backward(later)
+                outputs.append(self._kept(output))
+            self._backward(later)
+        if training:
+            self._num_minibatches += 1
+        else:
+            self._num_evaluations += 1
         total = total_loss(losses) if losses else None
-        return losses, self._concatenate(outputs, layout, total, loss_leaf)
+        sizes, dim = microbatch_sizes(layout.size, len(outputs)), layout.usual_dim
+        whole = concatenate(outputs, sizes, loss=total, loss_leaf=loss_leaf, batch_dim=dim)
+        return StepResult(None if total is None else LazyLoss(total.detach), lambda: whole)
+
+    def _backward(self, waiting: dict[int, tuple[DrawScope, Tensor]]) -> None:
+        """Backward of the microbatches that wait for it, in their order or that of the schedule."""
+        for index in sorted(waiting, key=self._turns.__getitem__ if self._turns else None):
+            scope, root = waiting.pop(index)
+            scope.backward([root], [None])
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
@@ -266,14 +250,6 @@ class Reference(ReferenceState):
                 remedy="look for no_grad, detach or item() on the way to the loss",
             )
         return loss
-
-    def _concatenate(
-        self, outputs: list[Any], layout: BatchLayout, loss: Tensor | None, loss_leaf: int | None
-    ) -> Any:
-        sizes = microbatch_sizes(layout.size, len(outputs))
-        return concatenate(
-            outputs, sizes, loss=loss, loss_leaf=loss_leaf, batch_dim=layout.usual_dim
-        )
 
     def _kept(self, output: Any) -> Any:
         """The detached output of a forward, copied where it is in the model's own memory, which

@@ -17,8 +17,7 @@ from pdcompile.position import (
     position_of,
     with_position,
 )
-from pdcompile.reference.groups import Groups
-from pdcompile.reference.versions import Versions
+from pdcompile.reference.versions import Groups, Versions
 
 
 class ReferenceState:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from pdcompile.errors import ConfigError, os_errors_as
+from pdcompile.errors import ConfigError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import decode, encode, loads
 from pdcompile.report.timeline import COMPUTE, Event
@@ -90,7 +90,7 @@ def load(path: str | PathLike[str]) -> tuple[tuple[RecordedEvent, ...], About]:
     """
     where = str(path)
     try:
-        with os_errors_as(ConfigError, "cannot read the trace", where, REMEDY):
+        with errors_as(ConfigError, "cannot read the trace", where, REMEDY):
             content = read_limited(path)
         data = loads(content, where=where, error=ConfigError)
         said = data.get("otherData") if isinstance(data, dict) else None

@@ -14,18 +14,46 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.digest import flat_bytes
 from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
-from pdcompile.errors import ConfigError, some
+from pdcompile.errors import ConfigError, errors_as, some
 from pdcompile.ir.stage_interface import submodule_of
 from pdcompile.weights.tensor_files import TensorFiles
+
+
+class Registered(NamedTuple):
+    """A parameter or buffer under one of its names: `table` of a module has it as `leaf`; state
+    dicts have it if it is `kept`."""
+
+    table: dict[str, Any]
+    leaf: str
+    is_buffer: bool
+    kept: bool
+    name: str
+    tensor: Tensor
+
+
+def registered(model: nn.Module, *, shared: bool = True) -> Iterator[Registered]:
+    """Parameters and buffers, module by module; hooks that rename them are not asked.
+
+    `shared`: those of a module with several names under all of them.
+    """
+    for path, module in model.named_modules(remove_duplicate=not shared):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            is_buffer = table is module._buffers
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    kept = not is_buffer or leaf not in module._non_persistent_buffers_set
+                    name = f"{path}.{leaf}" if path else leaf
+                    yield Registered(table, leaf, is_buffer, kept, name, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +72,14 @@ class Slot:
 
 def slots(model: nn.Module) -> dict[str, Slot]:
     """Every parameter, then every buffer, by its first name and in the order of the model."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    kept: set[int] = set()
-    for registry in ("_parameters", "_buffers"):
-        for path, module in model.named_modules(remove_duplicate=False):
-            for leaf, tensor in vars(module)[registry].items():
-                if tensor is None:
-                    continue
-                tensors.setdefault(id(tensor), tensor)
-                names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
-                if registry == "_parameters" or leaf not in module._non_persistent_buffers_set:
-                    kept.add(id(tensor))
-    return {
-        found[0]: Slot(found[0], tuple(found), tensors[key], key in kept)
-        for key, found in names.items()
-    }
+    found: dict[int, list[Registered]] = {}
+    for one in sorted(registered(model), key=attrgetter("is_buffer")):
+        found.setdefault(id(one.tensor), []).append(one)
+    made = (
+        Slot(held[0].name, tuple(n for *_, n, _ in held), held[0].tensor, any(o.kept for o in held))
+        for held in found.values()
+    )
+    return {slot.fqn: slot for slot in made}
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -74,15 +94,20 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(home, leaf, tensor)
 
 
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value, as a parameter where the tensor is one."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value
+
+
 def put(model: nn.Module, slot: Slot, value: Tensor) -> None:
     """Gives a tensor its value under all of its names; one with memory is written in place."""
     old = slot.tensor
     if not old.is_meta:
         old.detach().copy_(value)
         return
-    new = value
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new = like(old, value)
     vars(new).update(vars(old))  # attributes that the user or a library set on it
     for name in slot.names:
         set_tensor(model, name, new)
@@ -378,14 +403,10 @@ def _run(fill: Fill, slot: Slot, seed: int, before: float) -> Tensor:
     value = torch.full_like(slot.tensor, before, device="cpu", requires_grad=False)
     with preserved_rng(), torch.no_grad():
         reseed(seed_of(seed, 0, 0, slot.fqn, 0))
-        try:
+        said = "the function given as weights fails"
+        remedy = "it is called once for every tensor that has no values, with (name, tensor)"
+        with errors_as(ConfigError, said, slot.fqn, remedy, Exception):
             fill(slot.fqn, value)
-        except Exception as error:
-            raise ConfigError(
-                f"the function given as weights raised {type(error).__name__}: {error}",
-                where=slot.fqn,
-                remedy="it is called once for every tensor that has no values, with (name, tensor)",
-            ) from error
     return value
 
 

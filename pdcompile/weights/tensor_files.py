@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.errors import ConfigError, PdcompileError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import loads
 
@@ -42,13 +42,9 @@ class OpenFile:
             found: Tensor = self._open.get_tensor(name)
         return found
 
-    @contextmanager
-    def _errors(self, message: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the library has several kinds
-            said = f"{message}: {error}"
-            raise self._error(said, where=str(self._path), remedy=self._remedy) from error
+    def _errors(self, message: str) -> AbstractContextManager[None]:
+        # The library has several kinds.
+        return errors_as(self._error, message, self._path, self._remedy, Exception)
 
 
 class TensorFiles:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from pdcompile.runtime.failure.first_cause import describe
+from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.failure.host_peers import identity
 from pdcompile.runtime.failure.instruction_log import number_in_words
 from pdcompile.runtime.failure.watchdog import Watchdog
@@ -34,7 +34,7 @@ class PipelineExit:
         self.rank = rank
         self.leave: weakref.WeakMethod[Any] | None = None
         self.watchdog: Watchdog | None = None
-        self._store = store
+        self._tell = Failures(store, rank, 0).say
         self._owner: weakref.ref[Any] | None = None
         self._process = os.getpid()
         self._thread = threading.get_ident()
@@ -99,10 +99,6 @@ class PipelineExit:
     def _ended(self) -> str:
         reason = "with sys.exit or its last line"
         return f"rank {self.rank} ended {reason} and without pipe.close(), {self._last}"
-
-    def _tell(self, kind: str, text: str) -> None:
-        with suppress(RuntimeError):  # the store has gone: so have those who would read it
-            self._store.set(f"{kind}/{self.rank}", text)
 
 
 class _Hooks:

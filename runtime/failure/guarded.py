@@ -30,7 +30,7 @@ from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.links import PeerLost
-from pdcompile.runtime.transport.point_to_point import Transport
+from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.schedule import Kind
 
 _CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
@@ -42,7 +42,7 @@ _UNKNOWN = -1
 class Agreement:
     """One rank's side.  `paths` name the inputs that are compared, in one order on all ranks."""
 
-    def __init__(self, transport: Transport, num_ranks: int, paths: tuple[str, ...]) -> None:
+    def __init__(self, transport: GroupTransport, num_ranks: int, paths: tuple[str, ...]) -> None:
         self._transport = transport
         self._num_ranks = num_ranks
         self._paths = paths
@@ -173,7 +173,7 @@ class Guarded:
         except BaseException as caught:
             told = explained(caught, self._capture)
             worker = next((w for w in self.workers if w.current is not None), self.workers[0])
-            rank, base = worker.transport.rank, worker.base
+            rank, base = worker.rank, worker.base
             cause = describe(rank, told, worker.current, base)
             if worker.current is not None:
                 told.add_note(f"in {place(rank, told, worker.current, base)}")
@@ -226,7 +226,7 @@ class Guarded:
 
     def _place(self, error: BaseException) -> str:
         worker = self.workers[0]
-        return place(worker.transport.rank, error, worker.current, worker.base)
+        return place(worker.rank, error, worker.current, worker.base)
 
     def _abandon(self) -> None:
         """Close the connections, so that peers stop waiting for this rank."""

@@ -1,7 +1,7 @@
 """Forward and backward of one microbatch on one stage, on the weights of a version; no messages.
 
 `StageRun` runs the stage.  Here are the minibatches that it runs for (`Feed`), what waits between
-forward and backward, and what a stage that recomputes keeps instead (`SecondRun`).
+forward and backward, and what a stage that recomputes keeps instead (`Kept`).
 
 The first run of a stage that recomputes is that of one which keeps its activations, with autograd
 on, because kernels are chosen by it and would round otherwise without; then its graph is dropped.
@@ -27,7 +27,7 @@ from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.ir.graph import size_at
-from pdcompile.ir.stage_interface import Port, submodule_of
+from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
@@ -35,66 +35,34 @@ from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_tensor
+from pdcompile.weights.source import Registered
 
-Place = tuple[str, str]  # path of a module in the stage, name of one of its buffers
+Leaves = dict[str, Any]  # of the caller's, by path
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """One microbatch of a recomputing stage between its forward and its backward.
 
-    `given` are the stage's inputs in order, `leaves` what its loss reads of the caller's.
+    `given` are the stage's inputs in order, `leaves` what its loss reads of the caller's; `buffers`
+    are those that forward writes, each with a copy.
     """
 
     given: list[Any]
-    leaves: dict[str, Any]
-    buffers: dict[Place, Tensor]
-
-
-class SecondRun:
-    """Tensors of a stage that forward writes."""
-
-    def __init__(self, module: nn.Module, compiled: Compiled, stage: int) -> None:
-        """`module`: one instance of the stage."""
-        interface, graph = compiled.interfaces[stage], compiled.capture.train
-        written = compiled.written_buffers(stage)
-        self._buffers: list[Place] = [
-            (path, leaf)
-            for name, _ in module.named_buffers(remove_duplicate=False)
-            for path, _, leaf in [name.rpartition(".")]
-            if interface.aliases.get(name, name) in written
-        ]
-        self._leaves = frozenset(graph.written_inputs())
-
-    def before(self, module: nn.Module, given: list[Any], leaves: dict[str, Any]) -> Kept:
-        """Copies of what the forward to come reads and writes."""
-        copies: dict[int, Tensor] = {}  # of a buffer with several names there is one
-        buffers = {}
-        for path, leaf in self._buffers:
-            buffer = submodule_of(module, path)._buffers[leaf]
-            assert buffer is not None
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.clone()
-            buffers[path, leaf] = copies[id(buffer)]
-        # `given` is cloned where forward writes it; what the loss reads is not.
-        leaves = {p: x.clone() if p in self._leaves else x for p, x in leaves.items()}
-        return Kept(given, leaves, buffers)
+    leaves: Leaves
+    buffers: list[tuple[Registered, Tensor]]
 
     @contextmanager
-    def around(self, module: nn.Module, buffers: dict[Place, Tensor]) -> Iterator[None]:
-        """Context of the second run, on these buffers."""
-        homes = [(submodule_of(module, path)._buffers, leaf) for path, leaf in buffers]
-        present = [home[leaf] for home, leaf in homes]
+    def restored(self) -> Iterator[None]:
+        """Context in which the stage has the copies in the place of its buffers."""
+        present = [one.table[one.leaf] for one, _ in self.buffers]
         try:
-            for (home, leaf), copy in zip(homes, buffers.values(), strict=True):
-                home[leaf] = copy
+            for one, copy in self.buffers:
+                one.table[one.leaf] = copy
             yield
         finally:
-            for (home, leaf), buffer in zip(homes, present, strict=True):
-                home[leaf] = buffer
-
-
-Leaves = dict[str, Any]  # of the caller's, by path
+            for (one, _), buffer in zip(self.buffers, present, strict=True):
+                one.table[one.leaf] = buffer
 
 
 @dataclass(slots=True)
@@ -138,8 +106,9 @@ class Compute:
         self._autocast = compiled.plan.training.autocast
         self._makes = compiled.makes_tensors(stage)  # of nothing
         self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
-        again = compiled.plan.stages[stage].recompute
-        self._second = SecondRun(weights.modules[0], compiled, stage) if again else None
+        self._recomputes = bool(compiled.plan.stages[stage].recompute)
+        self._written = compiled.written_buffers(stage)
+        self._written_inputs = frozenset(compiled.capture.train.written_inputs())
         self.flights: dict[tuple[int, int], _Waiting] = {}  # what waits for its backward
 
     @contextmanager
@@ -163,9 +132,7 @@ class Compute:
             self._placed(leaves[port.path or ""]) if edge is None else receive(edge)
             for port, edge in wiring.inputs
         ]
-        kept = None
-        if self._second is not None and wiring.training:
-            kept = self._second.before(module, given, leaves)
+        kept = self._kept(module, given, leaves) if self._recomputes and wiring.training else None
         flight, values = self._run(feed, microbatch, module, given, leaves)
         if flight.loss is not None:
             feed.losses.append(flight.loss.detach())
@@ -173,6 +140,14 @@ class Compute:
             waiting = _Waiting(flight) if kept is None else _Waiting(None, kept)
             self.flights[feed.minibatch, microbatch] = waiting
         return values
+
+    def _kept(self, module: nn.Module, given: list[Any], leaves: Leaves) -> Kept:
+        """Copies of what the forward to come reads and writes."""
+        held = self._weights.registered_buffers(module, self._written)
+        copies = {id(one.tensor): one.tensor.clone() for one in held}  # one has several names
+        # `given` is cloned where forward writes it; what the loss reads is not.
+        leaves = {p: x.clone() if p in self._written_inputs else x for p, x in leaves.items()}
+        return Kept(given, leaves, [(one, copies[id(one.tensor)]) for one in held])
 
     def _run(
         self, feed: Feed, microbatch: int, module: nn.Module, given: list[Any], leaves: Leaves
@@ -196,9 +171,8 @@ class Compute:
 
     def _again(self, feed: Feed, microbatch: int, version: int, kept: Kept) -> Flight:
         """Run the stage a second time, for the graph that the first run did not keep."""
-        assert self._second is not None
         module = self._weights.module(version, feed.wiring.training)
-        with self._second.around(module, kept.buffers):
+        with kept.restored():
             flight, _ = self._run(feed, microbatch, module, kept.given, kept.leaves)
         return flight
 
@@ -229,7 +203,7 @@ class Compute:
 
         def gradient(edge: int) -> Tensor | None:
             came = receive(edge)
-            return None if self._device.on_host(came) and is_absent(came) else came
+            return None if is_absent(came) else came
 
         passed_on = None
         if split and not self._whole:

@@ -35,8 +35,8 @@ def absent(like: Tensor) -> Tensor:
 
 
 def is_absent(gradient: Tensor) -> bool:
-    """True if a gradient that came in says that there was none."""
-    if gradient.layout != torch.strided or not gradient.numel():
+    """True if a gradient that came in says that there was none; one on a device says nothing."""
+    if not devices.on_host(gradient) or gradient.layout != torch.strided or not gradient.numel():
         return False
     start, memory = gradient.storage_offset() * gradient.itemsize, gradient.untyped_storage()
     if memory[start] != _LOWEST:
@@ -161,7 +161,7 @@ class StageGradients:
         They come in any order, and are added in that of replicas.
         """
         found = self._sums.setdefault((self.numbers.update(minibatch), fqn), {})
-        found |= {} if devices.on_host(part) and is_absent(part) else {replica: part}
+        found |= {} if is_absent(part) else {replica: part}
 
     def pass_on(self, fqn: str, minibatch: int) -> Tensor:
         """Sum of what a copy has accumulated and received of a minibatch; nothing of it is kept."""

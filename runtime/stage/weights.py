@@ -11,7 +11,6 @@ into a storage that a graph still needs would give wrong gradients without an er
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.runtime.stage.gradients import Numbering, StageGradients
-from pdcompile.weights.source import set_tensor
+from pdcompile.weights.source import Registered, registered, set_tensor
 
 
 class StageWeights(StageGradients):
@@ -58,7 +57,7 @@ class StageWeights(StageGradients):
         self._homes = [home for module in self.modules for home in module.modules()]
         self._places = places(self.modules[0], interface)
         for version, module in enumerate(self.modules):
-            for name, fqn in self._places:
+            for name, fqn in self._places.items():
                 of_version = slots.get(fqn)
                 set_tensor(module, name, of_version[version] if of_version else tensors(fqn))
         self.updating = False  # an update of the present program has begun
@@ -76,16 +75,18 @@ class StageWeights(StageGradients):
 
     def buffers(self, names: Collection[str]) -> dict[str, Tensor]:
         """Buffers of these names that the stage holds."""
-        held = [
-            (name, fqn) for name, fqn in self._places if fqn in names and fqn not in self._slots
-        ]
-        found = {fqn: attrgetter(name)(self.modules[0]) for name, fqn in held}
-        return {fqn: tensor for fqn, tensor in found.items() if tensor is not None}
+        held = self.registered_buffers(self.modules[0], names)
+        return {self._places[one.name]: one.tensor for one in held}
+
+    def registered_buffers(self, module: nn.Module, names: Collection[str]) -> list[Registered]:
+        """Buffers of these names where an instance has them."""
+        every = registered(module) if names else ()
+        return [one for one in every if one.is_buffer and self._places[one.name] in names]
 
     def named(self) -> dict[str, Tensor]:
         """Parameters and buffers of the newest version, by their names in the model."""
         module = self.modules[self.newest % self.versions]
-        return {fqn: attrgetter(name)(module) for name, fqn in self._places}
+        return {self._places[one.name]: one.tensor for one in registered(module)}
 
     def memories(self, *, parameters: bool) -> set[int]:
         """Addresses of the memory of the weights of every version, or of the buffers."""
@@ -140,7 +141,7 @@ class StageWeights(StageGradients):
     def rebind(self, fqn: str, buffer: Tensor) -> None:
         """Another tensor takes the place of a buffer, in every version's module."""
         for module in self.modules:
-            for name in (name for name, held in self._places if held == fqn):
+            for name in (name for name, held in self._places.items() if held == fqn):
                 set_tensor(module, name, buffer)
 
     def adopt_hooks(self) -> None:
@@ -184,11 +185,6 @@ class StageWeights(StageGradients):
             self.gradients.clear()
         self.newest, self.numbers.begun = self.numbers.update(minibatches), minibatches
 
-    def renew(self) -> None:
-        """Changes that the user makes before a new history has begun are part of its start."""
-        if self.starts_anew:
-            self.forget()
-
     def load(self, fqn: str, value: Tensor) -> bool:
         """Overwrite every version of a trainable parameter, if it is held here."""
         for slot in self._slots.get(fqn, ()):
@@ -228,8 +224,6 @@ def instance(
     return module
 
 
-def places(module: nn.Module, interface: StageInterface) -> list[tuple[str, str]]:
-    """(name in the stage, FQN in the model) of every parameter and buffer, aliases included."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return [(name, interface.aliases.get(name, name)) for name in names]
+def places(module: nn.Module, interface: StageInterface) -> dict[str, str]:
+    """FQN in the model of every parameter and buffer, by its names in the stage."""
+    return {name: interface.aliases.get(name, name) for *_, name, _ in registered(module)}

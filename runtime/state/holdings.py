@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pdcompile.checkpoint.extra_states import scheduler_groups, scheduler_state
 from pdcompile.checkpoint.manifest import (
     Holding,
     HoldingKind,
@@ -22,7 +23,6 @@ from pdcompile.checkpoint.named_optimizer import (
     settings,
 )
 from pdcompile.checkpoint.plain_values import Encoder
-from pdcompile.checkpoint.scheduler_states import scheduler_groups, scheduler_state
 from pdcompile.position import Accumulated
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
@@ -120,13 +120,13 @@ def replica_buffers(session: Session) -> Iterator[Row]:
         ranks = session.spec.ranks[worker.stage]
         names = session.compiled.written_buffers(worker.stage) if len(ranks) > 1 else ()
         for fqn, tensor in worker.weights.buffers(names).items():
-            index = ranks.index(worker.transport.rank)
+            index = ranks.index(worker.rank)
             yield Row(Holding(HoldingKind.REPLICA, fqn, index), tensor, worker, True)
 
 
 def writes(session: Session, worker: Worker) -> bool:
     """True if a worker is the first replica of its stage."""
-    return worker.transport.rank == session.spec.ranks[worker.stage][0]
+    return worker.rank == session.spec.ranks[worker.stage][0]
 
 
 def hidden(session: Session, stage: int) -> list[str]:

@@ -9,18 +9,24 @@ beginning of a training, and a note says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
-from pdcompile.checkpoint.conversion import optimizer_parts
-from pdcompile.checkpoint.extra_states import restore, set_extra_states, states_of
+from pdcompile.checkpoint.conversion import optimizer_loading
+from pdcompile.checkpoint.extra_states import (
+    fitting_state,
+    restore,
+    scheduler_groups,
+    set_extra_states,
+    states_of,
+)
 from pdcompile.checkpoint.manifest import Holding, HoldingKind, StoredScheduler
-from pdcompile.checkpoint.named_optimizer import NamedGroup, load_named, named_groups, names_of
+from pdcompile.checkpoint.named_optimizer import NamedGroup, named_groups, names_of
 from pdcompile.checkpoint.plain_values import Encoder, decode
-from pdcompile.checkpoint.scheduler_states import fitting_state, scheduler_groups
-from pdcompile.errors import CheckpointError, some
+from pdcompile.errors import CheckpointError, errors_as, some
 from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange, Refused
@@ -114,9 +120,9 @@ class Loading:
         self._session, self._wanted, self._made = session, wanted, made
         self._minibatches = contents.position.minibatches
         self._stored: dict[str, str] = {}  # name in the checkpoint, by name in the model
-        self._rows: list[Row] = []  # of the tensors here that the checkpoint has
+        self._rows = defaultdict[HoldingKind, list[Row]](list)  # that the checkpoint has
         self._waiting: dict[str, Accumulated] = {}
-        self._optimizer: tuple[Any, Any, Any] | None = None  # None: it is left as it is
+        self._load_optimizer: Callable[[], None] = lambda: None  # it is left as it is
         self._generators: dict[str, Any] | None = None
         self._before: dict[str, Any] = {}  # of schedulers that were loaded
 
@@ -134,8 +140,13 @@ class Loading:
             {f: (keys, infos[f].shape, infos[f].dtype) for f, keys in names.items()}
         )
         self._prepare_tensors()
-        if self._wanted.optimizer and session.optimizer is not None:
-            self._prepare_optimizer(session.optimizer)
+        optimizer = session.optimizer if self._wanted.optimizer else None
+        if optimizer is not None and not manifest.optimizer:
+            self.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
+        elif optimizer is not None:
+            self._load_optimizer = optimizer_loading(
+                contents, optimizer, all_parameters(session), self._stored, self._made
+            )
         if manifest.loss_scale and session.loss_scale is None:
             self.notes.append("the checkpoint has a loss scale, and no grad_scaler= takes it")
         if session.loss_scale is not None and not manifest.loss_scale:
@@ -181,7 +192,7 @@ class Loading:
                 or (kind is HoldingKind.REPLICA and contents.has_replicas(name, count))
             ):  # fmt: skip
                 contents.tensor(self._in_checkpoint(row), row.tensor)
-                self._rows.append(row)
+                self._rows[kind].append(row)
         for fqn in (fqn for worker in session.workers for fqn in worker.weights.owned):
             waiting = contents.accumulated(self._stored[fqn])
             if waiting is not None:
@@ -212,15 +223,6 @@ class Loading:
                 f"schedule {new} of this plan does not compute on: training goes on from the newest"
             )
         return not missing
-
-    def _prepare_optimizer(self, optimizer: Any) -> None:
-        if not self.contents.manifest.optimizer:
-            self.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
-            return
-        parameters = all_parameters(self._session)
-        self._optimizer = optimizer_parts(
-            self.contents, optimizer, parameters, self._stored, self._made
-        )
 
     def _check_schedulers(self, saved: list[str]) -> None:
         given, where = self._wanted.schedulers, f"{self.contents.place}: schedulers"
@@ -253,25 +255,18 @@ class Loading:
             own = [part for s, part in enumerate(saved[name]) if same_plan and s in session.stages]
             groups = scheduler_groups(one, session.optimizer, names)
             state = decode(fitting_state(own or saved[name], groups), where)
-            try:
+            said = f"scheduler {name} ({type(one).__name__}) does not take its state"
+            remedy = "make the scheduler as it was when it was saved, or leave it out"
+            with errors_as(CheckpointError, said, where, remedy, Exception):
                 before = copy.deepcopy(one.state_dict())
                 self._before[name] = before
                 one.load_state_dict(state)
-            except Exception as error:  # the user's
-                raise CheckpointError(
-                    f"scheduler {name} ({type(one).__name__}) does not take its state: "
-                    f"{type(error).__name__}: {error}",
-                    where=where,
-                    remedy="make the scheduler as it was when it was saved, or leave it out",
-                ) from error
 
     def apply(self) -> None:
         """Copy what was read into the pipeline."""
         session, contents, minibatches = self._session, self.contents, self._minibatches
         weights = [worker.weights for worker in session.workers]
-        rows: dict[HoldingKind, list[Row]] = {kind: [] for kind in HoldingKind}
-        for row in self._rows:
-            rows[row.holding.kind].append(row)
+        rows = self._rows
         session.updating = minibatches  # should it end here, weights are half loaded
         for row in (*rows[HoldingKind.WEIGHT], *rows[HoldingKind.BUFFER]):
             session.state.put(row.holding.name, contents.tensor(self._in_checkpoint(row)), weights)
@@ -285,9 +280,7 @@ class Loading:
             row.tensor.data.copy_(contents.tensor(self._in_checkpoint(row)))
             row.worker.weights.starts_anew = False
         resume_groups(session, minibatches, self._waiting)
-        if self._optimizer is not None:
-            assert session.optimizer is not None
-            load_named(session.optimizer, *self._optimizer, self._made)
+        self._load_optimizer()
         for row in rows[HoldingKind.REPLICA]:
             row.tensor.copy_(contents.tensor(self._in_checkpoint(row)))
         session.replicas_apart = any(  # from here on: an optimizer that loads would flush

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.checkpoint.extra_states import extra_states, set_extra_states, tensor_keys
+from pdcompile.checkpoint.extra_states import extra_states, set_extra_states
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest, flat_bytes
 from pdcompile.eager.module_copies import copy_of
@@ -28,7 +28,7 @@ from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.warn import warn
-from pdcompile.weights.source import materialise, open_source, set_tensor, slots
+from pdcompile.weights.source import like, materialise, open_source, registered, set_tensor, slots
 
 
 def check_state(
@@ -113,7 +113,8 @@ class State:
     def __init__(self, model: nn.Module, compiled: Compiled, ranks: list[int]) -> None:
         self._model = model
         self._ranks = ranks
-        self.keys = tensor_keys(model)  # of a state dict
+        #: of a state dict
+        self.keys = tuple(one.name for one in registered(model) if one.kept)
         graphs = compiled.capture.eval, compiled.capture.train
         #: every tensor of the model by its first name, in the order of the model
         self.infos: Mapping[str, TensorInfo] = {**graphs[0].tensors, **graphs[1].tensors}
@@ -166,10 +167,6 @@ class State:
             if isinstance(tensor, nn.Parameter) and not mine.isdisjoint(self._owners.get(fqn, ())):
                 yield fqn, tensor
 
-    def optimized(self, *, alone: bool) -> list[tuple[str, nn.Parameter]]:
-        """Parameters for the optimizer: in a process alone, all of the model."""
-        return list(self._model.named_parameters() if alone else self.named_parameters())
-
     def trainable(self) -> dict[str, Tensor]:
         """Every trainable parameter of the model, in its order."""
         return {f: self.tensors[f] for f, info in self.infos.items() if info.requires_grad}
@@ -188,7 +185,7 @@ class State:
         Those to `keep` are as another pipeline of the model has left them.
         """
         gone = {
-            fqn: _like(tensor, torch.empty_like(tensor, device="meta"))
+            fqn: like(tensor, torch.empty_like(tensor, device="meta"))
             for fqn, tensor in self.tensors.items()
             if fqn in self._elsewhere and fqn not in keep
         }
@@ -199,7 +196,7 @@ class State:
         buffers and constants are others, as after model.to(…)."""
         moved: dict[str, Tensor] = {}
         for fqn, tensor in self.tensors.items() if device.queued else ():
-            if fqn in self._elsewhere or not device.on_host(tensor):
+            if fqn in self._elsewhere or not devices.on_host(tensor):
                 continue
             if isinstance(tensor, nn.Parameter):
                 gradient, tensor.grad = tensor.grad, None
@@ -211,7 +208,7 @@ class State:
 
     def _replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Others take the place of some tensors, under all of their names."""
-        for name in _names(self._model):
+        for *_, name, _ in [*registered(self._model)]:
             if (fqn := self._canonical.get(name, name)) in tensors:
                 set_tensor(self._model, name, tensors[fqn])
         self.tensors.update(tensors)
@@ -246,10 +243,10 @@ class State:
         model = copy_of(self._model)
         allow_forward(model)
         whole: dict[str, Tensor] = {}
-        for name in _names(model):
+        for *_, name, _ in [*registered(model)]:
             fqn = self._canonical[name]
             if name in state:
-                whole.setdefault(fqn, _like(self.tensors[fqn], state[name]))
+                whole.setdefault(fqn, like(self.tensors[fqn], state[name]))
                 set_tensor(model, name, whole[fqn])
         return model
 
@@ -274,19 +271,6 @@ def _own(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]
         if (own.shape, own.dtype, digest(own)) == (value.shape, value.dtype, digest(value)):
             found[fqn] = own
     return found
-
-
-def _names(model: nn.Module) -> list[str]:
-    """Every name of every parameter and buffer."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return names + [name for name, _ in model.named_buffers(remove_duplicate=False)]
-
-
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value, as a parameter where the tensor is one."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(value, requires_grad=tensor.requires_grad)
-    return value
 
 
 def initial_state(

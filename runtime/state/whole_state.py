@@ -13,15 +13,15 @@ from pdcompile.checkpoint.extra_states import extra_states
 from pdcompile.checkpoint.manifest import HoldingKind, StageState
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
-    load_named,
     named_groups,
+    named_loading,
     names_of,
     read_whole,
     whole_state,
 )
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import CheckpointError, ConfigError
+from pdcompile.errors import CheckpointError, ConfigError, errors_as
 from pdcompile.hardware import devices
 from pdcompile.jsonio import decode, encode
 from pdcompile.runtime.session import Session
@@ -105,19 +105,15 @@ def whole_order(session: Session) -> list[NamedGroup]:
     if session.world is None:
         return named_groups(session.optimizer, names_of(all_parameters(session)))
     bare = {fqn: _bare(tensor) for fqn, tensor in all_parameters(session).items()}
-    try:
-        with preserved_rng():
-            made = make_optimizer(session.options.optimizer, bare.items())
-    except Exception as error:  # the user's callable
-        raise ConfigError(
-            f"the optimizer cannot be made for all of the model's parameters at one time: {error}",
-            where="optimizer",
-            remedy="look at names and shapes alone in the function that makes it; pipe.save needs "
-            "no optimizer of the whole model",
-        ) from error
+    said = "the optimizer cannot be made for all of the model's parameters at one time"
+    remedy = (
+        "look at names and shapes alone in the function that makes it; pipe.save needs no "
+        "optimizer of the whole model"
+    )
+    with errors_as(ConfigError, said, "optimizer", remedy, Exception), preserved_rng():
+        made = make_optimizer(session.options.optimizer, bare.items())
     assert made is not None
-    names = names_of(bare)
-    return named_groups(made, names)
+    return named_groups(made, names_of(bare))
 
 
 def _bare(tensor: Tensor) -> nn.Parameter:
@@ -137,4 +133,4 @@ def load_optimizer(session: Session, given: Any) -> None:
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
     own = copy.deepcopy({name: dict(one) for name, one in state.items() if name in mine})
-    load_named(session.optimizer, names, groups, own, made)
+    named_loading(session.optimizer, names, groups, own, made)()

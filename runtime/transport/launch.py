@@ -71,7 +71,7 @@ class World:
         self.size = start.size
         self.sealed = debugs_messages()
         self.path = path
-        self.store = _part_of(start.store, "connected")
+        self.store = PrefixStore("connected", start.store)
         # Before anyone connects: one that leaves would disturb those that still do.
         agreed = {
             "the plan": plan.hash()[:16],
@@ -85,7 +85,7 @@ class World:
         self.exit = PipelineExit(self.store, self.rank)
         self.peers = HostPeers(self.store, self.rank, self.size)
         self.watchdog = Watchdog(
-            self.store.clone(), self.rank, self.size, self.peers,
+            PrefixStore("connected", start.store.clone()), self.rank, self.size, self.peers,
             options.stall_timeout, options.progress_timeout,
         )  # fmt: skip
         self.exit.watchdog = self.watchdog
@@ -101,7 +101,7 @@ class World:
 
     def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
         """Connections between some of the ranks alone, for data; each of them calls this."""
-        store = _part_of(self.store, name)
+        store = PrefixStore(name, self.store)
         if not self.path.direct:
             return self._connected(store, ranks.index(self.rank), len(ranks))
         with self.peers.log.meeting():
@@ -173,7 +173,7 @@ def note_on_cores(options: Options) -> Iterator[str]:
 def start_up(options: Options) -> StartUp:
     """Meet the other ranks of a pipeline; every one of them calls this at the same point."""
     rank, ranks = _members(options)
-    store = _fresh_store("pipeline", ranks, options.progress_timeout)
+    store = _fresh_store(ranks, options.progress_timeout)
     return StartUp(store, rank, len(ranks), options.progress_timeout)
 
 
@@ -285,7 +285,7 @@ def _number(name: str, *, least: int) -> int:
     return int(text)
 
 
-def _fresh_store(purpose: str, ranks: list[int], seconds: float | None = None) -> Any:
+def _fresh_store(ranks: list[int], seconds: float | None) -> Any:
     """Keys that nobody has used: a second pipeline must not meet those of the first.
 
     Nor one that torchrun started again those before: it keeps the store, with the addresses and
@@ -294,13 +294,9 @@ def _fresh_store(purpose: str, ranks: list[int], seconds: float | None = None) -
     attempt = ""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    name = f"pdcompile/{attempt}/{purpose}/{'-'.join(map(str, ranks))}"
+    name = f"pdcompile/{attempt}/{'-'.join(map(str, ranks))}"
     _numbers[name] += 1
-    return _part_of(_store(seconds), f"{name}/{_numbers[name]}")
-
-
-def _part_of(store: Any, name: str) -> Any:
-    return PrefixStore(name, store)
+    return PrefixStore(f"{name}/{_numbers[name]}", _store(seconds))
 
 
 def _store(seconds: float | None) -> Any:

@@ -1,4 +1,4 @@
-"""Point-to-point messages: isend and irecv of torch.distributed, nothing else; or in one process.
+"""Point-to-point messages: isend and irecv of torch.distributed, nothing else.
 
 Why not send and recv: a gloo send returns only when the peer has posted its receive, so blocking
 sends deadlock under most schedules.  Channels are first-in-first-out and apart (see `links`).
@@ -7,17 +7,12 @@ Every Work is kept and waited for, and the memory of a message belongs to it unt
 The note ahead of a channel's first message (see `contract`) makes the receiver post its first
 payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
 sender may wait for its sends as usual.  Notes themselves are awaited some calls later (`settle`).
-
-Inside one process (`LocalTransport`) messages lie in queues, and nothing is copied: the same
-instruction lists run over it, so that a debugger sees all stages.  A receive is ready when the
-sender has sent; a send is complete at once, because the tensor itself is handed over.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -32,7 +27,6 @@ from pdcompile.runtime.transport.contract import (
     Channel,
     Expected,
     Note,
-    check_tensor,
     checksum,
     from_bytes,
     read_note,
@@ -44,20 +38,8 @@ from pdcompile.schedule.instruction import DATA
 
 #: what stays in host memory: the program reads it, or it is for the user's whole state
 ON_HOST = frozenset((Kind.CALL, Kind.LOSS, Kind.STATE))
+SENT = Fetched(torch.empty(0))  # in place of a message that nobody here waits for
 MAY_LACK = frozenset((Kind.GRADIENT, Kind.TIED))  # may be absent (see `absent`)
-
-
-class Done(Handle):
-    """A message that needs no waiting for, such as from another stage of the same rank."""
-
-    def __init__(self, tensor: Tensor | None = None) -> None:
-        self._tensor = tensor
-
-    def known(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor | None:
-        return self._tensor
 
 
 class GroupTransport:
@@ -68,8 +50,6 @@ class GroupTransport:
     host memory: what is on a `device` goes through copies there, while it computes on, unless the
     link of data is NCCL's.
     """
-
-    blocking = True
 
     def __init__(
         self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False,
@@ -98,7 +78,7 @@ class GroupTransport:
         note = Note(self.plan, channel, minibatch, tensor.dtype, shape, order)
         if opens:
             self._tell(note)
-        comes = not (channel.kind in MAY_LACK and link.direct and self._is_absent(tensor))
+        comes = not (channel.kind in MAY_LACK and link.direct and is_absent(tensor))
         flat = Fetched(to_bytes(tensor, order))
         if link.direct:
             flat = Fetched(self.device.place(flat.tensor))
@@ -109,15 +89,12 @@ class GroupTransport:
             serial = next(self._numbers[channel])
             self._tell(note._replace(serial=serial, comes=comes, checksum=read))
         if not comes:
-            return Done()
+            return SENT
         sent = link.start(flat, channel, sending=True)
         if not deferred:
             return sent
         self._deferred.append((self._call, sent))
-        return Done()
-
-    def _is_absent(self, tensor: Tensor) -> bool:
-        return self.device.on_host(tensor) and is_absent(tensor)
+        return SENT
 
     def _tell(self, note: Note) -> None:
         flat = Fetched(note.packed().view(torch.uint8))
@@ -236,65 +213,3 @@ class _Received(Handle):
         if not source.lands or (source.may_lack and is_absent(found)):  # the host has to know
             return found
         return source.device.place(found, pinned=True)
-
-
-@dataclass(slots=True)
-class Wire:
-    """Messages on one channel: the k-th receive gets the k-th send, whenever it is waited for."""
-
-    messages: dict[int, Tensor] = field(default_factory=dict)  # sent and not yet waited for
-    num_sent: int = 0
-    num_posted: int = 0
-
-
-#: of all ranks of one process, by sender, receiver and channel
-Wires = defaultdict[tuple[int, ...], Wire]
-
-
-class LocalTransport:
-    """One rank's end of the wires: as `GroupTransport`, and no message is ever outstanding."""
-
-    blocking = False
-
-    def __init__(self, rank: int, wires: Wires) -> None:
-        self.rank = rank
-        self._wires = wires
-
-    def send(
-        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
-    ) -> Handle:
-        key = (self.rank, channel.peer, channel.kind, channel.edge, channel.target)
-        wire = self._wires[key]
-        wire.messages[wire.num_sent] = tensor.detach()
-        wire.num_sent += 1
-        return Done()
-
-    def receive(self, channel: Channel, expected: Expected) -> Handle:
-        key = (channel.peer, self.rank, channel.kind, channel.edge, channel.target)
-        return _Queued(channel, expected, self._wires[key])
-
-    def settle(self, call: int | None = None) -> None:
-        """No-op."""
-
-    def abandon(self) -> None:
-        self._wires.clear()
-
-
-class _Queued(Handle):
-    def __init__(self, channel: Channel, expected: Expected, wire: Wire) -> None:
-        self._channel = channel
-        self._expected = expected
-        self._wire = wire
-        self._number = wire.num_posted
-        wire.num_posted += 1
-
-    def ready(self) -> bool:
-        return self._number in self._wire.messages
-
-    def wait(self) -> Tensor:
-        tensor = self._wire.messages.pop(self._number)
-        check_tensor(tensor, self._expected, f"what came on {self._channel}")
-        return tensor
-
-
-Transport = GroupTransport | LocalTransport

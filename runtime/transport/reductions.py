@@ -249,7 +249,14 @@ class Norms:
         assert total is not None
         row = self._sums.device.fetch(total).wait()
         if self.scale is not None:
-            _refuse_unlike(minibatch, scaled_by, float(row[-2]) / self._sums.size)
+            if (mean := float(row[-2]) / self._sums.size) != scaled_by:
+                raise ContractError(
+                    f"the loss of minibatch {minibatch} was scaled by {scaled_by:g} here, and by "
+                    f"{mean:g} in the mean of all ranks",
+                    where="grad_scaler",
+                    remedy="give every rank a GradScaler of the same settings, and change them "
+                    "alike",
+                )
             self.scale.learn(minibatch, finite=not row[-1])
         for fqn, norm in zip(self._names, row.tolist(), strict=False):
             if norm != ABSENT and fqn not in norms:
@@ -264,16 +271,6 @@ class Norms:
         """Forget what is in flight: the connections are about to close."""
         self._posted.clear()
         self._sums.abandon()
-
-
-def _refuse_unlike(minibatch: int, here: float, mean: float) -> None:
-    if mean != here:
-        raise ContractError(
-            f"the loss of minibatch {minibatch} was scaled by {here:g} here, and by {mean:g} in "
-            "the mean of all ranks",
-            where="grad_scaler",
-            remedy="give every rank a GradScaler of the same settings, and change them alike",
-        )
 
 
 def check_max_norm(max_norm: float) -> None:

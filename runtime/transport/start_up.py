@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pdcompile.errors import LaunchError, RankError, os_errors_as
+from pdcompile.errors import LaunchError, RankError, errors_as
 from pdcompile.warn import warn
 
 MAYBE = "?"  # ends the name of a fact that is compared where both ranks have it
@@ -276,7 +276,7 @@ def key() -> bytes:
 
 
 def _of_user(path: Path) -> bytes:
-    with os_errors_as(LaunchError, "the key of this user cannot be made or read", path, _REMEDY):
+    with errors_as(LaunchError, "the key of this user cannot be made or read", path, _REMEDY):
         if not path.exists():
             _make(path)
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

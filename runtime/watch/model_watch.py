@@ -22,6 +22,7 @@ from pdcompile.eager.modes import modes_after_switch, modes_in
 from pdcompile.errors import ConfigError
 from pdcompile.runtime.watch.attribute_watch import AttributeWatch
 from pdcompile.runtime.watch.optimizer_watch import in_flight_error
+from pdcompile.weights.source import registered
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -67,9 +68,10 @@ class ModelWatch:
         self._modules = [(path, module, _form(module)) for path, module in model.named_modules()]
         loss = nn.ModuleDict({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
         self._losses = [(path, module, _form(module)) for path, module in loss.named_modules()]
-        self._of_loss = list(_tensors(loss, "_buffers"))
-        self._parameters = list(_tensors(model, "_parameters"))
-        self._buffers = list(_tensors(model, "_buffers"))
+        self._of_loss = [one for one in registered(loss, shared=False) if one.is_buffer]
+        every = [*registered(model, shared=False)]
+        self._parameters = [one for one in every if not one.is_buffer]
+        self._buffers = [one for one in every if one.is_buffer]
         self._forms = [_text(tensor) for *_, tensor in self._buffers]
         self._several = several
         self._traits = [(_text(t), t.requires_grad) for *_, t in self._parameters]
@@ -135,13 +137,12 @@ class ModelWatch:
             raise in_flight_error(self._rehooked(), "given another gradient hook", "a parameter")
         self._check_values(in_flight)
         for at, tensor, name in replaced:
-            home, leaf = self._buffers[at][:2]
-            old = self._buffers[at][3]
-            if old.is_meta:  # another process has the stage that holds it
-                home[leaf] = old
+            old = self._buffers[at]
+            if old.tensor.is_meta:  # another process has the stage that holds it
+                old.table[old.leaf] = old.tensor
                 continue
             rebind(name, tensor)
-            self._buffers[at] = (home, leaf, name, tensor)
+            self._buffers[at] = old._replace(tensor=tensor)
 
     # -- what the stages were made from -------------------------------------------------------
 
@@ -163,8 +164,8 @@ class ModelWatch:
 
     def _check_parameters(self, training: bool | None) -> None:
         found = zip(self._parameters, self._traits, strict=True)
-        for (home, leaf, name, tensor), (form, trained) in found:
-            if home.get(leaf) is not tensor:
+        for (table, leaf, *_, name, tensor), (form, trained) in found:
+            if table.get(leaf) is not tensor:
                 raise _changed(name, "was replaced by another tensor")
             if (now := _text(tensor)) != form:
                 raise _changed(name, f"was {form} and is {now}, converted")
@@ -196,11 +197,11 @@ class ModelWatch:
     def _replaced_buffers(self) -> list[tuple[int, Tensor, str]]:
         """(index, new tensor, name) of buffers that have another tensor now."""
         found = []
-        for home, leaf, name, old in self._of_loss:
-            if home.get(leaf) is not old:
+        for table, leaf, *_, name, old in self._of_loss:
+            if table.get(leaf) is not old:
                 raise _changed(name, "was replaced by another tensor", "a buffer")
-        for at, (home, leaf, name, old) in enumerate(self._buffers):
-            new = home.get(leaf)
+        for at, (table, leaf, *_, name, old) in enumerate(self._buffers):
+            new = table.get(leaf)
             if new is old and _text(new) != self._forms[at]:
                 raise _changed(name, f"was {self._forms[at]} and is {_text(new)}", "a buffer")
             if new is old:
@@ -282,15 +283,6 @@ def _alike(old: Tensor, new: Tensor) -> bool:
     """True if one may take the other's place (meta: another process has the values)."""
     same = (new.shape, new.dtype) == (old.shape, old.dtype)
     return same and (old.is_meta or new.device == old.device)
-
-
-def _tensors(model: nn.Module, registry: str) -> Iterable[tuple[dict[str, Any], str, str, Tensor]]:
-    """(table, name in it, full name, tensor) of every parameter or buffer."""
-    for path, module in model.named_modules():
-        home: dict[str, Any] = vars(module)[registry]
-        for leaf, tensor in home.items():
-            if tensor is not None:
-                yield home, leaf, f"{path}.{leaf}" if path else leaf, tensor
 
 
 def _form(module: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from pdcompile import jsonio
 from pdcompile.checkpoint.contents import open_checkpoint
-from pdcompile.checkpoint.extra_states import states_of
+from pdcompile.checkpoint.extra_states import fitting_state, states_of
 from pdcompile.checkpoint.manifest import (
     MANIFEST,
     PLAN,
@@ -27,7 +27,6 @@ from pdcompile.checkpoint.manifest import (
     read_manifest,
 )
 from pdcompile.checkpoint.plain_values import Encoder, decode
-from pdcompile.checkpoint.scheduler_states import fitting_state
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import PdcompileError, SourceError
