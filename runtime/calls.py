@@ -225,19 +225,17 @@ def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
     for path, text in graph.constants:
         if of_target(path) and flat.leaves.get("target", flat) is None:
             continue  # none was given: predict needs none, and `needed` says who does
-        if path in flat.leaves and repr(flat.leaves[path]) != text:
+        found, remedy = "was left out", "pass it as before, or make another pipeline without it"
+        now = flat.leaves[path] if path in flat.leaves else default_of(flat, path)
+        if path in flat.leaves:
+            found = f"is {now!r} now"
+            remedy = "make another pipeline for the other value, or pass it as a tensor"
+        if repr(now) != text:
             raise InputError(
-                f"this input is {flat.leaves[path]!r} now, and was {text} when the model was "
-                "captured; its value is part of the plan",
+                f"this input {found}, and was {text} when the model was captured; its value is "
+                "part of the plan",
                 where=path,
-                remedy="make another pipeline for the other value, or pass it as a tensor",
-            )
-        if path not in flat.leaves and repr(default_of(flat, path)) != text:
-            raise InputError(
-                f"this input was left out, and was {text} when the model was captured; its value "
-                "is part of the plan",
-                where=path,
-                remedy="pass it as before, or make another pipeline without it",
+                remedy=remedy,
             )
 
 

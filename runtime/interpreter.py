@@ -6,7 +6,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
+from pdcompile.schedule.spec import Broadcast
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
@@ -40,6 +41,18 @@ class Box(NamedTuple):
 
     tensors: dict[tuple[int, int], Tensor]
     expected: dict[tuple[int, int], Expected]
+
+    @staticmethod
+    def of(rows: Mapping[Broadcast, Tensor | Expected]) -> Box:
+        """Box of broadcasts, each with its tensor or what is to arrive."""
+        found = Box({}, {})
+        for one, given in rows.items():
+            place = one.item, one.microbatch
+            if isinstance(given, Tensor):
+                found.tensors[place] = given
+            else:
+                found.expected[place] = given
+        return found
 
 
 class Loss:

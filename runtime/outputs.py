@@ -16,9 +16,9 @@ from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, TorchLiteral, named_leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
-from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed, expected
+from pdcompile.runtime.transport.contract import Expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
 
@@ -75,7 +75,7 @@ def share(
     feed: Feed, ports: tuple[Port, ...], session: Session, receivers: Collection[int]
 ) -> None:
     """Bring the outputs of a minibatch from the ranks of the last stage to the receivers."""
-    box, broadcasts = Box({}, {}), []
+    rows = dict[Broadcast, Tensor | Expected]()
     # Training and evaluation may differ in dtype or layout: channels of their own.
     training = feed.wiring.training
     turn, first = (feed.minibatch, 0) if training else (0, session.first_output)
@@ -84,16 +84,13 @@ def share(
         for i, size in enumerate(feed.sizes):
             root = session.spec.rank(len(session.spec.ranks) - 1, i, turn)
             others = tuple(rank for rank in receivers if rank != root)
-            broadcasts.append(Broadcast(Kind.OUTPUT, item, i, root, others))
-            if i in feed.outputs:
-                box.tensors[item, i] = feed.outputs[i][port.value]
-            else:
-                box.expected[item, i] = expected(port, size, feed.minibatch)
-    session.share(tuple(broadcasts), box, feed.minibatch)
+            here = feed.outputs[i][port.value] if i in feed.outputs else None
+            arrives = expected(port, size, feed.minibatch)
+            rows[Broadcast(Kind.OUTPUT, item, i, root, others)] = arrives if here is None else here
+    found = session.share(rows.items(), feed.minibatch)
     if items and not set(session.ranks).isdisjoint(receivers):
         feed.outputs = {
-            i: {port.value: box.tensors[item, i] for item, port in items}
-            for i in range(len(feed.sizes))
+            i: {port.value: found[item, i] for item, port in items} for i in range(len(feed.sizes))
         }
 
 

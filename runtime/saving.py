@@ -58,9 +58,6 @@ class FlushFirst:
                 "pipe.full_state_dict() are of one moment"
             )
 
-    def __deepcopy__(self, memo: Any) -> FlushFirst:
-        return FlushFirst()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (FlushFirst, ())
 

@@ -26,6 +26,7 @@ from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.stage.replicas import ReplicaWeights
 from pdcompile.runtime.state.model_state import initial_state
+from pdcompile.runtime.transport.contract import Expected
 from pdcompile.runtime.transport.launch import World, data_path
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, refuse_coupled
@@ -173,9 +174,17 @@ class Session(Guarded):
         self._run(self._programs.norms(), minibatch, max_norm=max_norm)
         return self.workers[0].norms.total
 
-    def share(self, broadcasts: tuple[Broadcast, ...], box: Box, minibatch: int = 0) -> None:
-        """Bring what one rank has to those that need it: it is in their `box` then."""
-        self._run(self._programs.share(broadcasts), minibatch, box=box)
+    def share(
+        self, rows: Iterable[tuple[Broadcast, Tensor | Expected]], minibatch: int = 0
+    ) -> dict[tuple[int, int], Tensor]:
+        """Bring what one rank has to those that need it: what is here then, by item and microbatch.
+
+        `rows`: each with the tensor, or on other ranks with what would arrive.
+        """
+        every = dict(rows)
+        box = Box.of(every)
+        self._run(self._programs.share(tuple(every)), minibatch, box=box)
+        return box.tensors
 
     def _run(
         self,

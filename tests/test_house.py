@@ -18,10 +18,10 @@ from tests.test_imports import modules, runtime_imports
 ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "front door and options": (
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
-        4_933,
+        4_931,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_076),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_073),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_635),
     "trace": (("passes/trace",), 7_115),
     "costs": (("passes/costs", "passes/profile"), 3_798),
     "planner": (
@@ -35,13 +35,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_554),
     "verify": (("passes/verify", "passes/preserved_state.py"), 1_496),
-    "runtime": (("runtime",), 8_988),
+    "runtime": (("runtime",), 8_840),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_700,
+        3_611,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_009),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_189),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_143),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_410),
     "export": (("passes/export", "pdcompile/export"), 1_310),
 }

@@ -231,13 +231,10 @@ def open_source(given: Any, *, seed: int = 0) -> Source:
             "tensor) that fills one tensor in place, or a list of files and one function",
         )
     for function in functions:
-        try:
+        said = "the function given as weights cannot be called with (name, tensor)"
+        remedy = "def fill(name, tensor): torch.nn.init.normal_(tensor, std=0.02)"
+        with errors_as(ConfigError, said, "weights", remedy, Exception):
             inspect.signature(function).bind("name", None)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the function given as weights cannot be called with (name, tensor): {error}",
-                remedy="def fill(name, tensor): torch.nn.init.normal_(tensor, std=0.02)",
-            ) from error
     return Source(TensorFiles(places) if places else None, next(iter(functions), None), seed)
 
 

@@ -155,19 +155,13 @@ _CONVERT = "write one once: safetensors.torch.save_file(state_dict, 'model.safet
 
 
 def _index(place: Path) -> dict[str, Path]:
-    def bad(what: str) -> ConfigError:
-        return ConfigError(
-            f"the index {what}",
-            where=str(place),
-            remedy='it maps names to files beside it: {"weight_map": {"a": "1.safetensors"}}',
-        )
+    remedy = 'it maps names to files beside it: {"weight_map": {"a": "1.safetensors"}}'
 
-    try:
-        content = loads(read_limited(place), where=str(place), error=ConfigError)
-    except OSError as error:
-        raise bad(f"cannot be read: {error.strerror}") from error
-    except ConfigError as error:
-        raise bad(f"cannot be read: {error.message}") from error
+    def bad(what: str) -> ConfigError:
+        return ConfigError(f"the index {what}", where=str(place), remedy=remedy)
+
+    with errors_as(ConfigError, "the index cannot be read", place, remedy):
+        content = loads(read_limited(place), where=str(place), error=ConfigError, remedy=remedy)
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise bad("has no weight_map of names to files")
@@ -175,11 +169,7 @@ def _index(place: Path) -> dict[str, Path]:
         # A name with a folder in it could lead anywhere; writers of indexes use plain names.
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise bad(f"names {file!r}, which is not a safetensors file beside it")
-        try:
-            there = (place.parent / file).is_file()
-        except OSError:  # a name longer than any
-            there = False
-        if not there:
+        if not os.path.isfile(place.parent / file):  # False also for a name longer than any
             raise bad(f"names {file[:100]!r}, which is not there")
     return {name: place.parent / file for name, file in found.items()}
 

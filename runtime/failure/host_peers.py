@@ -63,12 +63,6 @@ def network() -> str:
         return ""
 
 
-def stopped(of: str) -> bool:
-    """True if somebody stopped the process of that `identity`, as SIGSTOP and debuggers do."""
-    seen = _seen(of)
-    return seen is not None and seen[0] in "Tt"
-
-
 def _seen(of: str) -> tuple[str, int] | None:
     """State and exit status of the process of that `identity`, None where the system does not
     tell, or the number is another process's by now."""
@@ -120,8 +114,9 @@ class HostRank(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """True if somebody stopped its process, as SIGSTOP does."""
-        return stopped(self.identity)
+        """True if somebody stopped its process, as SIGSTOP and debuggers do."""
+        seen = _seen(self.identity)
+        return seen is not None and seen[0] in "Tt"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

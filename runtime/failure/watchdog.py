@@ -282,17 +282,14 @@ class Watchdog(threading.Thread):
         if not busy and self._progress is not None:
             least = min(theirs for theirs, _ in found.values())
             if least > self._progress:
-                self._deadlocked({rank: entry for rank, (_, entry) in found.items()})
+                waits = "; ".join(f"rank {rank} in {found[rank][1]}" for rank in sorted(found))
+                text = f"all ranks wait, and none has gone on for {self._progress:.0f} s: {waits}"
+                self._failures.report(text, Verdict.DEADLOCK, NOBODY)
         elif busy and since > self._slow:
             self._slow = 2 * since
             rank, (theirs, entry) = max(busy.items(), key=lambda one: one[1][0])
             line = f"pdcompile: rank {self._rank} {self._doing}; rank {rank} is in {entry}"
             sys.stderr.write(f"{line}, for {theirs:.0f} s\n")
-
-    def _deadlocked(self, entries: dict[int, Entry]) -> None:
-        waits = "; ".join(f"rank {rank} in {entry}" for rank, entry in sorted(entries.items()))
-        text = f"all ranks wait, and none has gone on for {self._progress:.0f} s: {waits}"
-        self._failures.report(text, Verdict.DEADLOCK, NOBODY)
 
     # -- the end -----------------------------------------------------------------------------
 

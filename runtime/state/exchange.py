@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.ir.targets import dtype_name
-from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.model_state import dtype_of
 from pdcompile.runtime.transport.contract import MAX_EDGES, Expected
@@ -111,12 +110,9 @@ class Exchange:
         return f"told/{self._number if number is None else number}/{rank}"
 
     def _meet(self, broadcasts: list[Broadcast]) -> None:
-        box = Box({}, {})
-        for one in broadcasts:
-            place = (one.item, one.microbatch)
-            box.tensors[place] = torch.ones(1, dtype=torch.int64)
-            box.expected[place] = Expected((1,), torch.int64, 0)
-        self._session.share(tuple(broadcasts), box)
+        own, other = torch.ones(1, dtype=torch.int64), Expected((1,), torch.int64, 0)
+        ranks = self._session.ranks
+        self._session.share((one, own if one.root in ranks else other) for one in broadcasts)
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -132,7 +128,7 @@ class Exchange:
             return [(json.loads(json.dumps(value)), tensors)]
         listed = [(name, dtype_name(one.dtype), one.shape) for name, one in tensors.items()]
         parts = self.everywhere([value, listed])
-        box, broadcasts = Box({}, {}), []
+        rows = dict[Broadcast, Tensor | Expected]()
         places: list[dict[str, tuple[int, int]]] = []
         for rank, (_, theirs) in enumerate(parts):
             places.append({})
@@ -140,17 +136,15 @@ class Exchange:
                 key = rank, name, dtype, *shape
                 place = self._channels.setdefault(key, len(self._channels)), -1
                 places[rank][name] = place
-                if rank in session.ranks:
-                    box.tensors[place] = tensors[name]
-                else:
-                    box.expected[place] = Expected(tuple(shape), dtype_of(dtype), 0)
-                receivers = (0,) if rank else ()
-                broadcasts.append(Broadcast(Kind.STATE, *place, rank, receivers))
-        session.share(tuple(broadcasts), box)
+                rows[Broadcast(Kind.STATE, *place, rank, (0,) if rank else ())] = (
+                    tensors[name] if rank in session.ranks
+                    else Expected(tuple(shape), dtype_of(dtype), 0)
+                )  # fmt: skip
+        found = session.share(rows.items())
         if 0 not in session.ranks:
             return []
         return [
-            (said, {name: box.tensors[place].detach() for name, place in there.items()})
+            (said, {name: found[place].detach() for name, place in there.items()})
             for (said, _), there in zip(parts, places, strict=True)
         ]
 

@@ -6,6 +6,7 @@ weights of rank 0, as after one process had built the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
@@ -332,7 +333,8 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     be parts of models that never existed together, and tied copies would disagree.  Every rank of
     the pipeline calls this with the same names in the same order.
     """
-    if not _unlike(world, {"": [*map(digest, tensors.values())]}, {"": range(world.size)}):
+    every = _told(world, "start", {fqn: digest(tensor) for fqn, tensor in tensors.items()})
+    if all(one == every[0] for one in every):
         return
     for tensor in tensors.values():
         if tensor.numel() == 0:
@@ -358,27 +360,21 @@ def same_values(
 
     `shared`: the ranks that hold each tensor that this rank and others hold.
     """
-    told = {fqn: [digest(tensors[fqn])] for fqn in shared}
-    for fqn, ranks in _unlike(world, told, shared).items():
-        raise ContractError(
-            f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
-            where=fqn,
-            remedy="give every rank the same files; a function given as weights= draws from "
-            "torch's default generator, which is seeded for each name, and from no other",
-        )
+    every = _told(world, "shared", {fqn: digest(tensors[fqn]) for fqn in shared})
+    for fqn, ranks in shared.items():
+        if len({every[rank][fqn] for rank in ranks}) > 1:
+            raise ContractError(
+                f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
+                where=fqn,
+                remedy="give every rank the same files; a function given as weights= draws from "
+                "torch's default generator, which is seeded for each name, and from no other",
+            )
 
 
-def _unlike(
-    world: World, told: Mapping[str, list[int]], ranks: Mapping[str, Sequence[int]]
-) -> dict[str, Sequence[int]]:
-    """The names of which this rank and others tell unlike digests, with those `ranks`."""
-    for name, digests in told.items():
-        world.store.set(f"values/{name}/{world.rank}", str(digests))
-    found = {}
-    for name, holders in ranks.items():
-        keys = [f"values/{name}/{rank}" for rank in holders]
-        with world.peers.log.meeting():
-            world.store.wait(keys, WAIT)  # a large stage takes its time to read
-        if len({bytes(world.store.get(key)) for key in keys}) > 1:
-            found[name] = holders
-    return found
+def _told(world: World, name: str, digests: Mapping[str, int]) -> list[dict[str, int]]:
+    """Digests of all ranks, by the names of tensors."""
+    keys = [f"{name}/{rank}" for rank in range(world.size)]
+    world.store.set(keys[world.rank], json.dumps(digests))
+    with world.peers.log.meeting():
+        world.store.wait(keys, WAIT)  # a large stage takes its time to read
+    return [json.loads(world.store.get(key)) for key in keys]
