@@ -122,6 +122,17 @@ def test_results_of_containers_die_in_the_expression_that_reads_them() -> None:
     assert predicted.saved_bytes + predicted.workspace_bytes == truth.next_peak
 
 
+def test_a_value_is_held_for_its_send_through_the_second_part_of_a_backward() -> None:
+    """Which frees it elsewhere: relu keeps its own result, until its gradient is computed."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(64, 8)
+    flat = example_call(model, x, torch.randn(64, 1))
+    graph = capture(model, flat, resolve_batch(flat), F.mse_loss).train
+    first, _ = forecast(graph, [0, 0, 1, 1], 2, 64, splits=True)
+    value, gradients = 64 * 8 * 4, (8 * 8 + 8) * 4
+    assert first.split_bytes == 2 * value  # and the gradient that has come
+    assert first.split_workspace_bytes == value + gradients
+
+
 def test_a_convolution_works_on_copies_of_its_operands() -> None:
     x, w = torch.randn(2, 8, 16, 16), torch.randn(4, 8, 3, 3, requires_grad=True)
     with LiveStorages([x, w]) as live:

@@ -147,8 +147,8 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
 
 
 def cast_as_recorded(ops: Iterable[Op]) -> AbstractContextManager[None]:
-    """Around runs of ops on fake tensors, which are the CPU's: autograd's engine takes none of a
-    GPU where there is none."""
+    """Context of runs of ops on fake tensors, which are the CPU's: autograd's engine takes no
+    tensors of a GPU where there is none."""
     return regions_of(next((one.autocast for one in ops if on_gpu(one.autocast)), None), CPU)
 
 
@@ -167,7 +167,7 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
 
 
 def inside_of(kernels: Kernels) -> Callable[..., int]:
-    """What tells how many bytes a kernel takes while it runs."""
+    """The function that tells how many bytes a kernel takes while it runs."""
     if kernels.copies:
         return cpu_kernels.inside
     return partial(gpu_kernels.inside, kernels.gpu) if kernels.gpu else lambda *_: 0
@@ -193,8 +193,13 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
             return size * int(args[0].numel())
         return size
 
+    @property
+    def dead_bytes(self) -> int:
+        """Bytes of the results that have died since they were let go."""
+        return sum(size for one, size in self._results if one() is None)
+
     def sample(self) -> None:
-        held = self.now_bytes + sum(size for one, size in self._results if one() is None)
+        held = self.now_bytes + self.dead_bytes
         self.peak_bytes = max(self.peak_bytes, held)
         self.first_peak_bytes = max(self.first_peak_bytes, held + self.gradient_bytes)
         first = self.now_bytes + self.gradient_bytes
@@ -309,9 +314,7 @@ class Stage:
         flight.entered.clear()
         flight.left.clear()
         flight.loss = None
-        with_results = meter.now_bytes
-        results.clear()
-        freed = with_results - meter.now_bytes
+        freed, dead = meter.let_go(results), meter.dead_bytes
         kept = {one.untyped_storage()._cdata: one for one in rest.rest.gradients}
         given = {one.untyped_storage()._cdata for one in came.values()}
         received = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at in given)
@@ -321,8 +324,8 @@ class Stage:
         meter.reset_peak()
         with meter:
             run.backward_weight(rest)
-        behind = meter.peak_bytes - alive
-        return Resident(resident, max(0, ahead), None, True, alive, behind, freed)
+        behind = meter.peak_bytes - alive - dead  # of which those that die later are held for sends
+        return Resident(resident, max(0, ahead), None, True, alive, max(0, behind), freed)
 
     def checked(self, op: Op, result: Any) -> Any:
         """Raises ValueError where the op gives something else than the graph says."""
