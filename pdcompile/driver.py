@@ -24,7 +24,7 @@ from pdcompile.eager.autocast import note_on_region
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.ir.training_check import check_loss
+from pdcompile.ir.value_checks import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure
 from pdcompile.options.option_checks import check_model, check_options
@@ -41,10 +41,10 @@ from pdcompile.passes.stages.assemble import notes_on_own_buffers
 from pdcompile.passes.stages.capture_file import read_capture, write_capture
 from pdcompile.passes.stages.kept_outputs import kept_by_default, note_on_dropped
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.size_range import OnlyWhole
+from pdcompile.passes.trace.batch_sizes import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
-from pdcompile.passes.verify.uneven_means import uneven_means
+from pdcompile.passes.verify.full_batch import uneven_means
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling

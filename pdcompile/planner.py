@@ -31,8 +31,7 @@ from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.preferred_plan import best_preferred
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.planning.solved_problem import space_of_cut
-from pdcompile.passes.profile import machine_for, source_of
-from pdcompile.passes.profile.fitted_sizes import Sizes
+from pdcompile.passes.profile import Sizes, machine_for, source_of
 from pdcompile.passes.profile.stage_times import LEAST_RUNS, StageTimes, measure_stages
 from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned

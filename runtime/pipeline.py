@@ -21,7 +21,7 @@ from pdcompile.eager.randomness import evaluation_minibatch, one_thread
 from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.sparse_gradients import sparse_lookups
-from pdcompile.ir.training_check import check_trained
+from pdcompile.ir.value_checks import check_trained
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled

@@ -38,6 +38,7 @@ from pdcompile.passes.costs.timing import LEAST_QUEUED, WARMUPS, took
 from pdcompile.passes.costs.workspaces import HOST, NEWER, OLDER, THREADS, VARIABLE, Kernels
 from pdcompile.passes.profile import (
     Profile,
+    Sizes,
     apply,
     cache,
     distinct_calls,
@@ -46,7 +47,6 @@ from pdcompile.passes.profile import (
     stage_times,
 )
 from pdcompile.passes.profile.entries import Entry
-from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.op_bench import starting
 from tests.helpers import models
 from tests.helpers.costed import profile

@@ -18,9 +18,8 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cli.costs import sizes_of
 from pdcompile.errors import ConfigError
 from pdcompile.passes.costs import CostedOp, GraphIndex, forward_flops
-from pdcompile.passes.costs.closed_forms import polynomial_through
 from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
-from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic
+from pdcompile.passes.costs.symbolic import SymbolicCosts, polynomial_through, symbolic
 from pdcompile.passes.trace import capture
 from tests.helpers import models
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.entrance import Entrance
+from pdcompile.eager.split_backward import Entrance
 from tests.helpers.generated import check, mean_square
 
 

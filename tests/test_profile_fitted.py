@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcompile.passes import profile as module
 from pdcompile.passes.costs import Machine
 from pdcompile.passes.costs.timing import _timed_by_events
-from pdcompile.passes.profile import Entry, Profile, distinct_calls
-from pdcompile.passes.profile import fitted_sizes as module
-from pdcompile.passes.profile.fitted_sizes import (
+from pdcompile.passes.profile import (
+    Entry,
+    Profile,
     Sizes,
+    distinct_calls,
     interpolated,
     measured_sizes,
     seconds_at,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.eager.entrance import Entrance
-from pdcompile.eager.split_backward import Rest, accumulate, first_part
+from pdcompile.eager.split_backward import Entrance, Rest, accumulate, first_part
 from pdcompile.runtime.stage import compute
 from tests.helpers import models
 from tests.helpers.cases import case

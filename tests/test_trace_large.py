@@ -13,7 +13,7 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt
-from pdcompile.passes.trace.size_range import few_sizes
+from pdcompile.passes.trace.batch_sizes import few_sizes
 from tests.helpers.captures import make
 
 

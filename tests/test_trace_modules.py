@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdcompile.errors import InputError, TraceError, VerifyError
+from pdcompile.errors import InputError, TraceError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.trace import capture, trace
 from tests.helpers import models
@@ -239,36 +239,11 @@ def test_a_graph_of_one_mode_refuses_the_other() -> None:
         module.eval()(rows())
 
 
-def test_the_comparison_names_what_differs_and_its_line() -> None:
-    from dataclasses import replace
-
-    from pdcompile.batch import flatten_call, resolve_batch
-    from tests.helpers.fidelity import compare_as_module
-
-    model = models.convnet()
-    inputs, target = models.batch_for(model, 4)
-    flat = flatten_call(model, (inputs,), {}, target)
-    layout = resolve_batch(flat)
-    found = capture(model, flat, layout, models.class_loss)
-    compare_as_module(model, found, flat, layout)
-    ops = list(found.train.ops)
-    index = next(i for i, op in enumerate(ops) if op.name == "relu_1")
-    ops[index] = replace(ops[index], target="torch.sigmoid")
-    wrong = replace(found, train=replace(found.train, ops=tuple(ops)))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    made = next(op for op in ops if op.name in repr(found.train.output))
-    with pytest.raises(VerifyError, match=f"differ in output .*op {made.name}") as caught:
-        compare_as_module(model, wrong, flat, layout)
-    assert caught.value.where == made.source
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_a_comparison_that_is_interrupted_leaves_the_model_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.comparison import fidelity
+    from pdcompile.passes.trace.comparison import steps
 
     model = models.mlp().eval()
     inputs, target = models.batch_for(model, 4)
@@ -276,27 +251,11 @@ def test_a_comparison_that_is_interrupted_leaves_the_model_as_it_was(
     layout = resolve_batch(flat)
     found = capture(model, flat, layout, models.loss_for(model))
 
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         assert model.training
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fidelity, "_first_difference", interrupted)
+    monkeypatch.setattr(steps, "differing", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        fidelity.differs(model, found, flat, layout)
+        steps.differs(model, found, flat, layout)
     assert not model.training, caught  # while somebody has the error
-
-
-def test_compare_sees_gradients_alone() -> None:
-    from dataclasses import replace
-
-    from pdcompile.batch import flatten_call, resolve_batch
-    from tests.helpers.fidelity import compare_as_module
-
-    model = make(lambda self, x: self.lin(x).square())
-    flat = flatten_call(model, (rows(),), {})
-    layout = resolve_batch(flat)
-    found = capture(model, flat, layout, None)
-    ops = tuple(replace(op, grad_enabled=op.name != "lin") for op in found.train.ops)
-    wrong = replace(found, train=replace(found.train, ops=ops))
-    with pytest.raises(VerifyError, match=r"gradient of 'lin\.weight'.*op lin\)"):
-        compare_as_module(model, wrong, flat, layout)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pdcompile
 from pdcompile import Cluster
 from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
-from pdcompile.passes.preserved_state import preserved_state
+from pdcompile.passes.trace.python_state import preserved_state
 from tests.helpers.captures import captured, faithful, make, rows
 
 

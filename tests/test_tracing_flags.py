@@ -19,7 +19,7 @@ from pdcompile.options import Options
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt as attempts
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
-from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH, TracingFlags
+from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH, TracingFlags
 from tests.helpers.captures import captured, make, rows
 
 

@@ -18,7 +18,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.comparison.step_values import distance
-from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH
+from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
 from pdcompile.passes.verify import step_runs, verify
 from tests.helpers import models
 from tests.helpers.cuts import cut

@@ -166,6 +166,21 @@ def test_a_write_that_autograd_does_not_see_is_told_with_its_line() -> None:
         pipe.prepare(rows(8), target=rows(8))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [({"target": "torch.sigmoid"}, "output"), ({"grad_enabled": False}, "gradient")],
+)
+def test_a_capture_that_is_not_the_model_is_told_as_that(wrong: dict[str, Any], what: str) -> None:
+    model = Layers()
+    found = captured(model, loss_fn=nn.MSELoss(), target=rows(seed=1))
+    first = next(op for op in found.train.ops if op.target == "torch.tanh")
+    ops = tuple(replace(op, **wrong) if op is first else op for op in found.train.ops)
+    found = replace(found, train=replace(found.train, ops=ops))
+    plan = cut(found, [4])
+    with pytest.raises(VerifyError, match=f"differ from the model: {what}.* in the capture"):
+        verify(found, plan, generate(found, plan), model, *_call(model), nn.MSELoss())
+
+
 class Tied(Layers):
     def __init__(self) -> None:
         super().__init__()

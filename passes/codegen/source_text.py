@@ -132,7 +132,7 @@ def _break_brackets(code: str, depth: int, start: int, stop: int) -> list[str] |
 
 
 def _filled(parts: Iterable[str], indent: str) -> list[str]:
-    """As many parts to a line as it holds."""
+    """Lines of as many parts as each holds."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 1 + len(part) <= WIDTH:

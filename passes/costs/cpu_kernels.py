@@ -98,7 +98,7 @@ def _columns(
 
 
 def _operand(position: int, wanted: int | None = None) -> Callable[[tuple[Any, ...], Any], int]:
-    """As much as one of the arguments, if the gradient of this number is wanted."""
+    """The bytes of one of the arguments, if the gradient of this number is wanted."""
 
     def taken(args: tuple[Any, ...], _: Any) -> int:
         return int(args[position].nbytes) if wanted is None or args[-1][wanted] else 0

@@ -4,6 +4,10 @@ Measured means: every distinct op runs on this machine with synthetic operands, 
 backward, for a few seconds in all: on its GPU for a plan for GPUs, else on its CPU.  Sums of such
 times are about as far from a stage's measured time as the machine is noisy; they rank ops well,
 which is what the planner needs.
+
+Costs at any microbatch size follow from measurements at two or three, by the work of each op: what
+the roofline says of it at that size, so that a product of matrices, a copy and an op that does not
+depend on the microbatch each follow a straight line between measured sizes.
 """
 
 from __future__ import annotations
@@ -12,11 +16,16 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pdcompile.cluster import HOST_KIND
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.files import VARIABLE
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
@@ -31,11 +40,10 @@ from pdcompile.passes.costs import (
 from pdcompile.passes.costs.machines import KINDS
 from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.profile import cache
-from pdcompile.passes.profile.entries import Entry, Profile
+from pdcompile.passes.profile.entries import SECONDS, Entry, Profile
 from pdcompile.units import format_seconds
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = ["Entry", "Profile", "measure", "structural_key"]
@@ -61,15 +69,12 @@ def machine_for(costs: Any, device_kind: str) -> Machine:
 
 def machine_here(device_kind: str) -> Machine:
     """The machine of this host for a kind of device, as it was measured."""
-    from pdcompile.hardware import devices
-
     return calibrate(device=str(devices.of_kind(device_kind)))
 
 
 def source_of(costs: Any, device_kind: str) -> str:
     """Source of costs, unless they were measured on the kind of device that a plan is for:
     then ""."""
-    from pdcompile.hardware import devices
     from pdcompile.hardware.data_sheets import kind_of_name
 
     if costs == "estimated":
@@ -125,10 +130,7 @@ def measure(
     An op that cannot run alone (too large for the device, unknown to this process) is left out,
     and `apply` estimates it.
     """
-    import torch
-
     from pdcompile.eager.randomness import preserved_rng
-    from pdcompile.hardware import devices
     from pdcompile.passes.profile.op_bench import measure as measure_one
 
     device = devices.of_kind(device_kind)
@@ -172,8 +174,6 @@ def measure(
 
 def _most_bytes(device: torch.device) -> int:
     """Bytes of the operands and results of an op that is measured, at most."""
-    from pdcompile.hardware import devices
-
     if devices.is_host(device):
         return MAX_OPERAND_BYTES
     return devices.gpu_memory_bytes(device) // GPU_SHARE
@@ -257,3 +257,138 @@ def with_costs(graph: OpGraph, costs: tuple[OpCost, ...]) -> OpGraph:
     return replace(
         graph, ops=tuple(replace(op, cost=c) for op, c in zip(graph.ops, costs, strict=True))
     )
+
+
+def seconds_at(work: float, points: Sequence[tuple[float, float]]) -> float:
+    """Seconds for that much work from measured (work, seconds), at least one: on the line between
+    neighbours, and beyond them in proportion to the nearest."""
+    ordered = sorted(points)
+    for (low, short), (high, long) in pairwise(ordered):
+        if low <= work <= high and low < high:
+            return short + (long - short) * (work - low) / (high - low)
+    nearest, took = min(ordered, key=lambda point: abs(point[0] - work))
+    return took * work / nearest if nearest else took
+
+
+def interpolated(
+    graph: OpGraph,
+    profiles: Sequence[Profile],
+    microbatch_size: int,
+    device_kind: str = HOST_KIND,
+) -> Profile:
+    """A profile of a size that was not measured, from profiles of the same graph at others.
+
+    Ops that no profile lists are left out, as in a measured one.
+    """
+    machine = machine_here(device_kind)
+    measured: dict[str, list[tuple[CostedOp, Entry]]] = {}  # of each op, at several sizes
+    for known in profiles:
+        entries = {entry.key: entry for entry in known.entries}
+        for call in costed_ops(graph, known.microbatch_size):
+            if entry := entries.get(structural_key(call)):
+                measured.setdefault(call.op.name, []).append((call, entry))
+    found: dict[str, Entry] = {}
+    for call in costed_ops(graph, microbatch_size):
+        key, points = structural_key(call), measured.get(call.op.name)
+        if key in found or not points:
+            continue
+        work = [2 * seconds(one, machine) for one, _ in points]
+        at = [
+            seconds_at(
+                own,
+                [(w[n], getattr(entry, name)) for w, (_, entry) in zip(work, points, strict=True)],
+            )
+            for n, (name, own) in enumerate(zip(SECONDS, 2 * seconds(call, machine), strict=True))
+        ]  # of forward and backward, and again to queue them
+        found[key] = Entry(key, call.op.target, *at)
+    first = profiles[0]
+    return Profile(first.torch_version, first.device, microbatch_size, tuple(found.values()))
+
+
+MIDDLE_FROM = 8  # times the smallest size: the largest one from which a third is measured
+
+
+def measured_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes to measure: the ends, and one in the middle where they are far apart."""
+    ordered = sorted(set(sizes))
+    if len(ordered) <= 2:
+        return tuple(ordered)
+    low, high = ordered[0], ordered[-1]
+    ends = (low, high)
+    if high < MIDDLE_FROM * low:
+        return ends
+    middle = (low * high) ** 0.5
+    return (low, min(ordered[1:-1], key=lambda size: abs(size / middle - middle / size)), high)
+
+
+class Sizes:
+    """The graph with `op.cost` of one microbatch filled in, at every size of a search.
+
+    Args:
+        model: its leaf modules are copied to be measured; never run as a whole, never changed.
+        sizes: microbatch sizes that will be asked for; of measured costs, others are interpolated.
+        costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; or a
+            `Profile`.
+        device_kind: what estimates are for, of `costs.machines.KINDS`; others count as a CPU.
+            Measured is on this host's GPU for any kind but the CPU, if torch finds one.
+        say: told where measured costs come from, when that is not this process.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        model: nn.Module | None,
+        sizes: Sequence[int],
+        *,
+        costs: Any = "measured",
+        device_kind: str = HOST_KIND,
+        progress: Progress | None = None,
+        say: Say | None = None,
+    ) -> None:
+        self._graph, self._costs, self._device_kind = graph, costs, device_kind
+        self._say = say or (lambda _: None)
+        self._profiles: list[Profile] = []
+        self._wanted = measured_sizes(sizes)
+        self._measure = partial(
+            measure, graph, model, device_kind=device_kind, progress=progress, say=say
+        )
+        others = sorted(set(sizes) - set(self._wanted))
+        if elsewhere := other_device(costs, device_kind):
+            self._say(elsewhere)
+        if costs == "measured" and others:
+            self._say(
+                f"costs at microbatch size{'s' if len(others) > 1 else ''} "
+                f"{', '.join(map(str, others))} follow from those measured at "
+                f"{', '.join(map(str, self._wanted))}: on a line by the work of each op"
+            )
+
+    def at(self, size: int) -> OpGraph:
+        """The graph with costs at this size.
+
+        Raises:
+            ConfigError: `costs` is something else.
+            CostError: the profile is stale, or of another model.
+        """
+        graph, kind = self._graph, self._device_kind
+        if self._costs == "estimated":
+            machine = machine_for(self._costs, kind)
+            return with_costs(graph, estimated(graph, size, machine, kind))
+        if self._costs == "measured":
+            return apply(graph, self._measured(size), device_kind=kind)
+        check_costs(self._costs)
+        self._costs.check(
+            torch_version=torch.__version__,
+            device=devices.label(devices.of_kind(kind)),
+            microbatch_size=size,
+        )
+        return apply(graph, self._costs, complete=True, device_kind=kind)
+
+    def _measured(self, size: int) -> Profile:
+        if not self._profiles:
+            self._profiles = [self._measure(microbatch_size=one) for one in self._wanted]
+            for found in self._profiles if self._profiles[0].device != HOST_KIND else ():
+                self._say(said_of(self._graph, found))
+        known = (one for one in self._profiles if one.microbatch_size == size)
+        return next(known, None) or interpolated(
+            self._graph, self._profiles, size, self._device_kind
+        )

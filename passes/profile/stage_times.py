@@ -27,11 +27,11 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
 from pdcompile.passes.costs.timing import MIN_RUNS, took
-from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
 from pdcompile.passes.stages.boundaries import making_of_nothing, stage_of_ops
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
+from pdcompile.passes.trace.python_state import preserved_state
 from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import pytree
 
@@ -118,7 +118,7 @@ def measure_stages(
 
 
 def _device(plan: Plan, tensors: Mapping[str, Tensor]) -> torch.device:
-    """Where the stages run: the GPU of a plan for GPUs, else wherever the model is."""
+    """The device of the stages: the GPU of a plan for GPUs, else wherever the model is."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster") if plan.cluster else None
     here = devices.of_kind(cluster.devices[0].kind) if cluster else devices.HOST
     if not devices.is_host(here):

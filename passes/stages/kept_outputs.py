@@ -25,7 +25,7 @@ from pdcompile.ir.graph import (
     rewritten,
     walk,
 )
-from pdcompile.passes.trace.reachable import prune, with_consumers
+from pdcompile.passes.trace.assemble import prune, with_consumers
 from pdcompile.plan import Plan, Training
 from pdcompile.units import format_bytes
 

@@ -23,13 +23,13 @@ from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
-from pdcompile.passes.trace.comparison.fidelity import differs
-from pdcompile.passes.trace.examples import demanded
-from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH
+from pdcompile.passes.trace.batch_sizes import fails_as_microbatch, warn_of_one_size
+from pdcompile.passes.trace.comparison.steps import differs
+from pdcompile.passes.trace.constants import demanded
+from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.refusals import ForwardRaised
-from pdcompile.passes.trace.size_range import fails_as_microbatch, warn_of_one_size
 from pdcompile.passes.trace.subject import CaptureCall, Subject
 from pdcompile.releases.torch_internals import import_compiler
 from pdcompile.warn import warn
@@ -170,7 +170,7 @@ def _noted(found: Capture) -> Capture:
 
 
 def _differs(subject: Subject, found: Capture) -> bool:
-    """Whether graph and eager differ on one sample."""
+    """True if graph and eager differ on one sample."""
     model, call, single = subject.model, subject.flat, subject.layout
     if single.splits:
         size = 1 if found.train.sizes.holds(1) else found.train.batch_size

@@ -1,15 +1,17 @@
-"""Assembles recordings at several batch sizes into one OpGraph."""
+"""Assembles recordings at several batch sizes into one OpGraph, without ops that nothing uses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Ref
+from pdcompile.ir.graph import CHECK, GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.batch_sizes import SizeMerge
 from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
-from pdcompile.passes.trace.reachable import prune, with_consumers, with_gradients
-from pdcompile.passes.trace.tape.run import Recording
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.run import Recording
 
 
 def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool) -> OpGraph:
@@ -18,38 +20,25 @@ def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, trainin
     Raises:
         TraceError: the recordings are different computations.
     """
-    first = recordings[0]
-    merge = SizeMerge(sizes)
-    ops = merge.ops([recording.ops for recording in recordings])
-    values = merge.values([recording.values for recording in recordings], first.ops)
-    output = merge.any([recording.output for recording in recordings], "the model's output")
-    loss = merge.any([recording.loss for recording in recordings], "the loss")
-    tensors = merge.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
+    graphs, merge = [recording.graph for recording in recordings], SizeMerge(sizes)
+    first = graphs[0]
+    ops = merge.ops([graph.ops for graph in graphs])
+    values = merge.values([graph.values for graph in graphs], first.ops)
+    output = merge.any([graph.output for graph in graphs], "the model's output")
+    loss = merge.any([graph.loss for graph in graphs], "the loss")
+    tensors = merge.any([tuple(g.tensors.items()) for g in graphs], "the tensors of the model")
     ops = prune(ops, (output, None if loss is None else Ref(loss)))
     ops = ops if training else _with_autograd(ops)
     kept = {op.name for op in ops} | {entry.name for entry in first.inputs}
     values = {name: value for name, value in values.items() if name in kept}
     values = with_consumers(ops, values)
     values = with_gradients(ops, values, loss, output)
-    return OpGraph(
-        training=training,
-        ops=ops,
-        values=values,
-        inputs=first.inputs,
-        tensors=dict(tensors),
-        output=output,
-        loss=loss,
-        batch_size=sizes[0],
-        constants=first.constants,
-        classes=first.classes,
-        passed=first.passed,
-        notes=(
-            *_notes(ops),
-            *(summed_apart(ops, first.regions, dict(tensors)) if training else ()),
-        ),
-        output_spec=first.output_spec,
-        tensor_values=first.tensor_values,
-    )
+    regions = recordings[0].regions if training else ()
+    notes = (*_notes(ops), *summed_apart(ops, regions, dict(tensors)))
+    return replace(
+        first, training=training, ops=ops, values=values, tensors=dict(tensors), output=output,
+        loss=loss, batch_size=sizes[0], notes=notes,
+    )  # fmt: skip
 
 
 def as_evaluation(train: OpGraph) -> OpGraph:
@@ -75,3 +64,50 @@ def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
         f"buffers are written once a microbatch, as in gradient accumulation, not once a "
         f"minibatch: {shown}",
     )
+
+
+def with_gradients(
+    ops: tuple[Op, ...], values: dict[str, Value], loss: str | None, output: Argument
+) -> dict[str, Value]:
+    """The values with `needs_gradient` filled in.
+
+    Without a loss every output that requires grad is a root.  A value whose storage an op
+    writes depends on that op too: after ``y = x[0]; y.add_(w)`` the gradient of x reaches w.
+    """
+
+    def among(names: Iterable[str]) -> list[str]:
+        return [n for n in names if values[n].requires_grad or not values[n].is_tensor]
+
+    needed = set(among([loss] if loss is not None else [ref.name for ref in walk(output, Ref)]))
+    storages = {values[name].storage for name in needed if values[name].is_tensor}
+    for op in reversed(ops):
+        written = {values[name].storage for name in op.mutates if values[name].is_tensor}
+        if op.grad_enabled and (op.name in needed or not written.isdisjoint(storages)):
+            into = among(op.inputs)
+            needed.update(into)
+            storages.update(values[name].storage for name in into if values[name].is_tensor)
+    return {
+        name: replace(value, needs_gradient=value.is_tensor and name in needed)
+        for name, value in values.items()
+    }
+
+
+def with_consumers(ops: tuple[Op, ...], values: dict[str, Value]) -> dict[str, Value]:
+    """The values with the names of the ops that read them, in order."""
+    readers: dict[str, list[str]] = {name: [] for name in values}
+    for op in ops:
+        for name in op.inputs:
+            readers[name].append(op.name)
+    return {name: replace(value, consumers=tuple(readers[name])) for name, value in values.items()}
+
+
+def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:
+    """Removes unused pure ops: those that draw, write or check remain."""
+    used = {ref.name for ref in walk(roots, Ref)}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        impure = op.draw is not None or op.mutates or op.buffers_written or op.opaque
+        if impure or op.target == CHECK or op.name in used:
+            kept.append(op)
+            used.update(op.inputs)
+    return tuple(reversed(kept))

@@ -23,13 +23,20 @@ from pdcompile.passes.trace.attribute_reads import (
     watched_attributes,
     watched_flag,
 )
-from pdcompile.passes.trace.batch_sizes import DiffersBySize, SizeMerge, probe_sizes
+from pdcompile.passes.trace.batch_sizes import (
+    DiffersBySize,
+    SizeMerge,
+    alone,
+    fails_at,
+    few_sizes,
+    probe_sizes,
+    size_range,
+)
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.interceptors.value_reads import GoesOn
 from pdcompile.passes.trace.opaque.opaque_modules import adds_little, enlarged
 from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
-from pdcompile.passes.trace.size_range import alone, fails_at, few_sizes, size_range
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
@@ -172,7 +179,7 @@ class Attempts:
             train: the graph of training, where this is that of evaluation.
         """
         first = self._recording(training, self._size)
-        large = len(first.ops) > MANY_OPS
+        large = len(first.graph.ops) > MANY_OPS
         usual, few = self._usual_sizes(), few_sizes(self._size)
         attempts, accepted = [usual], [usual, few] if large else [usual]
         if self._splits:
@@ -203,7 +210,7 @@ class Attempts:
     def _fitted(self, training: bool, first: Recording, sizes: tuple[int, ...]) -> OpGraph:
         twice = sizes[0] == sizes[1]
         second = (self._recorded if twice else self._recording)(training, sizes[1])
-        SizeMerge(sizes[:2]).ops([first.ops, second.ops])  # before more is recorded
+        SizeMerge(sizes[:2]).ops([first.graph.ops, second.graph.ops])  # before more is recorded
         further = [self._recording(training, size) for size in sizes[2:]]
         recordings = [first, second, *further]
         graph = assemble(recordings, sizes, training=training)
@@ -284,7 +291,7 @@ def _raised_on_purpose(error: ForwardRaised) -> str | None:
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """Whether a raise statement or an assert of Python raised it, outside of any operator."""
+    """True if a raise statement or an assert of Python raised it, outside of any operator."""
     traceback = error.__traceback__
     last = None
     while traceback is not None:

@@ -81,7 +81,7 @@ class AttributeReads:
         return text is not None and text == plain_text(attribute(owner, place[-1]))
 
     def modes(self) -> bool:
-        """Whether the mode of some module was read."""
+        """True if the mode of some module was read."""
         return any(place[-1] == "training" for place in self._read)
 
     def watch(self, kind: type) -> None:
@@ -196,7 +196,7 @@ def _hides_reads(kind: type[nn.Module]) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value has attributes and a class that is written in Python."""
+    """True if a value has attributes and a class that is written in Python."""
     kind = type(value)
     if isinstance(value, _COMPARED_WHOLE):
         return False

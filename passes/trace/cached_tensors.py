@@ -175,7 +175,7 @@ class CachedTensors:
         return kept.computation
 
     def alike(self, one: Any, other: Any) -> bool:
-        """Whether two tensors in an attribute are of one computation."""
+        """True if two tensors in an attribute are of one computation."""
         mine, theirs = self._kept.get(id(one)), self._kept.get(id(other))
         return mine is not None and theirs is not None and mine.computation == theirs.computation
 

@@ -1,23 +1,102 @@
 """Evaluates values that may be read while recording, on real tensors.
 
 A value that depends on constants alone is the same in every call.  One that depends on inputs is
-computed for given inputs, and has to be checked at every call.
+computed for the integers of the example, and has to be checked at every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.ir.execution import Lookup, run_op
-from pdcompile.ir.graph import Op, Ref, walk, written_buffers
+from pdcompile.ir.graph import CHECK, GraphInput, Op, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.value_checks import is_pure, needed_ops
 from pdcompile.passes.trace.real_shapes import MAX_BYTES
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.releases.torch_internals import no_dispatch_modes
+
+MAX_WRITTEN = 2_048  # numbers of one input that a source file repeats
+MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
+
+
+def example_calls(
+    flat: FlatCall, layout: BatchLayout, inputs: tuple[GraphInput, ...], call: FlatCall
+) -> Iterator[Mapping[str, Tensor]]:
+    """Integers and bools of the inputs in the shapes of one recorded call, by name.
+
+    First those of the call itself, then every sample repeated to its size, then the minibatch in
+    pieces of its size.
+
+    Args:
+        flat: the example minibatch.
+        layout: which dims of it count samples.
+        inputs: the graph's inputs.
+        call: the recorded call, the example resized.
+    """
+    known: dict[str, tuple[Tensor, Tensor, int | None]] = {
+        entry.name: (call.leaves[entry.path], flat.leaves[entry.path], entry.batch_dim)
+        for entry in inputs
+        if not (call.leaves[entry.path].is_meta or _continuous(call.leaves[entry.path]))
+    }
+    yield {name: leaf for name, (leaf, _, _) in known.items()}
+    rows = {leaf.shape[dim] for leaf, _, dim in known.values() if dim is not None}
+    total = layout.size
+    if len(rows) != 1 or not layout.splits:
+        return
+    size = rows.pop()
+    pieces = [[i] * size for i in range(total)][:MAX_SAMPLES]
+    starts = range(0, total, size)
+    pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
+    for piece in pieces:
+        with no_dispatch_modes():
+            index = torch.tensor(piece)
+            given = {
+                name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
+                for name, (leaf, whole, dim) in known.items()
+            }
+        yield given
+
+
+def _continuous(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
+    """Integers of the example, by path, as nested lists: of inputs whose values may make the model
+    fail, because they are checked or are lengths."""
+    wanted: set[str] = set()
+    for i, op in enumerate(graph.ops):
+        lengths = op.inputs[1:2] if op.target.endswith("_pack_padded_sequence") else ()
+        read = op.inputs if op.target == CHECK else lengths
+        if read:
+            wanted |= needed_ops(graph.ops[:i], read, lambda name: graph.values[name].storage)[1]
+    found = {}
+    for entry in graph.inputs:
+        leaf = call.leaves[entry.path]
+        small = leaf.numel() <= MAX_WRITTEN and not leaf.is_meta
+        if entry.name in wanted and small and not _continuous(leaf):
+            found[entry.path] = leaf.tolist()
+    return found
+
+
+def shuffled(flat: FlatCall) -> FlatCall:
+    """The same call with the numbers of each tensor in another order."""
+
+    def mixed(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(0))
+        numbers = leaf.detach().reshape(-1)[order.to(leaf.device)].reshape(leaf.shape)
+        made = torch.empty_like(leaf, requires_grad=False).copy_(numbers)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return FlatCall({path: mixed(leaf) for path, leaf in flat.leaves.items()}, flat.spec)
+
 
 _BY_SHAPE = frozenset(
     ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor")
@@ -109,7 +188,7 @@ def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
 
 
 def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:
-    """Whether a tensor is a table of integers that training does not change."""
+    """True if a tensor is a table of integers that training does not change."""
     tensor, info = fakes.table.objects.get(fqn), fakes.table.tensors.get(fqn)
     if tensor is None or info is None or info.kind == "parameter" or tensor.is_meta:
         return False

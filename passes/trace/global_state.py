@@ -85,7 +85,7 @@ class GlobalState:
 
 
 def _of_user(cls: type) -> bool:
-    """Whether a class is in a file of the user, outside of installed packages."""
+    """True if a class is in a file of the user, outside of installed packages."""
     file = str(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return is_user(file) and "-packages" not in file
 

@@ -67,7 +67,7 @@ def _flaw(module: nn.Module) -> tuple[str, str] | None:
 
 
 def has_backward_hook(module: nn.Module) -> bool:
-    """Whether the user registered a hook on the module's backward."""
+    """True if the user registered a hook on the module's backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 

@@ -1,11 +1,12 @@
-"""The model's Python state around a capture: changes by a call are refused."""
+"""The model's state around runs of it: changes by a call are refused, or taken back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot
 from pdcompile.errors import TraceError
@@ -73,3 +74,50 @@ def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
                 with torch.no_grad():
                     old.copy_(new)
                 module._buffers[name] = old
+
+
+@contextmanager
+def preserved_state(model: nn.Module, training: bool) -> Iterator[None]:
+    """Puts the model into a mode; at the end all in the modules and all gradients are as before.
+
+    A model in that mode already is left alone, so that modules switched apart stay so.
+    """
+    state = State(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # The fused inference kernel of nn.TransformerEncoderLayer rounds differently from the
+    # operators that it replaces, and a recorded model runs those.
+    torch.backends.mha.set_fastpath_enabled(False)
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        state.restore()
+        write_buffers(model, buffers)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Gives the model back the buffer objects that it had: a forward may rebind them."""
+    bound = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers in bound:
+            module._buffers.update(buffers)
+
+
+def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Puts values into the model's buffers, by name."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            # An expanded buffer cannot be written, and need not be.
+            if buffer.shape != buffers[name].shape:
+                buffer.resize_(buffers[name].shape)  # observers of quantisation begin empty
+            if buffer.is_meta or not torch.equal(buffer, buffers[name]):
+                buffer.copy_(buffers[name])

@@ -261,7 +261,7 @@ def tell_of_loss(refusal: TraceError) -> None:
 
 
 def _numbers(given: Any) -> bool:
-    """Whether a value is a list of numbers, or of such lists."""
+    """True if a value is a list of numbers, or of such lists."""
     if not isinstance(given, list) or not given:
         return False
     return all(isinstance(part, bool | int | float) or _numbers(part) for part in given)

@@ -5,6 +5,10 @@ model is recorded with several sizes, none and all rows among them, and has to r
 operators with the same arguments.  The dims that varied are then marked.  Python may pass such a
 number on (``torch.arange(chosen.shape[0])``): an argument that is in each recording the size of the
 same dimension of the same earlier value becomes that size, by an op ``size``.
+
+Packed sequences are such results: `pack_padded_sequence` is Python around one operator.  A
+recurrent layer on them is recorded as the operator that torch calls with its weights.  Torch has no
+shape rules on fake tensors for this one, the one that pads again and `ctc_loss`: they are here.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Op, Ref, Value, walk
+from pdcompile.hardware import devices
+from pdcompile.ir.graph import Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.batch_sizes import merged
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.passes.trace.tape.results import beside
@@ -158,22 +165,23 @@ def _expected(chosen: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def _same(recordings: Sequence[Recording]) -> bool:
-    """Whether the same operators ran, with the same arguments."""
-    runs = [(r.returned, [replace(op, variable="") for op in r.ops]) for r in recordings]
+    """True if the same operators ran, with the same arguments."""
+    runs = [(r.returned, [replace(op, variable="") for op in r.graph.ops]) for r in recordings]
     return all(each == runs[0] for each in runs)
 
 
 def _varying(recording: Recording, dims: dict[str, tuple[int, ...]]) -> Recording:
-    values = recording.values.items()
-    return replace(recording, values={n: replace(v, varies=dims.get(n, ())) for n, v in values})
+    graph = recording.graph
+    values = {n: replace(v, varies=dims.get(n, ())) for n, v in graph.values.items()}
+    return replace(recording, graph=replace(graph, values=values))
 
 
 def _varying_dims(recordings: Sequence[Recording]) -> dict[str, tuple[int, ...]] | None:
     """The dims that vary, by value; None where values differ in more than sizes, or where one that
     varies is returned."""
     found = {}
-    for name in recordings[0].values:
-        versions = [each.values[name] for each in recordings]
+    for name in recordings[0].graph.values:
+        versions = [each.graph.values[name] for each in recordings]
         if len({(len(v.shape), v.dtype, v.requires_grad) for v in versions}) > 1:
             return None
         sizes = enumerate(zip(*(v.shape for v in versions), strict=True))
@@ -183,24 +191,23 @@ def _varying_dims(recordings: Sequence[Recording]) -> dict[str, tuple[int, ...]]
 
 def _with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
     """The recordings with ops that ask for sizes; None where they differ otherwise."""
-    if len({len(each.ops) for each in recordings}) > 1:
+    graphs = [each.graph for each in recordings]
+    if len({len(graph.ops) for graph in graphs}) > 1:
         return None
-    sizes = _OpenSizes([each.values for each in recordings])
+    sizes = _OpenSizes([graph.values for graph in graphs])
     try:
-        for ops in zip(*(each.ops for each in recordings), strict=True):
+        for ops in zip(*(graph.ops for graph in graphs), strict=True):
             sizes.enter(ops)
     except LookupError:
         return None
     made = {op.name for op in sizes.made}
-    return [
-        replace(
-            each,
-            ops=tuple(sizes.made),
-            values={name: value for name, value in each.values.items() if name not in made}
-            | {op.name: (each.values | sizes.new)[op.name] for op in sizes.made},
-        )
-        for each in recordings
-    ]
+
+    def opened(graph: OpGraph) -> OpGraph:
+        values = {name: value for name, value in graph.values.items() if name not in made}
+        values |= {op.name: (graph.values | sizes.new)[op.name] for op in sizes.made}
+        return replace(graph, ops=tuple(sizes.made), values=values)
+
+    return [replace(each, graph=opened(each.graph)) for each in recordings]
 
 
 class _OpenSizes:
@@ -248,3 +255,85 @@ class _OpenSizes:
                     if found == numbers:
                         return name, dim
         raise LookupError
+
+
+_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
+_MEMBERS = 9  # arguments of such a call with batch sizes, all positional
+_LENGTHS = 4  # of ctc_loss: the lengths of labels are the last positional argument
+
+
+def takes_packed(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True if a recurrent layer is called with a packed sequence."""
+    given = args[0] if args else kwargs.get("input")
+    return isinstance(module, nn.RNNBase) and isinstance(given, PackedSequence)
+
+
+class Packed:
+    """The packed sequences of one recording."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, int] = {}  # id of batch sizes -> samples that were packed
+        self._kept: list[Tensor] = []
+
+    def made(self, func: Any, args: Any, result: Any) -> None:
+        """Remembers, after a call of the model, how many samples it packed."""
+        if getattr(func, "__name__", "") == "_pack_padded_sequence" and len(args) == 3:
+            self._kept.append(result[1])
+            self._samples[id(result[1])] = args[0].shape[0 if args[2] else 1]
+
+    def result(self, func: Any, args: Any, kwargs: Any, module: nn.Module | None) -> Any:
+        """The result on fakes of a call on packed sequences; None for other calls.
+
+        `module` is the running one.
+        """
+        name = getattr(func, "__name__", "")
+        if func is F.ctc_loss and len(args) == _LENGTHS and isinstance(args[3], Tensor):
+            logs = args[0]
+            shape = logs.shape[1:-1] if kwargs.get("reduction") == "none" else ()
+            return _like(logs, shape, [logs], torch.promote_types(logs.dtype, torch.float32))
+        # The form without batch sizes has as many arguments, but a bool (biases) as the fourth.
+        if name in _STATES and len(args) == _MEMBERS and not isinstance(args[3], bool):
+            return _recurrent(name, args)
+        if name == "_pad_packed_sequence" and id(args[1]) in self._samples:
+            return self._padded(args)
+        if name == "__getitem__" and isinstance(module, nn.RNNBase) and args[1:] == (0,):
+            # Batch size of the first step: all samples, because no length is zero.
+            return self._samples.get(id(args[0]))
+        return None
+
+    def _padded(self, args: Any) -> tuple[Tensor, Tensor]:
+        data, batch_sizes, batch_first, _, longest = args
+        samples = self._samples[id(batch_sizes)]
+        dims = (samples, longest) if batch_first else (longest, samples)
+        return _like(data, (*dims, *data.shape[1:]), [data]), batch_sizes.new_empty((samples,))
+
+
+def _recurrent(name: str, args: Any) -> tuple[Tensor, ...]:
+    data, _, states, weights, *_, both_ways = args
+    states = list(states) if isinstance(states, tuple | list) else [states]
+    sources = [data, *states, *weights]
+    width, dtype = states[0].shape[-1] * (2 if both_ways else 1), _dtype(name, data)
+    return (
+        _like(data, (data.shape[0], width), sources, dtype),
+        *(_like(state, state.shape, sources, dtype) for state in states[: _STATES[name]]),
+    )
+
+
+def _dtype(name: str, data: Tensor) -> torch.dtype:
+    """The dtype of what a recurrent layer makes of these numbers, where an autocast region may be
+    open: cuDNN has its own, and on the CPU the plain cells alone are cast."""
+    kind = data.device.type
+    if not torch.is_autocast_enabled(kind) or data.dtype == torch.float64:
+        return data.dtype
+    if not devices.is_host(data.device):
+        return torch.float16
+    return torch.get_autocast_dtype(kind) if name.startswith("rnn") else data.dtype
+
+
+def _like(
+    tensor: Tensor, shape: Any, sources: list[Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
+    made = tensor.detach().new_empty(tuple(shape), dtype=dtype)
+    needed = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
+    # A result is not a leaf: the model may write into it.
+    return made.requires_grad_().clone() if needed else made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,13 +19,18 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.codegen.body import cloned_buffers
-from pdcompile.passes.preserved_state import preserved_state
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare_mode, eager_values
-from pdcompile.passes.trace.comparison.step_values import StepValues
-from pdcompile.passes.trace.comparison.steps import ModelFails, Step
-from pdcompile.passes.trace.interceptors.tracing_flags import GENERAL_PATH
+from pdcompile.passes.trace.comparison.step_values import StepValues, differing
+from pdcompile.passes.trace.comparison.steps import (
+    AsksForGradients,
+    ModelFails,
+    Step,
+    eager_values,
+    recorded,
+)
+from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
+from pdcompile.passes.trace.python_state import preserved_state
 from pdcompile.passes.verify.retrace import retraced
 from pdcompile.passes.verify.step_runs import advance, needs_gradients, restored_weights, stages
 from pdcompile.passes.verify.verification import (
@@ -110,7 +115,7 @@ class Comparison:
         self.rows.append(counted(expected, graph, number, size))
         if found := self._differences(chain, step, expected, got):
             self.found += found
-            self.places += self._places(step)
+            self.places += self._places(step, found[0], got)
         return expected
 
     @contextmanager
@@ -148,25 +153,26 @@ class Comparison:
             return differences(graph, unedited, got, home, last, step=step.minibatch, exact=True)
         return found
 
-    def _places(self, step: Step) -> list[str]:
-        """Ops that the sources do not compute in the mode of a step; else the place where the
-        capture begins to differ from the model; none where neither does.
+    def _places(self, step: Step, first: Difference, got: StepValues) -> list[str]:
+        """Ops that the sources do not compute in the mode of a step; else the op of the capture,
+        which they are then, that makes what differs `first` or uses it last.
 
         Raises:
-            AsksForGradients: where that is the cause.
+            AsksForGradients: the model computes what was `got` where autograd records.
         """
-        with suppress(VerifyError):  # an edited stage may raise without values
-            _, unlike = retraced(self.capture, self.plan, self.sources)
-            if found := [one.first for one in unlike if one.mode == mode_of(step.graph)]:
-                return found
         try:
-            with self._around(step.graph):
-                compare_mode(step)
-        except AsksForGradients:
-            raise
-        except VerifyError as error:
-            return [f"{error.where}, in the capture already: {error.message}"]
-        return []
+            _, unlike = retraced(self.capture, self.plan, self.sources)
+        except VerifyError:  # an edited stage may raise without values
+            return []
+        if places := [one.first for one in unlike if one.mode == mode_of(step.graph)]:
+            return places
+        makers = [op for op in step.graph.ops if first.name in (op.name, *op.used_tensors)]
+        where = makers[-1].source if makers else None
+        with self._around(step.graph):
+            again = recorded(step, step.eager)
+        if again is not None and not any(differing(again, got, exact=self.exact)):
+            raise AsksForGradients(f"{first.what} {first.name!r}", where)
+        return [f"{op.name} ({op.target}) at {op.source}, in the capture" for op in makers[-1:]]
 
 
 def difference_error(

@@ -20,9 +20,10 @@ from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, 
 from pdcompile.batch.step_result import own_loss
 from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError, some
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.form.lifetimes import draws
-from pdcompile.passes.preserved_state import preserved_state
+from pdcompile.passes.trace.python_state import preserved_state
+from pdcompile.plan import Training
 from pdcompile.releases.torch_internals import BatchNorm
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
@@ -257,3 +258,29 @@ def _places(gradient: Tensor) -> Tensor:
 def _taken(gradients: dict[str, Tensor], places: dict[str, Tensor]) -> Tensor:
     taken = [gradients[name].reshape(-1)[where] for name, where in places.items()]
     return torch.cat([one.double().cpu() for one in taken]) if taken else torch.zeros(0).double()
+
+
+_MEANS = ("cross_entropy", "nll_loss")
+
+
+def uneven_means(graph: OpGraph, training: Training) -> Iterator[str]:
+    """A note where a minibatch's loss may differ from the mean of its microbatches' losses, also if
+    those of the example (`full_batch_notes`) do not."""
+    chosen = sorted({text for op in graph.ops for text in _choices(op)})
+    if chosen and training.loss_reduction == "mean" and training.num_microbatches > 1:
+        yield (
+            f"{some(chosen)}: the loss is a mean over the targets that count, and microbatches "
+            "count by their samples: where these have unlike numbers of such targets, loss and "
+            "gradients are not those of the whole minibatch; loss_reduction (--loss-reduction) "
+            "takes a function that counts them"
+        )
+
+
+def _choices(op: Op) -> Iterator[str]:
+    """Arguments that make an op a mean over some of its targets."""
+    word, given = op.target.rpartition(".")[2], dict[str, Any](op.kwargs)
+    if op.kind == "function" and word in _MEANS and given.get("reduction", "mean") == "mean":
+        if given.get("ignore_index") is not None:
+            yield f"{word} with ignore_index={given['ignore_index']}"
+        if given.get("weight") is not None:
+            yield f"{word} with weight="

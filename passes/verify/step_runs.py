@@ -14,9 +14,9 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.hardware import host
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
-from pdcompile.passes.preserved_state import write_buffers
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs, Step
+from pdcompile.passes.trace.python_state import write_buffers
 from pdcompile.passes.trace.tape.observer import stage_line_of
 from pdcompile.plan import Plan
 from pdcompile.units import format_bytes

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch.call import FlatCall
-from pdcompile.batch.layout import BatchLayout
-from pdcompile.batch.memory_order import dense, memory_order
+from pdcompile.batch.layout import BatchLayout, dense, memory_order
 from pdcompile.batch.structure import flatten_output, unflatten_output
 from pdcompile.errors import ConfigError, InputError, errors_as
 

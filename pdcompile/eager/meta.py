@@ -48,5 +48,5 @@ def refuse_mostly_estimated(graph: OpGraph, model: nn.Module) -> None:
         f"be measured on this machine; the longest is {worst!r} with about "
         f"{seconds[worst]:.3g} s",
         where=source,
-        remedy='plan with costs="estimated" (--costs estimated), or with a saved profile',
+        remedy='plan with costs="estimated" (--costs estimated)',
     )

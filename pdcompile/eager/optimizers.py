@@ -141,7 +141,7 @@ class _States(MutableMapping[Any, Any]):
         return any(key in one.state for one in self._optimizers)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict: makes no entry."""
+        """The state of a key, or the default; makes no entry."""
         return next((one.state[key] for one in self._optimizers if key in one.state), default)
 
     def __iter__(self) -> Iterator[Any]:

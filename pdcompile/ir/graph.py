@@ -7,6 +7,7 @@ to torch and back), so that a graph can be printed, saved, diffed and planned an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pdcompile import jsonio
@@ -20,7 +21,6 @@ from pdcompile.ir.records import (
     Affine,
     Argument,
     Attr,
-    Cached,
     DictOf,
     GraphInput,
     LeftOut,
@@ -51,8 +51,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class OpGraph(Cached):
+@dataclass(frozen=True)
+class OpGraph:
     """One capture of a model in one mode (training or not), ops in topological order.
 
     `output` is the model's output with Refs for tensors; from `output_spec`
@@ -103,15 +103,10 @@ class OpGraph(Cached):
         data = jsonio.loads(text, where=where, remedy=graph_json.REMEDY)
         return graph_json.from_record(cls, data, where)
 
-    @property
+    @cached_property
     def checks(self) -> tuple[Op, ...]:
         """The ops that check values which the model's Python read (`ir.value_checks`)."""
-        try:
-            return self._checks
-        except AttributeError:
-            found = tuple(op for op in self.ops if op.target == CHECK)
-            object.__setattr__(self, "_checks", found)
-            return found
+        return tuple(op for op in self.ops if op.target == CHECK)
 
     def written_inputs(self) -> dict[str, Op]:
         """Path of each input that forward writes, or a view of it, to the first op that does."""

@@ -70,17 +70,16 @@ def fingerprint(graph: OpGraph) -> str:
     Names, shapes, dtypes, arguments and the mode count; source lines, costs and the microbatch
     size of the capture do not.
     """
-    try:
-        return graph._fingerprint
-    except AttributeError:
-        pass
+    known = vars(graph)  # where its cached properties are
+    if "fingerprint" in known:
+        return str(known["fingerprint"])
     # The message of a check names a line of the model's source.
     ops = tuple(replace(op, args=op.args[:1]) if op.target == CHECK else op for op in graph.ops)
     # The name of what is left out is no part of what is computed.
     output = rewritten(graph.output, lambda part: None if isinstance(part, LeftOut) else part)
     record = _record(replace(graph, ops=ops, output=output), frozenset(_NOT_IN_FINGERPRINT))
     digest = hashlib.sha256(jsonio.canonical_tree(record)).hexdigest()
-    object.__setattr__(graph, "_fingerprint", digest)
+    known["fingerprint"] = digest
     return digest
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 DTYPE_BYTES = {
@@ -124,18 +125,8 @@ class OpCost:
     origin: Literal["measured", "estimated", "imported"] = "estimated"
 
 
-class Cached:
-    """Slots for cached properties of ops and graphs, which are not fields and never compared."""
-
-    __slots__ = ("_attributes", "_checks", "_fingerprint", "_inputs")
-    _attributes: tuple[str, ...]
-    _checks: tuple[Op, ...]
-    _fingerprint: str
-    _inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Op(Cached):
+@dataclass(frozen=True)
+class Op:
     """One operator.
 
     kind and target: ``function`` (target ``torch.nn.functional.linear``, ``operator.add``),
@@ -182,30 +173,20 @@ class Op(Cached):
         """True if it is a module of the user that runs as it is."""
         return self.kind == "opaque"
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the op reads, each once, in order of appearance."""
-        try:
-            return self._inputs
-        except AttributeError:
-            refs = walk((self.args, self.kwargs), Ref)
-            object.__setattr__(self, "_inputs", tuple(dict.fromkeys(ref.name for ref in refs)))
-            return self._inputs
+        return tuple(dict.fromkeys(ref.name for ref in walk((self.args, self.kwargs), Ref)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The name of its one output, for code that treats calls of blocks alike."""
         return (self.name,)
 
-    @property
+    @cached_property
     def attributes(self) -> tuple[str, ...]:
         """FQNs that the op reads as arguments (leaf modules' own tensors not among them)."""
-        try:
-            return self._attributes
-        except AttributeError:
-            found = walk((self.args, self.kwargs), Attr)
-            object.__setattr__(self, "_attributes", tuple(dict.fromkeys(a.fqn for a in found)))
-            return self._attributes
+        return tuple(dict.fromkeys(attr.fqn for attr in walk((self.args, self.kwargs), Attr)))
 
     @property
     def used_tensors(self) -> tuple[str, ...]:

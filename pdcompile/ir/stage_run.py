@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope, end_draw
-from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
+from pdcompile.eager.split_backward import Entrance, Rest, Root, accumulate, first_part
 from pdcompile.ir.stage_interface import Port, named_results
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring

@@ -37,7 +37,7 @@ class Streams:
         reseed(seed_of(self._seed, *self._where, "", -1))
 
     def scope(self, stage: nn.Module) -> DrawScope:
-        """Where the opaque modules of a stage draw, in the forward that runs."""
+        """The scope in which opaque modules of a stage draw, in the forward that runs."""
         found = self._scopes.get(stage)
         if found is None:
             found = self._scopes[stage] = DrawScope(stage, self._seed, *self._where)

@@ -12,7 +12,7 @@ from pdcompile.schedule import Kind
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Where a stage's inputs come from and where its outputs go.
+    """The edges along which a stage's inputs come and its outputs go.
 
     `inputs` and `outputs` pair each port with the index of its edge (None: a leaf of the call,
     or an output that no other stage needs).  `fan_out`: how many stages get the value of an edge

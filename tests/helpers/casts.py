@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdcompile.ir.graph import Capture, OpGraph, Ref, rewritten
-from pdcompile.passes.trace.reachable import with_consumers
+from pdcompile.passes.trace.assemble import with_consumers
 
 CASTS = {"float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16"}
 

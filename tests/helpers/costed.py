@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.profile.fitted_sizes import Sizes
+from pdcompile.passes.profile import Sizes
 
 
 def profile(

@@ -22,9 +22,8 @@ from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, _modes, _region, bound, materialise
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
-from pdcompile.passes.trace.comparison.fidelity import compare_mode, eager_values, step_of
 from pdcompile.passes.trace.comparison.step_values import differing
-from pdcompile.passes.trace.comparison.steps import Step
+from pdcompile.passes.trace.comparison.steps import Step, eager_values, step_of
 from pdcompile.passes.trace.subject import device_of
 
 
@@ -45,15 +44,6 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
             exact = devices.is_host(device_of(model, flat))
             for kind, name, _ in differing(eager, found, exact=exact):
                 raise VerifyError(f"graph and model differ in {kind} {name!r}", remedy="find out")
-
-
-def compare_as_module(
-    model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout
-) -> None:
-    """`compare` as verification does, where stages are what the capture is."""
-    for graph in (capture.train, capture.eval):
-        with step_of(model, graph, flat, layout) as step:
-            compare_mode(step)
 
 
 def captured(step: Step) -> tuple[dict[str, Any], Tensor | None]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
-from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.eager.split_backward import Entrance
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Signature
 from pdcompile.ir.stage_streams import Streams

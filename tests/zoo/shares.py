@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from pdcompile.ir.graph import Capture
-from pdcompile.passes.preserved_state import preserved_state
+from pdcompile.passes.trace.python_state import preserved_state
 from tests.zoo.case import Case
 
 

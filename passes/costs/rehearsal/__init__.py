@@ -1,1 +1,1 @@
-"""What stages hold: they run once, forward and backward, on tensors without memory."""
+"""Memory of stages: they run once, forward and backward, on tensors without memory."""

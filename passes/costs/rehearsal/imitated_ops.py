@@ -28,7 +28,7 @@ REAL_BYTES = 1 << 28  # of one run on real tensors; larger ones are extrapolated
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What an op takes and keeps, by position among its operands and its results.
+    """Memory that an op takes and keeps, by position among its operands and its results.
 
     `extra_bytes` are kept until backward beside those; `workspace_bytes` are alive in backward
     beside the gradients that it makes.
@@ -182,7 +182,7 @@ def _empty(operand: Operand) -> Tensor:
 
 
 def imitate(call: CostedOp, footprint: Footprint, tensors: Sequence[Tensor]) -> Any:
-    """What the op returns: a tensor, or a dict in a container's place, by key.
+    """The result of the op: a tensor, or a dict in a container's place, by key.
 
     Args:
         tensors: what the op reads, in the order of `call.inputs`.

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pdcompile.batch import FlatCall, output_leaves
-from pdcompile.eager.autocast import autocast_region, region_dtype
+from pdcompile.batch import BatchLayout, FlatCall, output_leaves
+from pdcompile.eager.autocast import autocast_region, region_dtype, regions_of
 from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.ir.captured_module import CapturedModule
-from pdcompile.ir.graph import LeftOut, OpGraph, Ref, leaves
-from pdcompile.passes.preserved_state import same_buffers, write_buffers
-from pdcompile.passes.trace.comparison.step_values import StepValues
+from pdcompile.hardware import devices
+from pdcompile.ir.captured_module import CapturedModule, Origin
+from pdcompile.ir.graph import Capture, LeftOut, OpGraph, Ref, leaves
+from pdcompile.passes.trace.comparison.step_values import StepValues, differing
+from pdcompile.passes.trace.python_state import preserved_state, same_buffers, write_buffers
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.plan import TiedParameter
@@ -169,3 +171,79 @@ def _runs(what: str) -> Iterator[None]:
             where=source_of_traceback(error),
             remedy="run the model once without pdcompile",
         ) from error
+
+
+def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
+    """True if a graph and eager differ in a microbatch, in one of both modes, with equal random
+    streams: in outputs, the loss, the gradient of a parameter or a buffer.
+
+    Compared bit for bit, on a GPU up to the rounding of sums without a fixed order.  The model and
+    the generators are left as they were.
+    """
+    try:
+        for graph in (capture.train, capture.eval):
+            with step_of(model, graph, flat, layout) as step:
+                eager, _ = eager_values(step, step.plain)
+                found = step.values(partial(step.plain, captured=True))
+                exact = devices.is_host(device_of(model, flat))
+                if any(differing(eager, found, exact=exact)):
+                    return True
+    except VerifyError:
+        return True
+    return False
+
+
+@contextmanager
+def step_of(
+    model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout
+) -> Iterator[Step]:
+    """A step of the graph's mode, which the model is in meanwhile; it is left as it was."""
+    origin = graph.origin or Origin()
+    device = device_of(model, flat)
+    regions = regions_of(origin.autocast, device)
+    with preserved_rng(device), preserved_state(model, graph.training), regions:
+        yield Step(
+            model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
+            outputs_backward=True,
+        )  # fmt: skip
+
+
+def eager_values(
+    step: Step, run: Callable[[], Any] | None = None
+) -> tuple[StepValues, ModelFails | None]:
+    """Values that the model leaves behind; where it fails under no_grad, that failure and those of
+    a run that autograd records, as a graph and stages record what forward differentiates.
+
+    `run`: runs the model; None: `Step.eager`.
+    """
+    run = run or step.eager
+    try:
+        return step.values(run), None
+    except ModelFails as failed:
+        if (found := recorded(step, run)) is None:
+            raise
+        return found, failed
+
+
+class AsksForGradients(VerifyError):
+    """Forward goes another way in evaluation because autograd does not record there."""
+
+    def __init__(self, what: str, where: str | None) -> None:
+        super().__init__(
+            "under torch.no_grad(), in which evaluation runs, forward computes something else than "
+            "where autograd records, as it does while the model is captured: "
+            f"{what} differs",
+            where=where,
+            remedy="decide in forward by self.training or by an argument, not by requires_grad or "
+            "torch.is_grad_enabled()",
+        )
+
+
+def recorded(step: Step, run: Callable[[], Any]) -> StepValues | None:
+    """Evaluation of the model while autograd records; None in training, or where that fails."""
+    if step.graph.training:
+        return None
+    try:
+        return step.values(run, gradients=True)
+    except VerifyError:  # the error that is told is the first one
+        return None

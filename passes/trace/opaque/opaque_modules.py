@@ -52,7 +52,7 @@ def enlarged(subject: Subject, opaque: Opaque, error: TraceError) -> Opaque:
 
 
 def adds_little(subject: Subject, opaque: Opaque, error: TraceError) -> bool:
-    """Whether `enlarged` adds few parameters, so that the model can still be cut."""
+    """True if `enlarged` adds few parameters, so that the model can still be cut."""
     path, modules = error.module_path, subject.table.modules
     if not path or path not in modules or _covered(path, opaque):
         return False
@@ -116,7 +116,7 @@ def parameter_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
 
 
 def below(path: str, ancestor: str) -> bool:
-    """Whether `path` is `ancestor` or a module inside it."""
+    """True if `path` is `ancestor` or a module inside it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 

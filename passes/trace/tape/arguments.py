@@ -35,7 +35,7 @@ def target_of(
 
 
 def is_public(func: Any, name: str) -> bool:
-    """Whether a function is torch's or Tensor's of this name."""
+    """True if a function is torch's or Tensor's of this name."""
     homes = (torch, torch.autograd)
     return method_name(func) == name or any(getattr(home, name, None) == func for home in homes)
 

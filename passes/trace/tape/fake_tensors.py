@@ -200,7 +200,7 @@ class FakeTensors:
         )
 
     def own_any(self, keys: set[int]) -> bool:
-        """Whether one of these storages belongs to a value or to a tensor of the model."""
+        """True if one of these storages belongs to a value or to a tensor of the model."""
         return any(key in self._at or key in self._model_at for key in keys)
 
     def storage_of(self, name: str) -> int:
@@ -256,7 +256,7 @@ def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    """Whether the elements lie one after the other when dims are taken in this order."""
+    """True if the elements lie one after the other when dims are taken in this order."""
     if 0 in shape:
         return True
     expected = 1

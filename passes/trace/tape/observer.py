@@ -58,7 +58,7 @@ def locate(boundary: CodeType | None) -> tuple[str, str]:
 
 
 def instruction_of(frame: FrameType) -> int:
-    """Where a frame is in its code, the same each time that it comes to an operation.
+    """The place of a frame in its code, the same each time that it comes to an operation.
 
     Python makes what it has made a few times in a quicker way: then it may stand in the cache
     behind an instruction while that runs, or, in 3.11, make a call in the PRECALL before it.
@@ -115,7 +115,7 @@ def source_of_class(cls: type) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def is_user(file: str) -> bool:
-    """Whether a file is not torch's, pdcompile's, the standard library's or generated code."""
+    """True if a file is not torch's, pdcompile's, the standard library's or generated code."""
     if file.startswith((TORCH, *OURS, "<")):
         return False
     return not file.startswith(STANDARD) or "-packages" in file
@@ -252,7 +252,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has a storage and strides."""
+    """True if it has a storage and strides."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 

@@ -17,16 +17,15 @@ from pdcompile.eager.modes import in_mode, modes
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.hardware import devices
-from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
+from pdcompile.ir.graph import Argument, Attr, GraphInput, OpGraph, Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Findings, Refuted
 from pdcompile.passes.trace.cached_tensors import Computations
-from pdcompile.passes.trace.examples import example_calls
+from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
-from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
-from pdcompile.passes.trace.opaque.probe import probe
+from pdcompile.passes.trace.opaque.probe import CallKey, ObservedCall, probe
 from pdcompile.passes.trace.python_state import State, write_rebound
 from pdcompile.passes.trace.refusals import (
     COMPILED,
@@ -41,7 +40,7 @@ from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
-from pdcompile.passes.trace.tape.outputs import find_loss, structure
+from pdcompile.passes.trace.tape.results import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.releases.gpu_casts import layers_of_cudnn
 from pdcompile.releases.torch_internals import (
@@ -56,29 +55,20 @@ from pdcompile.warn import warn
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The result of one run; all sizes are concrete."""
+    """The result of one run; all sizes of the graph are concrete."""
 
-    ops: tuple[Op, ...]
-    values: dict[str, Value]
-    inputs: tuple[GraphInput, ...]
-    tensors: dict[str, TensorInfo]
-    classes: dict[str, tuple[str, str]]
-    output: Argument
-    output_spec: Any
-    loss: str | None
-    constants: tuple[tuple[str, str], ...]
-    tensor_values: dict[str, torch.Tensor]
+    graph: OpGraph
     computation: tuple[Any, ...] = ()
     regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
     chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
     findings: Findings = field(default_factory=Findings)
     after: State | None = None  # of the model, where the run changed it
-    passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def returned(self) -> tuple[Argument, Argument]:
         """The output and the loss."""
-        return self.output, Ref(self.loss) if self.loss is not None else None
+        loss = self.graph.loss
+        return self.graph.output, Ref(loss) if loss is not None else None
 
 
 def record(
@@ -151,7 +141,7 @@ def _restored(
 
 
 def same(one: Recording, other: Recording) -> bool:
-    """Whether two recordings are the same computation."""
+    """True if two recordings are the same computation."""
     return one.computation == other.computation
 
 
@@ -247,7 +237,8 @@ class _Run:
         computations = Computations(ops, values, fakes.cached, tensors)
         subject.cached_tensors.note(subject.model, names, computations)
         subject.global_state.check(lambda tensor: computations.again(names.get(id(tensor), ""))[1])
-        return Recording(
+        graph = OpGraph(
+            training=tape.training,
             ops=tuple(ops),
             values=values,
             inputs=self._inputs,
@@ -256,17 +247,21 @@ class _Run:
                 for fqn, info in tensors.items()
                 if info.kind != "constant" or fqn in fakes.constants
             },
-            classes=subject.table.classes,
             output=output_argument,
-            output_spec=output_spec,
             loss=found_loss,
+            batch_size=subject.size,
             constants=self._constants,
+            classes=subject.table.classes,
+            passed=tape.passed,
+            output_spec=output_spec,
             tensor_values=fakes.constants,
+        )
+        return Recording(
+            graph,
             computation=(computations.argument(returned), tuple(computations.effects)),
             regions=tuple(tape.regions),
             chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
             findings=self._findings,
-            passed=tape.passed,
         )
 
 

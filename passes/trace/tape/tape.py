@@ -26,8 +26,8 @@ from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Site
-from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
-from pdcompile.passes.trace.packed import Packed
+from pdcompile.passes.trace.opaque.probe import CallKey, ObservedCall
+from pdcompile.passes.trace.selections import Packed
 from pdcompile.passes.trace.tape.arguments import (
     NO_OP_CASTS,
     open_autocast,
