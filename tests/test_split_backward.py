@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.eager.split_backward import Entrance, Rest, accumulate, first_part
-from pdcompile.runtime.stage import compute
+from pdcompile.ir import stage_run
 from tests.helpers import models
 from tests.helpers.cases import case
 from tests.helpers.launch import processes
 from tests.test_opaque import Once, routed
-from tests.test_recompute import assert_same, rows, trained
+from tests.test_recompute import assert_same, compiled, rows, trained
 from tests.test_runtime import assert_same_training, pair
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
@@ -169,9 +169,12 @@ def test_a_root_that_only_parameters_need() -> None:
 
 
 def compare(model: nn.Module, stages: int, **options: Any) -> None:
-    """Losses, outputs and weights of the pipeline and of the reference."""
+    """Losses, outputs and weights of the pipeline and of the reference, whose weights on several
+    stages are summed as its plan says."""
     twin = copy.deepcopy(model)
-    assert_same(trained(model, stages, **ZERO, **options), trained(twin, **ZERO, **options))
+    plan = compiled(twin, stages, **ZERO, **options).plan
+    found = trained(model, stages, **ZERO, **options)
+    assert_same(found, trained(twin, plan=plan, **ZERO, **options))
 
 
 def test_gradients_that_are_kept_are_not_added_to() -> None:
@@ -274,13 +277,13 @@ def test_gradients_for_a_loop_of_ones_own() -> None:
 def test_a_stage_with_an_opaque_module_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it hangs onto the graph."""
     split: list[Rest] = []
-    plain = compute.first_part
+    plain = stage_run.first_part
 
     def watched(*args: Any) -> Rest:
         split.append(plain(*args))
         return split[-1]
 
-    monkeypatch.setattr(compute, "first_part", watched)
+    monkeypatch.setattr(stage_run, "first_part", watched)
     assert_same(trained(routed(Once), stages=3, **ZERO), trained(routed(Once), **ZERO))
     assert 0 < len(split) < 3 * 3 * 4  # stages, steps, microbatches
 

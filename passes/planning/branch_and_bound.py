@@ -48,6 +48,7 @@ from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
+from pdcompile.units import format_seconds
 
 DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
@@ -212,8 +213,9 @@ class PlanSearch:
         if bound == math.inf:
             branch.bound = math.inf
             return
-        if bound < self.trials.below:
-            self._probe(branch)
+        for _ in range(PROBES if bound < self.trials.below else 0):
+            if branch.bound < math.inf:
+                self._next(branch)
 
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
         """True if the search of one rank a stage leaves nothing of the branch; bounds it too."""
@@ -233,18 +235,6 @@ class PlanSearch:
         if search.proved and fits:
             self.floor = min(self.floor, bound)
         return search.proved and fits
-
-    def _probe(self, branch: Branch) -> None:
-        for _ in range(PROBES):
-            if branch.bound < math.inf:
-                self._next(branch)
-        if branch.space.placement:
-            return
-        likely = branch.pipelines(likely=True)
-        if likely.bound() < math.inf:
-            listed = likely.candidates(lambda: math.inf)
-            for _, (_, candidate) in zip(range(PROBES), listed, strict=False):
-                self.trials.offer(candidate, now=True)
 
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
@@ -286,7 +276,7 @@ class PlanSearch:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
         if fastest < seconds:
-            notes = (*notes, passed_over(seconds, candidate, fastest, other))
+            notes = (*notes, passed_over(self.trials, (seconds, candidate), (fastest, other)))
         if len(self.space.schedules) + len(self.space.sharing) > 1:
             notes = (*notes, *self.trials.why(candidate))
         plan = replace(plan, certificate=certificate, notes=notes)
@@ -367,15 +357,21 @@ def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
         yield f"{len(counts)} of the replica counts {counts[0]} to {counts[-1]}"
 
 
-def passed_over(seconds: float, chosen: Candidate, fastest: float, other: Candidate) -> str:
+def passed_over(
+    trials: Trials, chosen: tuple[float, Candidate], fastest: tuple[float, Candidate]
+) -> str:
     """A note on why a plan was chosen though another one that was found is faster."""
-    own, kind = (kind_of(one.setting.schedule) for one in (chosen, other))
+    kind = kind_of(fastest[1].setting.schedule)
     why = "no time was left to make its plan; a larger time_limit (--time-limit) would"
-    if seconds * (1 + own.gain) <= fastest * (1 + kind.gain):
+    updates = [trials.updates(one) for _, one in (chosen, fastest)]
+    if chosen[0] + updates[0] <= fastest[0] + updates[1]:
+        first, second = map(format_seconds, updates)
+        why = f"an update takes {first} here and {second} there"
+    elif trials.price(*chosen) <= trials.price(*fastest):
         what = "splitting backwards" if kind.splits_backward else "training on old weights"
         why = f"{what} has to save {100 * kind.gain:.0f} %, as no forecast counts what it costs"
-    slower = 100 * (seconds / fastest - 1)
-    return f"{slower:.2g} % slower than the fastest found ({describe(other)}): {why}"
+    slower = 100 * (chosen[0] / fastest[0] - 1)
+    return f"{slower:.2g} % slower than the fastest found ({describe(fastest[1])}): {why}"
 
 
 def idle_ranks(cluster: Cluster, candidate: Candidate, certificate: Certificate) -> Iterator[str]:

@@ -222,22 +222,3 @@ def placement_of(space: SearchSpace, setting: Setting, stages: int, places: int)
     if (len(placement), len(set(placement))) != (stages, places):
         return tuple(kind_of(setting.schedule).placement(stages, places))
     return placement
-
-
-def least_seconds(
-    prepared: PreparedProblem, setting: Setting, seats: Seats, replicas: int
-) -> float:
-    """Lower bound on a minibatch for any cut: the first forward of a stage waits for those of all
-    that an op of it depends on, then it runs every microbatch of a replica both ways."""
-    share = StageDeployment(replicas).share(setting.num_microbatches)
-    items, before = prepared.problem.items, [0.0] * len(prepared.problem.items)
-    readers: dict[int, list[int]] = {}
-    for value in prepared.problem.traffic:
-        readers.setdefault(value.producer, []).extend(value.consumers)
-    most = 0.0
-    for i, item in enumerate(items):
-        both = item.forward_seconds + item.backward_seconds
-        most = max(most, before[i] + share * both)
-        for reader in readers.get(i, ()):
-            before[reader] = max(before[reader], before[i] + item.forward_seconds)
-    return most / seats.fastest * (1 - 1e-12)

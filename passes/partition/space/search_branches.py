@@ -9,11 +9,7 @@ from itertools import pairwise, product
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.passes.partition.budget import Late
-from pdcompile.passes.partition.space.in_turn import (
-    SOME,
-    StagesInTurn,
-    least_seconds,
-)
+from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
 from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import rule_of, warmup
@@ -98,7 +94,7 @@ class Branch:
             return
         self.bound = max(self.bound, self.pipelines().bound())
 
-    def pipelines(self, *, likely: bool = False) -> Found:
+    def pipelines(self) -> Found:
         """All candidates of the branch, or those that are tried."""
         if self.space.placement:
             assert self.stages is not None
@@ -107,11 +103,8 @@ class Branch:
                     self.prepared, self.space, self.setting, self.seats, self.counts[0], self.stages
                 )
             return self.in_turn
-        menu = self.space.menu(self.counts)
-        return Pipelines(
-            self.prepared, self.space, self.setting, self.seats, menu,
-            stages=self.stages, likely=likely,
-        )  # fmt: skip
+        own = self.prepared, self.space, self.setting, self.seats, self.space.menu(self.counts)
+        return Pipelines(*own, stages=self.stages)
 
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""
@@ -145,10 +138,6 @@ def branches(
             prepared = prepared_at(setting.num_microbatches)
             branch = Branch(setting, seats, counts, stages, prepared, space)
             branch.bound = simple_bound(prepared, space, setting, seats) * setting.scale
-            if space.placement:
-                assert stages is not None
-                least = least_seconds(prepared, setting, seats, counts[0])
-                branch.bound = max(branch.bound, least)
             yield branch
 
 

@@ -187,11 +187,11 @@ class FirstPlans:
                     yield one
 
     def _seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step, by the evaluator, and what the schedule costs that none knows."""
+        """Seconds of a step, by the evaluator, as trials are priced."""
         setting = candidate.setting
         problem = self.prepared_at(setting.num_microbatches).problem
         seconds = evaluation(problem, self.trials.cluster, candidate).seconds * setting.scale
-        return seconds * (1 + kind_of(setting.schedule).gain)
+        return self.trials.price(seconds, candidate)
 
     def _bound(self) -> None:
         """Raise the bounds of settings to where nothing shows that a plan takes longer."""

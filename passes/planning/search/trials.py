@@ -7,10 +7,13 @@ first, and those that do not fit by the graph-free estimate come last.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
@@ -31,7 +34,7 @@ QUICK = 0.03  # of the time
 EXACT = 1e-9  # relative: bounds this close to the best are met
 
 
-@dataclass
+@dataclass(eq=False)
 class Trials:
     """The best candidate so far, and what may be better but was not judged."""
 
@@ -57,9 +60,25 @@ class Trials:
 
     @property
     def below_with_gain(self) -> float:
-        """The same, with what its schedule costs that no forecast knows."""
-        each = (seconds * (1 + kind_of(one.setting.schedule).gain) for seconds, one in self.found)
-        return min(each, default=math.inf) * (1 - EXACT)
+        """The same, by `price`."""
+        return min(itertools.starmap(self.price, self.found), default=math.inf) * (1 - EXACT)
+
+    def price(self, seconds: float, candidate: Candidate) -> float:
+        """Seconds of a step with its updates, and with what its schedule costs that no forecast
+        knows."""
+        return (seconds + self.updates(candidate)) * (1 + kind_of(candidate.setting.schedule).gain)
+
+    @cache  # noqa: B019  (a search ends soon)
+    def updates(self, candidate: Candidate) -> float:
+        """Seconds of the longest update of a rank."""
+        problem = self.prepared_at(candidate.setting.num_microbatches).problem
+        found, spent = evaluation(problem, self.cluster, candidate), defaultdict[int, float](float)
+        stream = kind_of(candidate.setting.schedule).stream
+        for s, ranks in enumerate(candidate.ranks):
+            once = self.training.update_seconds(found.trainable(s), versions=stream)
+            for rank in ranks:
+                spent[rank] += once / self.cluster.devices[rank].speed
+        return max(spent.values())
 
     @property
     def best(self) -> Candidate:
@@ -67,8 +86,7 @@ class Trials:
 
     @property
     def chosen(self) -> tuple[float, Candidate]:
-        """The best, after what schedules cost that no forecast knows, of those for whose plan
-        there is time."""
+        """The best by `price`, of those for whose plan there is time."""
 
         def making(one: tuple[float, Candidate]) -> float:
             return 0.0 if self._made and self._made[0] == one[1] else self._making(one[1])
@@ -77,7 +95,7 @@ class Trials:
         timely = [one for one in self.found if making(one) <= left]
         if not timely:
             return min(self.found, key=making)
-        return min(timely, key=lambda one: one[0] * (1 + kind_of(one[1].setting.schedule).gain))
+        return min(timely, key=lambda one: self.price(*one))
 
     def why(self, candidate: Candidate) -> Iterator[str]:
         """A note on the schedules that were tried besides the candidate's."""
