@@ -26,6 +26,7 @@ from pdcompile.passes.partition.space.matrices import Bool, Matrices
 from pdcompile.passes.partition.space.seats import Positions
 from pdcompile.problem.deployment import StageDeployment
 
+MAX_KEPT = 20_000_000  # cells of costs
 Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
 
 
@@ -58,6 +59,7 @@ class Chains:
     rest: dict[Key, Matrix] = field(default_factory=dict)
     squares: dict[Key, Matrix] = field(default_factory=dict)
     _allowed: dict[int, Bool] = field(default_factory=dict)
+    _known: dict[tuple[int, StageDeployment], tuple[Matrix, Matrix]] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -80,11 +82,21 @@ class Chains:
             behind = (max(left - 1, 0), u - option.replicas)
             if behind not in self.rest:
                 continue
-            cost, load = self._costs(left, u, option, slice(None))
+            cost, load = self._all_costs(left, u, option)
             rest = np.maximum(cost, self.rest[behind][None, :]).min(1)
             squares = (load**2 + self.squares[behind][None, :]).min(1)
             self.rest[known] = np.minimum(self.rest.get(known, np.inf), rest)
             self.squares[known] = np.minimum(self.squares.get(known, np.inf), squares)
+
+    def _all_costs(self, left: int, u: int, option: StageDeployment) -> tuple[Matrix, Matrix]:
+        """Costs between all ideals, kept for other numbers of stages left where that is little."""
+        if (known := self._known.get((u, option))) is not None:
+            return known
+        found = self._costs(left, u, option, slice(None))
+        cells = self.num_ranks * len(self.menu) * self.matrices.size**2
+        if self.stages and not self.numbered and cells <= MAX_KEPT:
+            self._known[u, option] = found
+        return found
 
     def _options(self, left: int) -> Iterator[StageDeployment]:
         """The rows of the menu for the first of so many stages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 
 from pdcompile.cluster import Link
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
@@ -102,7 +102,10 @@ class StagesInTurn:
         """`replicas` and `stages`: how many."""
         self.prepared, self.space, self.setting, self.seats = prepared, space, setting, seats
         self.counts = (replicas,) * stages
-        self.placement = placement_of(space, setting, stages, len(seats.ranks) // replicas)
+        places, given = len(seats.ranks) // replicas, space.placement
+        if (len(given), len({*given})) != (stages, places):  # of other counts than the space says
+            given = tuple(kind_of(setting.schedule).placement(stages, places))
+        self.placement = given
         first = [place * replicas for place in self.placement]
         self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
         self.warmup = warmup(
@@ -137,19 +140,15 @@ class StagesInTurn:
             yield 0.0, None if violations(problem, cluster, one) else one
 
     def _made(self) -> Iterator[Candidate]:
-        """The likely cuts and those that fit; then others by rising load."""
-        least = LEAST / len(self.counts)
-        by_order: tuple[Array | tuple[()], ...] = (self.cut.shares.clip(least), ())
-        for weights in by_order:
-            for stage_of in islice(self._cuts(weights), 1):
-                for options in self._options():
-                    one = Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
-                    yield one
-                    yield from self._fitted(one)
+        """The cut that suits the order of tasks, then others by rising load; those fitted first."""
+        suits = self._cuts(self.cut.shares.clip(LEAST / len(self.counts)))
         most = MAX_CUTS if self.prepared.complete else FEW
-        for stage_of in islice(self._cuts(), most):
+        for n, stage_of in enumerate(chain(islice(suits, 1), islice(self._cuts(), most))):
             for options in self._options():
-                yield Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
+                one = Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
+                yield one
+                if n <= 1:
+                    yield from self._fitted(one)
 
     def _cuts(
         self, weights: Sequence[float] | Array = (), limits: Mapping[int, int] | None = None
@@ -214,11 +213,3 @@ class _OfTurns(Matrices):
 
     def depth(self, seats: Positions, p: int, r: int, *, most: bool = False) -> int:
         return self.depths[min(p // r, len(self.depths) - 1)]
-
-
-def placement_of(space: SearchSpace, setting: Setting, stages: int, places: int) -> tuple[int, ...]:
-    """The place of every stage: as the space says it, or of other counts as the schedule does."""
-    placement = space.placement
-    if (len(placement), len(set(placement))) != (stages, places):
-        return tuple(kind_of(setting.schedule).placement(stages, places))
-    return placement

@@ -16,11 +16,7 @@ from typing import NamedTuple
 
 from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.partition.space.pipelines import (
-    Pipelines,
-    PreparedProblem,
-    simple_bound,
-)
+from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
 from pdcompile.passes.planning.search.trials import Trials
@@ -28,6 +24,7 @@ from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 SHARE = 0.5  # of the time, for all of it
+CUTTING = 0.15  # of the time, until what is cut is judged first
 LONGER = 0.8  # while none is found
 SPARING = 0.97  # of the memory, after a plan took too much of it
 REFUSED = 2  # plans that lack memory, before one is sought that holds the least
@@ -38,6 +35,7 @@ LEAST = 0.3  # of the memory, with which plans are sought
 FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
 CUTS = 3  # of one setting, menu and order of devices
 MOST_ORDERS = 6  # of unlike devices
+FEW = 8  # replicas of a stage, beyond which they divide the number of devices
 
 
 class Case(NamedTuple):
@@ -64,15 +62,12 @@ class FirstPlans:
     bounds: dict[Setting, float] = field(default_factory=dict)
     #: by schedule, the share of the memory that stages may take by the planner's formula
     memory: dict[str, float] = field(default_factory=dict)
-    least: dict[Setting, float] = field(default_factory=dict)  # seconds of a first plan
 
     def __post_init__(self) -> None:
         cluster = self.trials.cluster
         seats = Seats(cluster, tuple(range(len(cluster.devices))))
         # All forwards first holds the most: the others are likelier to fit, and as fast.
-        self.settings = sorted(
-            self.settings, key=lambda setting: kind_of(setting.schedule).warmup == "all"
-        )
+        self.settings.sort(key=lambda setting: kind_of(setting.schedule).warmup == "all")
         for setting in self.settings:
             prepared = self.prepared_at(setting.num_microbatches)
             seconds = simple_bound(prepared, self.space, setting, seats)
@@ -82,7 +77,7 @@ class FirstPlans:
     def run(self) -> None:
         """Judge plans of all settings, the fastest first, and bound every setting by the best."""
         self._judge()
-        self.settings.sort(key=lambda setting: self.least.get(setting, math.inf))
+        self.settings.sort(key=self.bounds.__getitem__)
         self._bound()
         self.trials.settle(SETTLING, doubtful=False)
 
@@ -99,6 +94,9 @@ class FirstPlans:
             schedule = case.setting.schedule
             if trials.found and seconds >= trials.below_with_gain:
                 break
+            if candidate is None and trials.over(CUTTING) and any(one[-1] for one in heap):
+                heapq.heappush(heap, (math.inf, next(ticket), case, share, None))  # later
+                continue
             if candidate is not None and share <= self.memory.get(schedule, 1.0):
                 if trials.offer(candidate, now=True):
                     continue
@@ -109,15 +107,14 @@ class FirstPlans:
                 self.memory[schedule] = share
             share = min(share, self.memory.get(schedule, 1.0))
             for candidate in self._cut(case, share) if share > LEAST else ():
-                seconds = self._seconds(candidate)
-                self.least[case.setting] = min(seconds, self.least.get(case.setting, math.inf))
-                heapq.heappush(heap, (seconds, next(ticket), case, share, candidate))
+                heapq.heappush(
+                    heap, (self._seconds(candidate), next(ticket), case, share, candidate)
+                )
         if not trials.found and refused < REFUSED:
             self._recompute_all()
 
     def _recompute_all(self) -> None:
-        """Judge the fastest plans whose stages all recompute, which hold the least, until one has
-        the memory that it needs."""
+        """Judge the fastest plans whose stages all recompute until one has the memory it needs."""
         if self.trials.found or not self.space.decides_recomputation:
             return
         found = list[tuple[float, int, Candidate]]()
@@ -131,11 +128,11 @@ class FirstPlans:
                 return
 
     def _cases(self) -> Iterator[Case]:
-        """Every setting with equally many replicas of all stages, with any, and the orders of the
-        devices."""
+        """Every setting with equally many replicas of all stages, and any, in orders of devices."""
         ranks = len(self.trials.cluster.devices)
         counts = self.space.counts(ranks)
-        menus = [counts] if self.space.widths or self.space.replicas == "any" else []
+        few = tuple(r for r in counts if r <= FEW or ranks % r == 0 or self.space.widths)
+        menus = [few] if self.space.widths or self.space.replicas == "any" else []
         menus += [] if self.space.widths else [(r,) for r in counts]
         yield from starmap(Case, product(self.settings, dict.fromkeys(menus), self._orders()))
 
