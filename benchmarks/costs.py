@@ -39,11 +39,11 @@ from pdcompile.files import VARIABLE  # noqa: E402
 from pdcompile.ir.graph import Capture, OpGraph  # noqa: E402
 from pdcompile.passes import codegen  # noqa: E402
 from pdcompile.passes.planning.refine import compared, rescale, rescaled  # noqa: E402
-from pdcompile.passes.profile import profile  # noqa: E402
 from pdcompile.passes.profile.cache import processor  # noqa: E402
 from pdcompile.passes.profile.stage_times import StageTimes, measure_stages  # noqa: E402
 from pdcompile.passes.trace import capture  # noqa: E402
 from pdcompile.plan import Plan  # noqa: E402
+from tests.helpers.costed import profile  # noqa: E402
 from tests.helpers.planned import planned  # noqa: E402
 
 FORECAST = Path("out") / "costs_forecast.jsonl"

@@ -114,5 +114,5 @@ def test_better_plans_are_told_with_their_gaps() -> None:
     assert all(0 <= float(one[4]) <= 100 for one in found if one)
     assert step_seconds(plan) == pytest.approx(seconds[-1], rel=1e-2)
     assert plan.certificate.gap < 0.1
-    assert plan.certificate.prover == "dynamic program over ranks, along a path"
+    assert "dynamic program" in plan.certificate.prover
     assert len(plan.stages) >= 1
