@@ -128,7 +128,7 @@ class Updater:
         return [{**group, "lr": group["lr"] * self._scales[stage]} for group in groups]
 
     def _left_by(self, stage: int) -> dict[_Place, Any]:
-        """What the last update of a stage left; `_NOTHING`: nothing is there."""
+        """Values that the last update of a stage left; `_NOTHING`: nothing is there."""
         return self._before | self._made.get(stage, {})
 
     def _values(self) -> list[dict[str, Any]]:

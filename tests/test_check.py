@@ -51,7 +51,7 @@ def test_every_generated_schedule_is_proved(plan: Plan) -> None:
 @pytest.mark.parametrize("replicas", [(1, 1, 2), (1, 2, 1), (2, 1, 2)])
 @pytest.mark.parametrize("m", [1, 4])
 def test_tied_weights_whose_sums_take_unlike_times(replicas: tuple[int, ...], m: int) -> None:
-    """Of two weights the one over replicas is expected after the other one's next update."""
+    """The weight over replicas is expected after the next update of the other one."""
     tied = (TiedParameter("w0", (0, 1), 1), TiedParameter("w1", (0, 1, 2), 1))
     check(make_plan("2bw", 3, m, tied=tied, replicas=replicas))
 

@@ -23,17 +23,17 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_023),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_624),
     "trace": (("passes/trace",), 6_985),
-    "costs": (("passes/costs", "passes/profile"), 3_742),
+    "costs": (("passes/costs", "passes/profile"), 3_741),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        10_708,
+        10_705,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_675),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_443,
+        5_440,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_554),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_549),
     "verify": (("passes/verify",), 1_439),
     "runtime": (("runtime",), 8_840),
     "checkpoints and state": (

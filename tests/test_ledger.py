@@ -94,6 +94,17 @@ def test_a_copy_of_a_tied_parameter_has_one_gradient_until_it_is_out() -> None:
     assert (copy.receive_bytes, copy.send_bytes) == (0, 0)  # at its peak, in a backward
 
 
+@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+def test_a_replica_without_microbatches_has_sums_but_no_gradients_of_copies(name: str) -> None:
+    """It takes part in the sums over replicas, and tells the owner that it has nothing."""
+    plan = make_plan(
+        name, 2, 1, edges=chain(2, 0), tied=(TiedParameter("w", (0, 1), 10),), replicas=(1, 2),
+        parameter_bytes=100, trainable_bytes=100,
+    )  # fmt: skip
+    *_, idle = ledgers(plan)
+    assert (idle.gradients_bytes, idle.workspace_bytes) == (90, 90)
+
+
 def test_new_weights_of_a_tied_parameter_have_memory_until_they_are_used() -> None:
     tied = (TiedParameter("w", (0, 1), 60),)
     plan = make_plan(
@@ -130,14 +141,15 @@ def test_a_forward_beside_a_split_backward_may_need_the_most() -> None:
     assert [one.workspace_bytes for one in found] == [20, 20]
 
 
-def test_a_whole_backward_beside_split_ones_takes_what_both_parts_do() -> None:
-    text = "mixed: 0F0 0F1 0B0 0I1 0W1 | 1F0 1B0 1F1 1B1"
-    for second, expected in ((9, 50), (60, 65)):
+def test_a_whole_backward_beside_split_ones_has_its_own_workspace() -> None:
+    """Where the first part's is not known it counts as a whole backward's."""
+    text = "mixed: 0F0 0F1 0I0 0W0 0B1 | 1F0 1B0 1F1 1B1"
+    for first, expected in ((70, [70, 50]), (31, [31, 50]), (0, [50, 50])):
         plan = make_plan(
             text, 2, 2, edges=chain(2, 0), saved_bytes=30, workspace_bytes=50, split_bytes=35,
-            split_workspace_bytes=second,
+            split_workspace_bytes=1, split_first_workspace_bytes=first,
         )  # fmt: skip
-        assert [one.workspace_bytes for one in ledgers(plan)][1] == expected
+        assert [one.workspace_bytes for one in ledgers(plan)] == expected
 
 
 def test_what_is_still_being_sent_outlives_the_first_part_of_a_backward() -> None:
@@ -156,11 +168,14 @@ def test_a_value_for_another_stage_of_the_rank_is_held_once() -> None:
     edges = tuple(
         replace(one, gradient=False, bytes=10 if one.source == 1 else 0) for one in chain(4)
     )
-    for recompute, slots in ((False, 0), (True, 2)):
-        plan = make_plan("zb-v", 4, 4, edges=edges, per_rank=2, saved_bytes=30, recompute=recompute)
+    # At the peak, three sets are between the parts of their backwards: one value is left of two.
+    for recompute, saved, values in ((False, 30, 0), (True, 30, 1), (True, 0, 2)):
+        plan = make_plan(
+            "zb-v", 4, 4, edges=edges, per_rank=2, saved_bytes=saved, recompute=recompute
+        )
         assert plan.stages[1].ranks == plan.stages[2].ranks == (1,)
         one = ledgers(plan)[1]
-        assert (one.receive_bytes, one.send_bytes) == (10 * slots, 0)
+        assert (one.receive_bytes, one.send_bytes) == (10 * values, 0)
 
 
 def test_a_stage_that_recomputes_holds_activations_only_while_it_runs() -> None:

@@ -20,6 +20,7 @@ from pdcompile.passes.costs import Resident, forecast, rough_forecast
 from pdcompile.passes.costs.rehearsal import rehearse
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.trace import capture
+from pdcompile.schedule.instruction import BACKWARDS
 from tests.helpers import models
 from tests.helpers.cuts import cut
 from tests.helpers.graphs import GraphBuilder
@@ -123,14 +124,31 @@ def test_results_of_containers_die_in_the_expression_that_reads_them() -> None:
 
 
 def test_a_value_is_held_for_its_send_through_the_second_part_of_a_backward() -> None:
-    """Which frees it elsewhere: relu keeps its own result, until its gradient is computed."""
+    """Relu keeps its own result until its gradient is computed; a send keeps it longer."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(64, 8)
     flat = example_call(model, x, torch.randn(64, 1))
     graph = capture(model, flat, resolve_batch(flat), F.mse_loss).train
-    first, _ = forecast(graph, [0, 0, 1, 1], 2, 64, splits=True)
+    first, _ = forecast(graph, [0, 0, 1, 1], 2, 64, backwards=BACKWARDS[1:])
     value, gradients = 64 * 8 * 4, (8 * 8 + 8) * 4
     assert first.split_bytes == 2 * value  # and the gradient that has come
     assert first.split_workspace_bytes == value + gradients
+
+
+def test_a_stage_with_both_kinds_of_backward_is_rehearsed_with_each() -> None:
+    layers = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8))
+    model, x = nn.Sequential(*layers), torch.randn(64, 8)
+    flat = example_call(model, x, torch.randn(64, 8))
+    graph = capture(model, flat, resolve_batch(flat), F.mse_loss).train
+    whole, parts, both = (
+        forecast(graph, [0, 1, 1, 1, 1], 2, 64, backwards=kinds)[1]
+        for kinds in (BACKWARDS[:1], BACKWARDS[1:], BACKWARDS)
+    )
+    assert parts.workspace_bytes > whole.workspace_bytes > 0
+    assert both == replace(
+        whole, split_bytes=parts.split_bytes, split_workspace_bytes=parts.split_workspace_bytes,
+        split_freed_bytes=parts.split_freed_bytes,
+        split_first_workspace_bytes=parts.workspace_bytes,
+    )  # fmt: skip
 
 
 def test_a_convolution_works_on_copies_of_its_operands() -> None:

@@ -187,7 +187,7 @@ def settings(pipe: Any) -> list[tuple[float, float]]:
 
 
 def test_a_group_keeps_its_own_learning_rate(tmp_path: Path) -> None:
-    """Where groups were made otherwise; the same groups, cut otherwise, take what was saved."""
+    """A checkpoint restores the rates of the same groups, and leaves those of other groups."""
     pipe = pipeline(optimizer=one_group)
     scheduler = lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
     pipe.step(batch(0)[0], target=batch(0)[1])

@@ -9,7 +9,7 @@ from pdcompile.passes.partition.bounds import flush_bound
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.space.straight import straight_bound
+from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.problem import (
     Item,
     MemoryRule,
@@ -77,7 +77,8 @@ def test_bounds_stay_below_the_optimum(block: int) -> None:
         found = solve(segments, flush_bound(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9), f"seed {seed}"
-        bound = straight_bound(segments.model, 0.0, best * 1.5 + 1e-9, lambda: False)
+        cut = cut_of(segments.model, lambda: False)
+        bound = straight_bound(segments.model, 0.0, best * 1.5 + 1e-9, lambda: False, cut)
         assert bound <= best * (1 + 1e-9), f"seed {seed}"
         met += max(bound, found[0]) >= best * (1 - 1e-4)
     assert met > 5

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
@@ -21,6 +21,7 @@ from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_ke
 from pdcompile.passes.costs.stage_ports import Ports, Resident, mode_of, ports_of
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
+from pdcompile.schedule.instruction import TO_INPUTS, Action
 
 _LOG = logging.getLogger(__name__)
 _CACHED_STAGES = 512
@@ -47,41 +48,32 @@ class Rehearsal:
     calls: Sequence[CostedOp]
     steps: Sequence[Step]
     ports: Ports
-    splits: bool
+    backwards: Sequence[Action]  # kinds of backward that it runs
     kernels: Kernels = HOST
 
     @cached_property
     def key(self) -> str:
         """A digest of all that decides what the stage holds."""
-        return f"{_key(self.calls, self.steps, self.ports)} {self.splits}" + (
+        return f"{_key(self.calls, self.steps, self.ports)} {''.join(self.backwards)}" + (
             f" {self.kernels}" if self.kernels != HOST else ""
         )
 
 
 def rehearsals_of(
-    graph: OpGraph,
-    stage_of: Sequence[int],
-    num_stages: int,
-    b: int,
-    *,
-    keeps_outputs: bool = True,
-    splits: bool = False,
-    kernels: Kernels = HOST,
-) -> list[Rehearsal]:
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, *, keeps_outputs: bool = True,
+    backwards: Sequence[Action] = (Action.BACKWARD,), kernels: Kernels = HOST,
+) -> list[Rehearsal]:  # fmt: skip
     """The stages, given the stage of each op, at microbatch size b.
 
-    `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
-    backward runs in two parts; `kernels`: those of the devices.
+    `keeps_outputs`: what the last stage makes for the caller outlives its forward; `backwards`:
+    the kinds that the schedule has; `kernels`: those of the devices.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
-    lifetimes = Lifetimes.of(graph)
+    steps = Lifetimes.of(graph).steps
     return [
-        Rehearsal(
-            calls, lifetimes.steps([call.op for call in calls], own.given), own,
-            splits, kernels,
-        )
+        Rehearsal(calls, steps([call.op for call in calls], own.given), own, backwards, kernels)
         for calls, own in zip(_members(graph, stage_of, num_stages, b), ports, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def forecast(
@@ -152,10 +144,10 @@ def _rehearsed(stage: Rehearsal) -> Resident | None:
     if key not in _cache:
         began = time.monotonic()
         try:
-            held = rehearse(
-                index, stage.steps, stage.ports, splits=stage.splits, kernels=stage.kernels
-            )
-            found = stage.kernels.beside(held, stage.calls)
+            run = partial(rehearse, index, stage.steps, stage.ports, kernels=stage.kernels)
+            splits = [one is Action.BACKWARD_INPUT for one in stage.backwards if one in TO_INPUTS]
+            each = (stage.kernels.beside(run(splits=one), stage.calls) for one in splits)
+            found = reduce(Resident.with_parts, each)
         except Exception as error:  # of a user's op: the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pdcompile.ir.graph import OpGraph
@@ -22,11 +22,12 @@ class Resident:
     both together for a minibatch's first microbatch, gradients of parameters among it; known of a
     stage that was `rehearsed` with a whole backward.  `split_bytes`: alive between the two parts
     of a split backward, with the gradients that the second part needs; 0 where that is not known.
-    `split_workspace_bytes`: how far the second part exceeds that; then `workspace_bytes` is that
-    of the first.  `split_freed_bytes`: results that are alive there only for somebody else.
-    `forward_workspace_bytes`: how far the forward alone exceeds `saved_bytes`.
-    All of this is with the results held until the end.  Where nobody needs them after the forward,
-    `loose_bytes` fewer are held then, and a whole backward's peaks are `freed_bytes` lower.
+    `split_workspace_bytes`: how far the second part exceeds that, and
+    `split_first_workspace_bytes` the first what is saved.  `split_freed_bytes`: results that are
+    alive there only for somebody else.  `forward_workspace_bytes`: how far the forward alone
+    exceeds what is saved.  All of this is with the results held until the end.  Where nobody needs
+    them after the forward, `loose_bytes` fewer are held then, and a whole backward's peaks are
+    `freed_bytes` lower.
     """
 
     saved_bytes: int
@@ -36,6 +37,7 @@ class Resident:
     split_bytes: int = 0
     split_workspace_bytes: int = 0
     split_freed_bytes: int = 0
+    split_first_workspace_bytes: int = 0
     forward_workspace_bytes: int = 0
     loose_bytes: int = 0
     freed_bytes: int = 0
@@ -44,6 +46,11 @@ class Resident:
     def first_workspace_bytes(self) -> int:
         """Bytes by which the first microbatch exceeds what is saved; 0 where that is not known."""
         return max(0, (self.first_peak_bytes or 0) - self.saved_bytes)
+
+    def with_parts(self, split: Resident) -> Resident:
+        """These bytes of a whole backward, with those of the same stage's split one."""
+        parts = [name for name in self.__slots__ if name.startswith("split_")]
+        return replace(self, **{name: getattr(split, name) for name in parts})
 
 
 class Ports(NamedTuple):

@@ -66,13 +66,14 @@ class Kernels:
         if not self.product_bytes or not any(map(_multiplies, calls)):
             return held
         first, more = held.first_peak_bytes, self.product_bytes
+        part = more if held.split_bytes else 0
         return replace(
-            held,
-            workspace_bytes=held.workspace_bytes + more,
+            held, workspace_bytes=held.workspace_bytes + more,
             first_peak_bytes=None if first is None else first + more,
-            split_workspace_bytes=held.split_workspace_bytes + (more if held.split_bytes else 0),
+            split_workspace_bytes=held.split_workspace_bytes + part,
+            split_first_workspace_bytes=held.split_first_workspace_bytes + part,
             forward_workspace_bytes=held.forward_workspace_bytes + more,
-        )
+        )  # fmt: skip
 
     def note(self) -> str:
         """Note of a plan about it; "" on CPUs."""

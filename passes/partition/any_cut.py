@@ -26,9 +26,7 @@ from pdcompile.plan.wires import StagePair
 Array = NDArray[np.float64]
 CLOSE = 1e-4  # relative: where the rounds end
 ROUNDS = 150
-STEP = (
-    0.5  # of the way from the best shares so far to those of the linear program, every other time
-)
+STEP = 0.5  # of the way from the best shares to those of the linear program, every other time
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,11 @@ class AnyCut:
         Args:
             ranges: [2, groups], the first and the last stage of each; None: any.
         """
-        all_ = np.outer(self.forward, forward) + np.outer(self.backward, backward)
+        table = np.outer(self.forward, forward) + np.outer(self.backward, backward)
         if ranges is not None:
             stages = np.arange(len(self.shares))[:, None]
-            all_ = np.where((ranges[0] <= stages) & (stages <= ranges[1]), all_, np.inf)
-        found: Array = all_.min(0)
+            table = np.where((ranges[0] <= stages) & (stages <= ranges[1]), table, np.inf)
+        found: Array = table.min(0)
         return found
 
 

@@ -73,8 +73,7 @@ def machine_here(device_kind: str) -> Machine:
 
 
 def source_of(costs: Any, device_kind: str) -> str:
-    """Source of costs, unless they were measured on the kind of device that a plan is for:
-    then ""."""
+    """Source of costs; "" if they were measured on the kind of device that a plan is for."""
     from pdcompile.hardware.data_sheets import kind_of_name
 
     if costs == "estimated":

@@ -39,8 +39,7 @@ class Profile:
     entries: tuple[Entry, ...]
 
     def check(self, *, torch_version: str, device: str, microbatch_size: int) -> None:
-        """Raises CostError when its entries cannot be, or it was measured elsewhere: it would rank
-        ops wrongly."""
+        """Raises CostError where an entry cannot be, or it was measured elsewhere."""
         validate(self.entries, "costs")
         for name, here in (
             ("torch_version", torch_version),

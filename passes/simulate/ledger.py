@@ -31,13 +31,13 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     recomputes holds such a set only while it runs forward or backward, and between them the
     microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
     is held, and the gradients that the second part needs.
-    Receive: slots of values, which are kept for the next ones, and the memory of other messages
-    from their post to their use.  Send: gradients until they are out, and values where that is
-    later than their microbatch's backward, or than the part of it that needs them (until then they
-    are activations, unless their stage recomputes).  Workspace is held during a forward or
-    backward, temporaries during the optimizer's step: never both.  Inputs: copies of a minibatch's,
-    where the next one begins before its last backward.  Outputs: those of the
-    minibatch so far and of the one before, which a loop holds that assigns the result.
+    Receive: the memory of messages from their post to their use, of values until they are freed.
+    Send: gradients until they are out, and values where that is later than their microbatch's
+    backward, or than the part of it that needs them (until then they are activations, unless their
+    stage recomputes).  Workspace is held during a forward or backward, temporaries during the
+    optimizer's step: never both.  Inputs: copies of a minibatch's, where the next one begins before
+    its last backward.  Outputs: those of the minibatch so far and of the one before, which a loop
+    holds that assigns the result.
     """
     spec = plan.spec
     found = [MemoryLedger()] * spec.num_ranks
@@ -131,12 +131,9 @@ class _StageLedger:
     buffers: set[int] = field(default_factory=set)  # updates to come that have gradients
     copied: Counter[int] = field(default_factory=Counter)  # bytes of those of copies, by update
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
-    received: int = 0  # bytes of gradients and new weights that have memory
+    received: int = 0  # bytes of messages that have memory
     slots: dict[_Microbatch, list[int]] = field(default_factory=dict)  # edges that came in
     borrowed: dict[_Microbatch, list[tuple[_StageLedger, int]]] = field(default_factory=dict)
-    taken: Counter[int] = field(default_factory=Counter)  # slots of each edge, now
-    made: Counter[int] = field(default_factory=Counter)  # the most of them so far
-    pool: int = 0  # bytes of those
     leaving: Counter[tuple[_Microbatch, int]] = field(default_factory=Counter)  # peers of values
     out: set[_Microbatch] = field(default_factory=set)  # between the passes, its values received
     over: dict[_Microbatch, tuple[int, int]] = field(default_factory=dict)  # bytes, see _leave
@@ -189,6 +186,7 @@ class _StageLedger:
         elif action is Action.FREE:
             self._free(at)
         elif action is Action.POST_REDUCE:  # a bucket at a time, where gradients were
+            self.buffers.add(self.spec.closing(self.index, at[0]))  # sums, of idle replicas too
             largest = max(BUCKET_BYTES, self.stage.largest_gradient_bytes)
             self._note(workspace=min(self.owned, largest))
         elif action.phase in _TRANSFER:
@@ -219,11 +217,9 @@ class _StageLedger:
         if update not in self.buffers:
             self.copied[update] = self.copies
         self.buffers.add(update)
-        if second and self.stage.split_bytes:
-            workspace = self.stage.split_workspace_bytes
-        elif whole:  # where others are split it was rehearsed only in two parts
-            between = self.stage.split_bytes + self.stage.split_workspace_bytes
-            workspace = max(workspace, between - self.stage.saved_bytes)
+        if not whole and self.stage.split_bytes:
+            first, later = self.stage.split_first_workspace_bytes, self.stage.split_workspace_bytes
+            workspace = later if second else first or workspace
         self._note(workspace=workspace, to_come=to_come, running=not second)
         if action is Action.BACKWARD_INPUT:
             self._leave(at, self.stage.split_freed_bytes)
@@ -243,7 +239,7 @@ class _StageLedger:
             return
         receiver = self.held[one.target]
         if one.action.kind is Kind.TIED:
-            self.copied[self.spec.closing(self.index, at[0])] -= self.plan.tied[one.edge].bytes
+            self._pass_on(one.edge, at)
         if one.action.kind is not Kind.VALUE:
             receiver._message(POST_RECV[one.action.kind], one.edge, at)
         elif self.stage.recompute:
@@ -257,10 +253,7 @@ class _StageLedger:
         size = self.plan.edges[edge].bytes
         if phase is Phase.POST_RECV:
             self.slots.setdefault(at, []).append(edge)
-            self.taken[edge] += 1
-            if self.taken[edge] > self.made[edge]:
-                self.made[edge] += 1
-                self.pool += size
+            self.received += size
         elif phase is Phase.SEND:
             self.sending += size if self.stage.recompute and not self.leaving[at, edge] else 0
             self.leaving[at, edge] += 1
@@ -276,7 +269,7 @@ class _StageLedger:
                     self.out.add(at)
 
     def _free(self, at: _Microbatch) -> None:
-        self.taken.subtract(self.slots.pop(at, ()))
+        self.received -= sum(self.plan.edges[edge].bytes for edge in self.slots.pop(at, ()))
         for owner, edge in self.borrowed.pop(at, ()):
             owner._value(Phase.WAIT_SEND, edge, at)
         self._leave(at, sum(self.plan.edges[edge].bytes for edge in self.outgoing))
@@ -306,9 +299,14 @@ class _StageLedger:
         elif phase is Phase.SEND:
             self.sending += size
             if kind is Kind.TIED:
-                self.copied[self.spec.closing(self.index, at[0])] -= size
+                self._pass_on(edge, at)
         elif phase is Phase.WAIT_SEND:
             self.sending -= size
+
+    def _pass_on(self, edge: int, at: _Microbatch) -> None:
+        """A copy's sum leaves; a replica without microbatches has none."""
+        update = self.spec.closing(self.index, at[0])
+        self.copied[update] -= min(self.copied[update], self.plan.tied[edge].bytes)
 
     def _note(
         self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False
@@ -340,11 +338,10 @@ class _StageLedger:
         gradients = len(self.buffers) * self.owned + self.copied.total() - to_come
         between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
         kept = sets * self.stage.saved_bytes + between - len(self.out) * self.stage.loose_bytes
-        received = self.pool + self.received
         # What is in flight has its outputs among its activations; a second run makes its own.
         apart = self.outputs.total() - (0 if self.stage.recompute else sets)
         made = max(0, apart) * self.stage.output_bytes
         return (
-            self.weights, gradients, self.state, kept, received, self.sending, workspace,
+            self.weights, gradients, self.state, kept, self.received, self.sending, workspace,
             temporaries, len(self.inputs) * self.stage.input_bytes, made,
         )  # fmt: skip

@@ -126,21 +126,16 @@ def _stages(
 ) -> list[Rehearsal]:
     """The stages, to be rehearsed."""
     return rehearsals_of(
-        graph,
-        stage_of,
-        num_stages,
-        b,
-        keeps_outputs=training.keeps_outputs,
-        splits=training.kind.splits_backward,
-        kernels=kernels,
-    )
+        graph, stage_of, num_stages, b, keeps_outputs=training.keeps_outputs,
+        backwards=training.kind.backwards, kernels=kernels,
+    )  # fmt: skip
 
 
 #: bytes of one microbatch on a stage that only its rehearsal tells, by their names in plans
 _HELD = (
     "saved_bytes", "workspace_bytes", "first_workspace_bytes", "split_bytes",
-    "split_workspace_bytes", "split_freed_bytes", "forward_workspace_bytes", "loose_bytes",
-    "freed_bytes",
+    "split_workspace_bytes", "split_first_workspace_bytes", "split_freed_bytes",
+    "forward_workspace_bytes", "loose_bytes", "freed_bytes",
 )  # fmt: skip
 
 

@@ -36,8 +36,7 @@ def problem_of(plan: Plan, where: str = "plan.json") -> PartitionProblem:
 
 
 def plain(plan: Plan) -> bool:
-    """True if every stage s has rank s alone and keeps its activations: others are no
-    `Partition`."""
+    """True if the plan is a `Partition`: stage s has rank s alone, and keeps its activations."""
     return all(
         stage.replicas == 1 and not stage.recompute and stage.ranks in ((), (s,))
         for s, stage in enumerate(plan.stages)

@@ -95,9 +95,10 @@ class StagePlan:
     update_seconds: float = 0.0  # of one update of its weights
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
     output_bytes: int = 0  # what it makes for the caller, per microbatch
-    split_bytes: int = 0  # kept between the parts of a split backward; 0: as many as saved
+    split_bytes: int = 0  # kept between the parts of a split backward; 0: unknown, as many as saved
     split_workspace_bytes: int = 0  # of its second part, beside those
     split_freed_bytes: int = 0  # results that its first part no longer needs
+    split_first_workspace_bytes: int = 0  # of that part; 0: as of a whole backward
     forward_workspace_bytes: int = 0
     loose_bytes: int = 0  # of the saved ones: results that are held only until they are out
     freed_bytes: int = 0  # by how much a whole backward's peak is lower where they are out

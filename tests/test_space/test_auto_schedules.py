@@ -242,7 +242,7 @@ def test_no_cut_of_ranks_with_several_stages_is_below_their_bound(block: int) ->
 
 
 def test_the_order_of_tasks_says_how_long_a_chain_takes() -> None:
-    """Of 64 equal ops on four places the bound is near the best of the first cuts."""
+    """The bound of 64 equal ops on four places is near the best of the first cuts."""
     for name in SHARING:
         for m in (4, 8, 16):
             problem = replace(chain_problem([1.0] * 64, 4, num_microbatches=m), objective="flush")

@@ -57,10 +57,10 @@ def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
     free = WholeSpace(at(chain(4)), three(Device(), Device()), space)
     plan = explored(free)
     assert plan.forecast is not None
-    most = plan.forecast.ledgers[0].total_bytes
+    every = sum(ledger.total_bytes for ledger in plan.forecast.ledgers)
     recomputing = set()
-    for less in range(0, most // 3, max(1, most // 60)):
-        device = Device("cpu", most - less)
+    for limit in range(every // 2, every * 2 // 3, every // 80):
+        device = Device("cpu", limit)
         case = WholeSpace(at(chain(4)), three(device, device), space)
         if verdict(case) == "optimal":
             stages = explored(case).stages

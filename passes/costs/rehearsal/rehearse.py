@@ -325,7 +325,8 @@ class Stage:
         with meter:
             run.backward_weight(rest)
         behind = meter.peak_bytes - alive - dead  # of which those that die later are held for sends
-        return Resident(resident, max(0, ahead), None, True, alive, max(0, behind), freed)
+        first = max(0, ahead)
+        return Resident(resident, first, None, True, alive, max(0, behind), freed, first)
 
     def checked(self, op: Op, result: Any) -> Any:
         """Raises ValueError where the op gives something else than the graph says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -45,9 +46,13 @@ class StraightRules(StageRules):
     def deepest(self, option: StageDeployment, after: int) -> int:
         if self.kind.written is not None:  # its order is nobody's
             return self.num_microbatches
-        problem = self.model.problem
-        depths = warmup_of(problem.memory.in_flight, self.ranks, self.num_microbatches)
-        return max(depths[max(self.ranks - 1 - after, 0) :])
+        return max(self.depths[max(self.ranks - 1 - after, 0) :])
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Warm-up of each stage."""
+        in_flight = self.model.problem.memory.in_flight
+        return warmup_of(in_flight, self.ranks, self.num_microbatches)
 
     def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
         rule, stages = self.model.problem.memory, range(self.ranks - after)
@@ -66,20 +71,17 @@ def straight_bound(
     `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
     on a chain: it is shorter by its hops, and by what they do beside the path.
     """
-    path, rules, floors = (
-        Path(model, groups_told_apart(model.num_stages, 1)),
-        StraightRules.of(model),
-        [],
-    )
+    path, rules = Path(model, groups_told_apart(model.num_stages, 1)), StraightRules.of(model)
+    floors: list[float] = []
     if cut is not None:
-        ranges = np.array([model.lowest, model.highest])
-        each = cut.each(model.forward, model.backward, ranges)
-        most = float((each / np.maximum(path.work, 1e-300)).max())
-        lost = (
-            path.hidden[min(k, rules.ranks - k + 1, len(path.hidden) - 1)]
-            for k in range(1, rules.ranks)
-        )
-        floors = [each.sum() + cut.hops, *(each.sum() - most * work for work in lost)]
+        each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
+        floors, depths = [each.sum() + cut.hops], rules.depths
+        # What a stage without work waits for, its neighbours wait for too, if depths only fall.
+        if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
+            most = float((each / np.maximum(path.work, 1e-300)).max())
+            for k in range(1, rules.ranks):
+                lost = path.hidden[min(k, rules.ranks - k + 1, len(path.hidden) - 1)]
+                floors.append(each.sum() - most * lost)
     return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
 
 
@@ -90,12 +92,10 @@ def cut_of(model: Model, late: Late) -> AnyCut | None:
     if problem.objective == "bottleneck" or not sum(work) or len(path) < model.num_stages:
         return None
     following = dict(pairwise(path))
-    carried = [
-        flow for flow in with_gradients(model) if following.get(flow.sources[0]) in flow.sinks
-    ]
+    carried = [one for one in with_gradients(model) if following.get(one.sources[0]) in one.sinks]
 
     def least(link: StageLimits) -> tuple[float, float]:
-        """Of any two groups of the path that follow each other."""
+        """Seconds of what passes between two groups of the path, at least."""
         there: dict[int, float] = {}
         back: dict[int, float] = {}
         for flow in carried:

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
@@ -34,7 +33,7 @@ QUICK = 0.03  # of the time
 EXACT = 1e-9  # relative: bounds this close to the best are met
 
 
-@dataclass(eq=False)
+@dataclass
 class Trials:
     """The best candidate so far, and what may be better but was not judged."""
 
@@ -52,6 +51,7 @@ class Trials:
     seen: set[Candidate] = field(default_factory=set)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
     _made: tuple[Candidate, Plan] | None = None
+    _updates: dict[Candidate, float] = field(default_factory=dict)
 
     @property
     def below(self) -> float:
@@ -64,13 +64,13 @@ class Trials:
         return min(itertools.starmap(self.price, self.found), default=math.inf) * (1 - EXACT)
 
     def price(self, seconds: float, candidate: Candidate) -> float:
-        """Seconds of a step with its updates, and with what its schedule costs that no forecast
-        knows."""
+        """Seconds of a step and its updates, with what its schedule costs beside the forecast."""
         return (seconds + self.updates(candidate)) * (1 + kind_of(candidate.setting.schedule).gain)
 
-    @cache  # noqa: B019  (a search ends soon)
     def updates(self, candidate: Candidate) -> float:
         """Seconds of the longest update of a rank."""
+        if candidate in self._updates:
+            return self._updates[candidate]
         problem = self.prepared_at(candidate.setting.num_microbatches).problem
         found, spent = evaluation(problem, self.cluster, candidate), defaultdict[int, float](float)
         stream = kind_of(candidate.setting.schedule).stream
@@ -78,7 +78,7 @@ class Trials:
             once = self.training.update_seconds(found.trainable(s), versions=stream)
             for rank in ranks:
                 spent[rank] += once / self.cluster.devices[rank].speed
-        return max(spent.values())
+        return self._updates.setdefault(candidate, max(spent.values()))
 
     @property
     def best(self) -> Candidate:
@@ -92,8 +92,7 @@ class Trials:
             return 0.0 if self._made and self._made[0] == one[1] else self._making(one[1])
 
         left = self.budget.left
-        timely = [one for one in self.found if making(one) <= left]
-        if not timely:
+        if not (timely := [one for one in self.found if making(one) <= left]):
             return min(self.found, key=making)
         return min(timely, key=lambda one: self.price(*one))
 
