@@ -26,9 +26,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.spans import widest_users
 from pdcompile.passes.costs.machines import relative
+from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.planning.preferred_plan import best_preferred
+from pdcompile.passes.planning.preferred_cuts import TOLERANCE
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.planning.solved_problem import space_of_cut
 from pdcompile.passes.profile import Sizes, machine_for, source_of
@@ -172,10 +173,12 @@ class Planner:
         graphs: Mapping[int, OpGraph],
         problem_at: Callable[[int], PartitionProblem],
     ) -> Plan:
-        options = self.options
-        plan = best_preferred(
+        options, tolerance = self.options, self.options.cut_tolerance
+        plan = best_plan(
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=options.time_limit, tolerance=options.cut_tolerance, listener=self.listener,
+            time_limit=options.time_limit,
+            tolerance=TOLERANCE if tolerance is None else tolerance,
+            seed=self.training.seed, listener=self.listener,
         )  # fmt: skip
         if self._by_rule:
             near = ",".join(map(str, plan.training.near_counts))

@@ -15,7 +15,6 @@ from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.passes.planning.preferred_plan import preferred_plan
 from pdcompile.passes.trace import capture
 from tests.helpers.planned import planned
 from tests.test_planner_benchmark import BENCHMARKS
@@ -114,7 +113,7 @@ def test_ours_is_never_slower(others: Any, data: st.DataObject) -> None:
     cluster = links(data.draw(st.integers(2, 4)), data.draw(st.sampled_from([1e2, 1e3, 1e6])))
     assume(len(seconds) + 2 >= len(cluster.devices))
     schedule = data.draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
-    plan = preferred_plan(planned(graph, cluster, schedule=schedule), graph, cluster, 0.01)
+    plan = planned(graph, cluster, schedule=schedule, tolerance=0.01)
     found = others.beside(plan, graph, cluster, PATTERNS)
     assert found.others["auto_partition"] is not None
     assert found.slower == []

@@ -24,7 +24,7 @@ COMMAND = "python benchmarks/planner.py --only large"
 CASES = (("32 layers of 4096", 512, 1, 8), ("126 layers of 16384", 2048, 8, 8))
 BATCHES = ((1, 1), (64, 32))  # samples, microbatches
 LIMITS = (None, 10.0)
-COLUMNS = ("import", "capture", "costs", "problem", "search", "cuts", "proof", "writing", "total")
+COLUMNS = ("import", "capture", "costs", "problem", "search", "proof", "writing", "total")
 
 
 class Clock:
@@ -32,26 +32,15 @@ class Clock:
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(COLUMNS, 0.0)
-        self.wall = 0.0  # of search and choice of cuts
+        self.wall = 0.0  # of the search
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Counts what is spent inside."""
-        began = time.process_time()
+        began, wall = time.process_time(), time.monotonic()
         yield
         self.spent[name] += time.process_time() - began
-
-    def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function; what it spends counts."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            with self.of(name):
-                result = run(*args, **kwargs)
-            self.wall += time.monotonic() - began
-            return result
-
-        return call
+        self.wall += time.monotonic() - wall if name == "search" else 0.0
 
 
 def measure(name: str, samples: int, microbatches: int, limit: float | None) -> dict[str, Any]:
@@ -62,7 +51,6 @@ def measure(name: str, samples: int, microbatches: int, limit: float | None) -> 
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from pdcompile import planner
         from pdcompile.batch import example_call
         from pdcompile.driver import run_passes
         from pdcompile.options import Options
@@ -71,15 +59,13 @@ def measure(name: str, samples: int, microbatches: int, limit: float | None) -> 
 
     class Spending(PassRunner):
         def __call__(self, name: str, run: Callable[[], Any]) -> Any:
-            column = {"graph": "capture", "costs": "costs", "problem": "problem"}.get(name, "proof")
-            if name == "plan":  # its two parts are timed below
-                return super().__call__(name, run)
-            with clock.of("writing" if name == "sources" else column):
+            column = {
+                "graph": "capture", "costs": "costs", "problem": "problem", "plan": "search",
+                "sources": "writing",
+            }.get(name, "proof")  # fmt: skip
+            with clock.of(column):
                 return super().__call__(name, run)
 
-    # The two parts of one pass.
-    planner.best_plan = clock.timed("search", planner.best_plan)
-    planner.preferred_plan = clock.timed("cuts", planner.preferred_plan)
     warnings.simplefilter("ignore")
     tokens, hosts, devices = next(case[1:] for case in CASES if case[0] == name)
     with torch.device("meta"):

@@ -30,14 +30,18 @@ class Budget:
     def __init__(self, seconds: float | None = None, *, within: Budget | None = None) -> None:
         self.begin = time.monotonic()
         self.deadline = math.inf if seconds is None else self.begin + seconds
-        self.stopped = False
         self.within = within  # Ctrl-C there is Ctrl-C here
+        self._stopped = False
         self._previous: Any = None
 
     @property
+    def stopped(self) -> bool:
+        """True after Ctrl-C."""
+        return self._stopped or (self.within is not None and self.within.stopped)
+
+    @property
     def late(self) -> bool:
-        interrupted = self.stopped or (self.within is not None and self.within.stopped)
-        return interrupted or time.monotonic() >= self.deadline
+        return self.stopped or time.monotonic() >= self.deadline
 
     @property
     def left(self) -> float:
@@ -49,7 +53,7 @@ class Budget:
         return time.monotonic() - self.begin
 
     def stop(self) -> None:
-        self.stopped = True
+        self._stopped = True
 
     def __enter__(self) -> Budget:
         if threading.current_thread() is threading.main_thread():
@@ -67,9 +71,9 @@ class Budget:
             self._previous = None
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.stopped:
+        if self._stopped:
             raise KeyboardInterrupt
-        self.stopped = True
+        self._stopped = True
 
 
 class Solved(NamedTuple):

@@ -28,8 +28,8 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
-from pdcompile.passes.partition.space.candidates import describe, violations
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, neighbours
+from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
     branches,
@@ -38,13 +38,14 @@ from pdcompile.passes.partition.space.search_branches import (
 )
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan, too_large
-from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.passes.planning.memory_limits import SCOPE, has_room, within_ledgers
+from pdcompile.passes.planning.candidate_plan import making_seconds
+from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
+from pdcompile.passes.planning.preferred_cuts import Fits, preferred, searching
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import Certificate, Plan, Training
-from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan.evaluate import Evaluation, measure
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -59,6 +60,8 @@ SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
 GAIN = 1e-3  # relative, of a move whose plan takes long to make
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
+LITTLE = 1.0  # seconds, in which a plan may always be made
+WORTH = 0.03  # of a step: then one is made even if time is over
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "linear program over critical paths"
@@ -78,7 +81,8 @@ class PlanSearch:
     seed: int
     listener: Listener
     budget: Budget
-    certain: bool = True  # see `best_plan`
+    whole: Budget  # with the time in which one of the fastest plans is chosen
+    tolerance: float  # see `best_plan`
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -257,12 +261,6 @@ class PlanSearch:
         (seconds, candidate), (fastest, other) = self.trials.chosen, self.trials.found[-1]
         setting = candidate.setting
         problem = self.prepared[setting.num_microbatches].problem
-        plan = self.trials.plan(candidate)
-        broken = violations(problem, self.cluster, candidate)
-        assert plan.forecast is not None
-        if broken or exceeds(plan.forecast.ledgers, self.cluster):
-            what = broken[0] if broken else "a ledger exceeds its device"
-            raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
         certificate = Certificate(
             objective_seconds=seconds / setting.scale,
             bound_seconds=min(self.floor, fastest) / setting.scale,
@@ -274,13 +272,54 @@ class PlanSearch:
         )
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
-        notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
+        notes = [*idle_ranks(self.cluster, candidate, certificate)]
         if fastest < seconds:
-            notes = (*notes, passed_over(self.trials, (seconds, candidate), (fastest, other)))
+            notes.append(passed_over(self.trials, (seconds, candidate), (fastest, other)))
         if len(self.space.schedules) + len(self.space.sharing) > 1:
-            notes = (*notes, *self.trials.why(candidate))
-        plan = replace(plan, certificate=certificate, notes=notes)
+            notes += self.trials.why(candidate)
+        candidate, certificate, saved = self._preferred(candidate, certificate)
+        plan = self.trials.plan(candidate)
+        broken = violations(problem, self.cluster, candidate)
+        if broken or not self.trials.keeps_limits(candidate):
+            what = broken[0] if broken else "a ledger exceeds its device"
+            raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
+        plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes, *saved))
         return with_problem(plan, problem, self.cluster)
+
+    def _preferred(
+        self, candidate: Candidate, certificate: Certificate
+    ) -> tuple[Candidate, Certificate, tuple[str, ...]]:
+        """The candidate with the cut that a person would choose, where there is time to make its
+        plan."""
+        trials, problem = self.trials, self.prepared[candidate.setting.num_microbatches].problem
+        found, making = evaluation(problem, self.cluster, candidate), trials.making(candidate)
+
+        def fits(stage_of: tuple[int, ...]) -> bool:
+            return trials.keeps_limits(replace(candidate, stage_of=stage_of))
+
+        left = self.whole.left - making
+        stage_of, judged, notes = self.prefer(found, candidate.setting, certificate, left, fits)
+        chosen = replace(candidate, stage_of=stage_of)
+        gain = 1 - judged.objective_seconds / certificate.objective_seconds
+        if not making and gain < WORTH and trials.making(chosen) > max(self.whole.left, LITTLE):
+            return candidate, certificate, ()
+        return chosen, judged, notes
+
+    def prefer(
+        self,
+        found: Evaluation,
+        setting: Setting,
+        certificate: Certificate,
+        seconds: float,
+        fits: Fits,
+    ) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
+        """See `preferred`."""
+        stream = kind_of(setting.schedule).stream
+        return preferred(
+            found, certificate, self.graph_at(setting.num_microbatches), self.tolerance,
+            update=partial(self.training.update_seconds, versions=stream),
+            fits=fits, seconds=max(0.0, seconds),
+        )  # fmt: skip
 
     def _prover(self, setting: Setting) -> str:
         if self.space.placement or self.relaxed:
@@ -291,25 +330,24 @@ class PlanSearch:
 
 def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> Plan:
     """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
-    graph = search.graph_at(branch.setting.num_microbatches)
+    graph, trials = search.graph_at(branch.setting.num_microbatches), search.trials
+    making = making_seconds(graph, even_cut(problem))
+
+    def fits(stage_of: tuple[int, ...]) -> bool:
+        return trials.keeps_limits(branch.straight(stage_of))
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
-        even = even_cut(limited)
-        certain = search.certain or limited is not problem  # other limits are tried for ledgers
-        free, left = making_seconds(graph, even), search.budget.left
-        if certain or not has_room(Evaluation(limited, even)):
-            # It is made once more where other cuts are preferred.
-            free = max(free, min(2 * free, left / 4))
         found, certificate = partition(
-            limited, time_limit=max(0.0, left - free), seed=search.seed,
+            limited, time_limit=max(0.0, search.budget.left - making), seed=search.seed,
             progress=search.listener.found,
         )  # fmt: skip
-        candidate = branch.straight(found.stage_of)
-        rehearsed = certain or not has_room(Evaluation(limited, found.stage_of))
-        plan = candidate_plan(
-            graph, problem, candidate, search.training, search.cluster, rehearsed=rehearsed
-        )
-        return replace(plan, certificate=certificate), found
+        stage_of, certificate, notes = search.prefer(
+            Evaluation(problem, found.stage_of), branch.setting, certificate,
+            search.whole.left - making, fits,
+        )  # fmt: skip
+        plan = trials.plan(branch.straight(stage_of))
+        plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes))
+        return plan, measure(limited, stage_of)
 
     return replace(within_ledgers(problem, planned), problem=problem)
 
@@ -392,9 +430,9 @@ def best_plan(
     training: Training,
     *,
     time_limit: float | None = None,
+    tolerance: float = 0.0,
     seed: int = 0,
     listener: Listener | None = None,
-    certain: bool = True,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -405,9 +443,9 @@ def best_plan(
         training: what every plan of the space has in common; schedule, microbatches and warm-up
             are chosen.
         time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
+        tolerance: of the fastest plan's objective, within which other cuts may be preferred (see
+            `preferred_cuts`); 0: the fastest plan.
         seed: equal seeds give equal plans as long as the time limit is not reached.
-        certain: False: where only the cut is open, a plan with room (`has_room`) comes without a
-            forecast, so that it is for the caller to see whether its ledgers keep the limits.
 
     Raises:
         InfeasibleError: no plan fits; names what lacks.
@@ -418,10 +456,12 @@ def best_plan(
 
     if space.sharing and _numbered(problem_at(space.microbatches[0])):
         space = replace(space, sharing=())  # there a stage of that number is another one
-    with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
+    seconds = DEFAULT_SECONDS if time_limit is None else time_limit
+    kept = searching(problem_at(space.microbatches[0]), seconds) if tolerance > 0 else 0.0
+    with Budget(seconds) as whole:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
-            listener or Listener(), budget, certain,
+            listener or Listener(), Budget(seconds - kept, within=whole), whole, tolerance,
         )  # fmt: skip
         search.run()
         search.improve()

@@ -38,16 +38,12 @@ def candidate_plan(
     candidate: Candidate,
     training: Training,
     cluster: Cluster,
-    *,
-    rehearsed: bool = True,
 ) -> Plan:
     """The plan with its forecast; nothing is certified yet.
 
     Args:
         graph: with the costs of the candidate's microbatches; `problem` is its coarse form.
         training: what the candidate's setting leaves open.
-        rehearsed: False for a plan without a forecast and all that rehearsing its stages tells,
-            which takes most of the time.
     """
     speeds = [min(cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks]
     cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
@@ -59,11 +55,11 @@ def candidate_plan(
         warmup=candidate.warmup,
     )
     partition = Partition(candidate.stage_of, 0.0, (), ())
-    plan = assemble(graph, cut, partition, NOT_CERTIFIED, training, cluster, rehearsed=rehearsed)
+    plan = assemble(graph, cut, partition, NOT_CERTIFIED, training, cluster)
     rows = zip(plan.stages, candidate.options, candidate.ranks, strict=True)
     stages = tuple(
         replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
         for stage, option, ranks in rows
     )
     plan = replace(plan, stages=stages)
-    return replace(plan, forecast=simulate(plan, timeline=False).forecast) if rehearsed else plan
+    return replace(plan, forecast=simulate(plan, timeline=False).forecast)

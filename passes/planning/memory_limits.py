@@ -20,7 +20,6 @@ from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.conflict import Oracle
 from pdcompile.passes.partition.infeasible import least_memory
 from pdcompile.plan import Certificate, Plan
-from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_bytes, three_digits
 
@@ -98,7 +97,6 @@ def _least(problem: PartitionProblem) -> tuple[int, int]:
 
 
 ROUNDS = 8
-FAR = 0.7  # of a limit by the formula: then ledgers, which have more, hardly ever exceed it
 OTHER_WAYS = "microbatches, schedule or recomputation"
 SCOPE = "memory by the planner's formula and by the schedule's ledger"
 LOOSER = "a bound by the formula alone"
@@ -189,21 +187,6 @@ def by_excess(
         for s, over in excess(problem, plan).items()
     }
     return current.with_memory(limits)
-
-
-def has_room(plan: Evaluation) -> bool:
-    """True if every stage is far from its limit by the formula."""
-    limits = enumerate(plan.deployment.limits)
-    return all(limit is None or plan.needed(s) <= FAR * limit for s, limit in limits)
-
-
-def with_scope(plan: Plan) -> Plan:
-    """A plan whose certificate says that its ledgers were looked at, where it has any."""
-    scope, limits = plan.certificate.scope, plan.problem.stages if plan.problem else ()
-    known = plan.forecast is None or SCOPE in scope or LOOSER in scope
-    if known or all(stage.memory_bytes is None for stage in limits):
-        return plan
-    return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
 
 
 def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:

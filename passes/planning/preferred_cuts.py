@@ -16,6 +16,7 @@ as long as that helps, by the one evaluator.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -33,9 +34,11 @@ from pdcompile.passes.planning.module_borders import (
     simple_cuts,
     units,
 )
+from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.makespan import with_updates
 from pdcompile.problem import PartitionProblem
+from pdcompile.units import format_bytes, format_seconds
 
 TOLERANCE = 0.01  # where the user says nothing
 STEPS = 100  # of bytes sent, in which savings count
@@ -44,6 +47,7 @@ REBALANCED = 100  # cuts between blocks
 DIVIDED = 3  # kinds of borders: that divide no module, at most one, at most two
 EACH = 2.5e-3  # seconds an item, of what is evaluated
 LONGEST = 4.0  # seconds
+PREFERRING = (0.05, 0.2)  # of the time, at least and at most
 EQUAL = 1e-9  # relative, of seconds
 ROUNDING = 1e-6  # of a step with updates
 
@@ -71,6 +75,73 @@ class Preference:
     fastest: Choice
     chosen: Choice
     shorter: float = 0.0
+
+
+def preferred(
+    found: Evaluation,
+    certificate: Certificate,
+    graph: OpGraph,
+    tolerance: float,
+    *,
+    update: Update,
+    fits: Fits = lambda _: True,
+    seconds: float,
+) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
+    """The assignment that a person would choose among those within `tolerance` of a search's
+    answer, with its certificate, and what it saves in a note.
+
+    The bound stays what it is; the gap is that of the preferred assignment's own objective, and
+    the certificate tells how fast the fastest one is.
+
+    Args:
+        found: the search's answer, which `certificate` is of.
+        tolerance: of the fastest assignment's objective; 0: the answer as it is.
+        update, fits, seconds: as for `preference`.
+    """
+    own, objective = tuple(found.stage_of), certificate.objective_seconds
+    began = time.monotonic()
+    if tolerance <= 0 or len(found.stages) < 2:
+        return own, certificate, ()
+    if not math.isclose(seconds_of(found), objective, rel_tol=1e-6):
+        return own, certificate, ()  # what the search went by is not what is compared here
+    best = preference(found, graph, tolerance, update=update, fits=fits, seconds=seconds)
+    chosen, notes = best.chosen, tuple[str, ...]()
+    if chosen.stage_of == own:
+        return own, certificate, ()
+    fastest = certificate.fastest_seconds or math.inf
+    if chosen.seconds > best.fastest.seconds * (1 + EQUAL):
+        fastest, notes = min(fastest, best.fastest.seconds), (saving(best),)
+    certificate = replace(
+        certificate,
+        objective_seconds=chosen.seconds,
+        bound_seconds=min(certificate.bound_seconds, chosen.seconds),
+        fastest_seconds=fastest if fastest < chosen.seconds else None,
+        seconds=certificate.seconds + time.monotonic() - began,
+    )
+    certificate = replace(certificate, status="optimal" if certificate.gap == 0 else "feasible")
+    return chosen.stage_of, certificate, notes
+
+
+def saving(found: Preference) -> str:
+    """Costs and savings of a preferred plan, in one line."""
+    fastest, chosen = found.fastest, found.chosen
+    slower = 100 * (chosen.seconds / fastest.seconds - 1)
+    parts = []
+    if found.shorter > 0:
+        parts.append(f"a step is {100 * found.shorter:.2g} % shorter once updates count")
+    if chosen.divided < fastest.divided:
+        modules = "module" if chosen.divided == 1 else "modules"
+        where = f"cuts divide {chosen.divided} {modules} instead of {fastest.divided}"
+        parts.append(where if chosen.divided else "cuts lie at borders of modules")
+    if chosen.sent_bytes < fastest.sent_bytes:
+        sent, more = format_bytes(chosen.sent_bytes), format_bytes(fastest.sent_bytes)
+        same = "a little less than" if sent == more else f"{sent} instead of"
+        parts.append(f"sends {same} {more} a step")
+    return (
+        f"{slower:.2g} % slower than the fastest plan found "
+        f"({format_seconds(fastest.seconds)}): {'; '.join(parts)}; "
+        "cut_tolerance=0 (--cut-tolerance 0) takes the fastest"
+    )
 
 
 def preference(
@@ -233,9 +304,10 @@ def _kept_together(problem: PartitionProblem) -> set[int]:
     return {p for group in problem.together for p in range(min(group) + 1, max(group) + 1)}
 
 
-def searching(problem: PartitionProblem) -> float:
-    """Seconds that the choice takes, about."""
-    return min(LONGEST, EACH * len(problem.items))
+def searching(problem: PartitionProblem, seconds: float) -> float:
+    """Seconds that the choice takes, about, of so many that there are."""
+    least, most = (share * seconds for share in PREFERRING)
+    return min(most, max(least, min(LONGEST, EACH * len(problem.items))))
 
 
 def worth(fastest: Choice, other: Choice) -> float:

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
-from pdcompile.pass_runner import Listener
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.planning.branch_and_bound import best_plan
-from pdcompile.passes.planning.preferred_plan import best_preferred
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.times import times_of
 from pdcompile.problem import PartitionProblem, StageLimits
@@ -28,11 +26,10 @@ def planned(
     batch_size: int = 16,
     constraints: Sequence[Constraint] = (),
     training: Training | None = None,
-    certain: bool = True,
-    tolerance: float | None = None,
+    tolerance: float = 0.0,
+    time_limit: float | None = None,
 ) -> Plan:
-    """One stage a device, the problem inside; `training`: the rest of it; `certain`: as for
-    `best_plan`; `tolerance`: of the preferred plan, None: the best one."""
+    """One stage a device, the problem inside; `training`: the rest of it."""
     stages = len(cluster.devices)
     problem = coarsen(
         graph,
@@ -44,10 +41,10 @@ def planned(
         schedules=(schedule,), microbatches=(microbatches,), stages=stages, in_order=True
     )
     training = replace(training or Training(), batch_size=batch_size)
-    asked = (lambda _: graph, lambda _: problem, cluster, space, training)
-    if tolerance is None:
-        return best_plan(*asked, certain=certain)
-    return best_preferred(*asked, time_limit=None, tolerance=tolerance, listener=Listener())
+    return best_plan(
+        lambda _: graph, lambda _: problem, cluster, space, training,
+        tolerance=tolerance, time_limit=time_limit,
+    )  # fmt: skip
 
 
 def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:

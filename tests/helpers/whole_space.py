@@ -158,9 +158,9 @@ def _near(r: random.Random, held: list[int]) -> int:
     return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))
 
 
-def explored(case: WholeSpace, time_limit: float | None = None) -> Plan:
+def explored(case: WholeSpace, time_limit: float | None = None, tolerance: float = 0.0) -> Plan:
     given = case.graph_at, case.problem, case.cluster, case.space, case.training
-    return best_plan(*given, time_limit=time_limit)
+    return best_plan(*given, time_limit=time_limit, tolerance=tolerance)
 
 
 def verdict(case: WholeSpace) -> str:

@@ -87,13 +87,9 @@ class Trials:
     @property
     def chosen(self) -> tuple[float, Candidate]:
         """The best by `price`, of those for whose plan there is time."""
-
-        def making(one: tuple[float, Candidate]) -> float:
-            return 0.0 if self._made and self._made[0] == one[1] else self._making(one[1])
-
         left = self.budget.left
-        if not (timely := [one for one in self.found if making(one) <= left]):
-            return min(self.found, key=making)
+        if not (timely := [one for one in self.found if self.making(one[1]) <= left]):
+            return min(self.found, key=lambda one: self.making(one[1]))
         return min(timely, key=lambda one: self.price(*one))
 
     def why(self, candidate: Candidate) -> Iterator[str]:
@@ -113,17 +109,18 @@ class Trials:
     @property
     def quick(self) -> bool:
         """Does it take next to nothing of the time to make a plan?"""
-        return self._making(self.best) < QUICK * (self.budget.spent + self.budget.left)
+        return self.making(self.best, anew=True) < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
         """True if that share of the time is over, without what making the best plan takes."""
-        made = not self.found or (self._made is not None and self._made[0] == self.best)
         whole = max(self.budget.spent + self.budget.left, 1e-9)
-        left = max(whole - (0.0 if made else self._making(self.best)), 0.0)
+        left = max(whole - (self.making(self.best) if self.found else 0.0), 0.0)
         return self.budget.late or self.budget.spent > share * left
 
-    def _making(self, candidate: Candidate) -> float:
-        """Seconds that its plan takes."""
+    def making(self, candidate: Candidate, *, anew: bool = False) -> float:
+        """Seconds that its plan takes; none where it is the last one that was made, but `anew`."""
+        if self._made is not None and self._made[0] == candidate and not anew:
+            return 0.0
         graph = self.graph_at(candidate.setting.num_microbatches)
         return making_seconds(graph, candidate.stage_of, self.others)
 
@@ -174,7 +171,7 @@ class Trials:
         if seconds >= self.below:
             self._slower(candidate, seconds)
             return True
-        if limited(self.cluster) and not self._keeps_limits(candidate):
+        if not self.keeps_limits(candidate):
             return False
         self.least[candidate.setting.schedule] = seconds  # less than any other
         self.found.append((seconds, candidate))
@@ -213,8 +210,10 @@ class Trials:
             self.others = max(self.others, took)
         return self._made[1]
 
-    def _keeps_limits(self, candidate: Candidate) -> bool:
-        """Do the ledgers of every rank, of the plan that would be returned?"""
+    def keeps_limits(self, candidate: Candidate) -> bool:
+        """True if the ledgers of the plan that would be returned do, of every rank."""
+        if not limited(self.cluster):
+            return True
         forecast = self.plan(candidate).forecast
         assert forecast is not None
         return not exceeds(forecast.ledgers, self.cluster)
