@@ -1,10 +1,12 @@
-"""Lines of source: indentation, comments, and folding to 100 columns."""
+"""Lines of source: indentation, comments, and folding to 100 columns; files that are templates."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import Template
 
 from pdcompile.ir.graph import DTYPE_BYTES, Size, Value
 
@@ -28,6 +30,20 @@ class Line:
 
     def deeper(self, levels: int = 1) -> Line:
         return replace(self, depth=self.depth + levels)
+
+
+def filled(template: Path, kept: Mapping[str, bool], words: Mapping[str, object]) -> str:
+    """A template with words in the place of ``$names``, which are never looked through; of lines
+    between ``#if name`` and ``#end``, or another ``#if``, those whose name is kept."""
+    lines, keeps = [], True
+    for line in template.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.startswith("#if "):
+            keeps = kept[line.split()[1]]
+        elif line == "#end\n":
+            keeps = True
+        elif keeps:
+            lines.append(line)
+    return Template("".join(lines)).substitute(words)
 
 
 def clean(text: str, limit: int = 60) -> str:

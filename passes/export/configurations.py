@@ -4,7 +4,7 @@ Each follows what the project's own code reads (looked up in November 2026):
 
 - torchtitan, ``torchtitan/distributed/pipeline_parallel.py``: of the model's children those in a
   stage's list stay, of a ModuleList or ModuleDict the entries in it, all others become None; each
-  stage has a copy of the model, so that tied weights come apart.
+  stage has a copy of the model, so that tied weights come apart, and runs its whole forward.
 - Megatron-LM, ``megatron/core/transformer/pipeline_parallel_layer_layout.py``: ``E`` embedding,
   ``t`` transformer layer, ``L`` loss with what comes before it, ``|`` between stages, ``t*3`` for
   ``ttt``; stage s is virtual stage s div P of rank s mod P.
@@ -14,11 +14,18 @@ Each follows what the project's own code reads (looked up in November 2026):
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from pdcompile.batch import FlatCall
+from pdcompile.eager.modes import in_mode
+from pdcompile.eager.randomness import preserved_rng
+from pdcompile.errors import ConfigError
+from pdcompile.passes.export import Exported, Subject, refused
 from pdcompile.passes.export.model_parts import (
     is_numbered,
     part_at,
@@ -26,8 +33,6 @@ from pdcompile.passes.export.model_parts import (
     stages_of_parts,
     whole_parts,
 )
-from pdcompile.passes.export.pruned_model import check_pruned
-from pdcompile.passes.export.subject import Exported, Subject, refused
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.plan import Plan
 
@@ -76,6 +81,56 @@ def torchtitan(subject: Subject) -> Exported:
     return Exported({"parallelism.toml": text}, tuple(notes))
 
 
+def check_pruned(model: nn.Module, call: FlatCall, stages: Sequence[Collection[str]]) -> None:
+    """Runs the stages one after the other, and the model, on the example.  Raises ConfigError: a
+    stage fails without the modules of the others, or the results differ."""
+    leaves = dict(call.leaves)
+    with torch.no_grad(), preserved_rng(), in_mode(model, False):
+        args, kwargs, _ = call.unflatten(leaves)
+        expected = model(*args, **kwargs)
+        for k, names in enumerate(stages):
+            args, kwargs, _ = call.unflatten(leaves)
+            try:
+                value = pruned(model, names)(*args, **kwargs)
+            except Exception as error:
+                raise _another_model(
+                    f"without the modules of others, stage {k} raised {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+            leaves[next(iter(leaves))] = value  # the first input of the next one
+    try:
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    except (AssertionError, TypeError) as error:
+        raise _another_model(
+            "its stages, one after the other, do not compute what the model does"
+        ) from error
+
+
+def pruned(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """The model with those of its children, and entries of their lists and dicts, that are named.
+    Tensors and modules are those of the model."""
+    found = copy.copy(model)
+    found._modules = dict(model._modules)  # one that is there twice stays under its second name
+    for name, child in model.named_children():
+        kept: nn.Module | None = child if name in names else None
+        if isinstance(child, nn.ModuleDict):
+            kept = nn.ModuleDict({n: one for n, one in child.items() if f"{name}.{n}" in names})
+        elif isinstance(child, nn.ModuleList):
+            kept = nn.ModuleList(one for i, one in enumerate(child) if f"{name}.{i}" in names)
+        found._modules[name] = kept
+    return found
+
+
+def _another_model(message: str) -> ConfigError:
+    return refused(
+        "torchtitan",
+        "torchtitan runs the model's whole forward on every stage, of whose children and entries "
+        f"of their ModuleList or ModuleDict all but the stage's are None: {message}",
+        "--to torch-pipelining; or give the model's class its layers directly, and have forward do "
+        "nothing beside them, pass by those that are None, and hand on one value",
+    )
+
+
 def megatron(subject: Subject) -> Exported:
     """``arguments.txt``: the options of Megatron's command line, one a line.
 
@@ -84,8 +139,7 @@ def megatron(subject: Subject) -> Exported:
     """
     plan, placed = subject.plan, whole_parts(subject.capture.train, subject.plan)
     numbered = [path for path in placed if is_numbered(path)]
-    for reason, remedy in _unlike_megatrons(subject, placed, numbered):
-        raise refused("megatron", reason, remedy)
+    _check_layers(subject, placed, numbered)
     counts = [sum(placed[path] == k for path in numbered) for k in range(len(plan.stages))]
     rows = "|".join("t" * count if count < 4 else f"t*{count}" for count in counts)
     tied = bool(_tied(subject.model))
@@ -108,36 +162,29 @@ def megatron(subject: Subject) -> Exported:
     return Exported({"arguments.txt": "\n".join(lines) + "\n"}, notes)
 
 
-def _unlike_megatrons(
-    subject: Subject, placed: Mapping[str, int], numbered: Sequence[str]
-) -> Iterator[tuple[str, str]]:
-    """Reasons for which the model is none of Megatron's, and remedies."""
-    anything = "--to torch-pipelining takes any model"
+def _check_layers(subject: Subject, placed: Mapping[str, int], numbered: Sequence[str]) -> None:
+    """Raises ConfigError where the model is none of Megatron's."""
     lists = {path.rpartition(".")[0] for path in numbered}
     if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
-        yield (
+        raise _not_megatrons(
             f"the model has blocks in {len(lists)} containers ({shown}), and Megatron's layout "
-            "speaks of one list of transformer layers",
-            anything,
+            "speaks of one list of transformer layers"
         )
-        return
     order, runs = list(placed), runs_of_parts(subject.capture.train)
     begin, end = order.index(numbered[0]), order.index(numbered[-1])
     for n, path in enumerate(order):
         if runs[path] > 1:
-            yield (
-                f"{path!r} runs {runs[path]} times in a forward, and Megatron runs each once",
-                anything,
+            raise _not_megatrons(
+                f"{path!r} runs {runs[path]} times in a forward, and Megatron runs each once"
             )
         if begin <= n <= end and path not in numbered:
-            yield (
-                f"{path!r} runs between the layers, and Megatron's layout has none but these there",
-                anything,
+            raise _not_megatrons(
+                f"{path!r} runs between the layers, and Megatron's layout has none but these there"
             )
         what, stage = ("embedding", 0) if n < begin else ("head", len(subject.plan.stages) - 1)
         if not begin <= n <= end and placed[path] != stage:
-            yield (
+            raise _not_megatrons(
                 f"{path!r}, of the {what}, is on stage {placed[path]}, and Megatron has all of "
                 f"that on stage {stage}",
                 f"--pin {path}={stage} when you plan",
@@ -146,11 +193,16 @@ def _unlike_megatrons(
         parts = [_holder(name, placed) or name for name in names]
         at = sorted(order.index(path) if path in order else len(order) for path in parts)
         if not (len(at) == 2 and at[0] < begin and at[1] > end):
-            yield (
+            raise _not_megatrons(
                 f"{canonical!r} is the weight of {' and '.join(map(repr, parts))}, and Megatron "
-                "ties nothing but embedding and head",
-                anything,
+                "ties nothing but embedding and head"
             )
+
+
+def _not_megatrons(
+    message: str, remedy: str = "--to torch-pipelining takes any model"
+) -> ConfigError:
+    return refused("megatron", message, remedy)
 
 
 def names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
@@ -259,6 +311,4 @@ def _samples(plan: Plan) -> int:
 
 def _holder(name: str, parts: Mapping[str, object]) -> str | None:
     """The part that a tensor or module is in."""
-    pieces = name.split(".")
-    paths = (".".join(pieces[:n]) for n in range(len(pieces), 0, -1))
-    return next((path for path in paths if path in parts), None)
+    return next((path for path in reversed(ancestors(name)) if path in parts), None)

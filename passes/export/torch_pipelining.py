@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from pdcompile.errors import ConfigError
-from pdcompile.ir.graph import Op, written_buffers
+from pdcompile.ir.graph import written_buffers
 from pdcompile.ir.stage_interface import Port
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.export.subject import Exported, Subject, refused
+from pdcompile.passes.export import Exported, Subject, refused
 from pdcompile.passes.export.train_file import (
     NeighbourStage,
     neighbour_stages,
@@ -34,94 +33,82 @@ _QUIET = {
 
 
 def torch_pipelining(subject: Subject) -> Exported:
-    """``train.py`` beside the stages.  Raises ConfigError: see `_refused_models`."""
+    """``train.py`` beside the stages.  Raises ConfigError where it would get the model wrong."""
     stages = neighbour_stages(subject.sources.interfaces)
-    for error in _refused_models(subject, stages):
-        raise error
+    _check_inputs(stages)
+    _check_loss(stages[-1])
+    _check_ops(subject, stages)
     text = train_file(subject.capture, subject.plan, stages, subject.source, subject.optimizer)
     return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)))
 
 
-def refused_plans(plan: Plan) -> Iterator[ConfigError]:
-    """Refuses plans that such a script would get wrong, of any model."""
-    training = plan.training
+def check_script(plan: Plan) -> None:
+    """Raises ConfigError for plans that such a script would get wrong, of any model."""
     for stage in plan.stages:
         if stage.replicas > 1:
-            yield _refused(
+            raise _refused(
                 f"stage {stage.index} has {stage.replicas} replicas",
                 "plan with replicas=1, and wrap each part in fully_shard or "
                 "DistributedDataParallel over ranks of your own (docs/other_tools.md)",
             )
-    if training.loss_reduction == "callable":
-        yield _refused(
+    if plan.training.loss_reduction == "callable":
+        raise _refused(
             "loss_reduction is a function, and torch weighs all microbatches alike",
             "plan with loss_reduction='mean' or 'sum'",
         )
-    if training.loss_scaling:
-        yield _refused(
+    if plan.training.loss_scaling:
+        raise _refused(
             "the plan scales losses for float16, and the script has no GradScaler of all stages",
             "plan with autocast='bfloat16' and without grad_scaler (--grad-scaler)",
         )
 
 
-def _refused_models(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
-    """Refuses what such a script would get wrong of this model."""
-    yield from _refused_inputs(stages)
-    yield from _refused_loss(stages[-1])
-    yield from _refused_ops(subject, stages)
-
-
-def _refused_inputs(stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
+def _check_inputs(stages: Sequence[NeighbourStage]) -> None:
     ports: list[Port] = [p for one in stages for p in (*one.from_call, *one.received)]
     ports += stages[-1].interface.train.loss_inputs
     for port in ports:
-        if port.path is None:
-            continue
-        if not port.path.isidentifier():
-            yield _refused(
+        if port.path is not None and not port.path.isidentifier():
+            raise _refused(
                 f"input {port.path!r} is inside of a container, and torch splits whole tensors",
                 "give the model (or loss_fn) its tensors one by one",
             )
-        elif port.batch_dim != 0:
-            yield _refused(
+        if port.path is not None and port.batch_dim != 0:
+            raise _refused(
                 f"input {port.path!r} has no row for each sample",
                 "give it samples as its first dimension, or make it inside of the model",
             )
     if not stages[0].received:
-        yield _refused("the first stage reads no input", "plan with fewer stages")
+        raise _refused("the first stage reads no input", "plan with fewer stages")
 
 
-def _refused_loss(last: NeighbourStage) -> Iterator[ConfigError]:
-    signature = last.interface.train
+def _check_loss(last: NeighbourStage) -> None:
+    signature, given = last.interface.train, {port.value for port in last.sent}
     if signature.loss is None:
-        yield _refused(
+        raise _refused(
             "the model has no loss to train on", "give the workload a loss_fn, and batches"
         )
-    given = {port.value for port in last.sent}
-    asked = [port for port in signature.loss_inputs if port.path != "target"]
-    for port in asked:
-        if port.value not in given:
-            yield _refused(
+    for port in signature.loss_inputs:
+        if port.path != "target" and port.value not in given:
+            raise _refused(
                 f"the loss reads {port.name!r}, which the last stage does not have",
                 "pin what makes it to the last stage (--pin)",
             )
 
 
-def _refused_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> Iterator[ConfigError]:
-    graph, plan = subject.capture.train, subject.plan
-    for op in random_ops(graph):
+def _check_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> None:
+    ops = {op.name: op for op in subject.capture.train.ops}
+    for op in random_ops(subject.capture.train):
         if plain_name(op) not in _QUIET:
-            yield _refused(
+            raise _refused(
                 f"{op.target} at {op.source} draws random numbers, and a pipeline draws others "
                 "than plain PyTorch, so that the two could not be compared",
                 "leave it out of the model that is exported",
             )
-    for stage in plan.stages:
-        held = {*stages[stage.index].interface.buffers}
-        own: list[Op] = [op for op in graph.ops if op.name in set(stage.ops)]
-        if stage.recompute and (written := sorted(written_buffers(own) & held)):
-            yield _refused(
-                f"stage {stage.index} recomputes and writes buffer {written[0]!r}, which "
+    for stage, planned in zip(stages, subject.plan.stages, strict=True):
+        written = written_buffers(ops[name] for name in planned.ops if name in ops)
+        if planned.recompute and (held := sorted(written.intersection(stage.interface.buffers))):
+            raise _refused(
+                f"stage {planned.index} recomputes and writes buffer {held[0]!r}, which "
                 "torch.utils.checkpoint would write twice",
                 "plan with recompute=False",
             )

@@ -8,19 +8,18 @@ adds it to that of the stage itself.  What stages read of the call is given to e
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
-from string import Template
 from typing import Any
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
-from pdcompile.passes.codegen.source_text import WIDTH, clean
-from pdcompile.passes.export.subject import Source
+from pdcompile.passes.codegen.source_text import WIDTH, clean, filled
+from pdcompile.passes.export import Source
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
 
@@ -111,9 +110,7 @@ def train_file(
         "again": ", context_fn=quietly" if quiet else "",
         "quietly": "NoDropout()" if quiet else "contextlib.nullcontext()",
     }
-    # Names of the model are never looked through.
-    text = _chosen(TEMPLATE.read_text(encoding="utf-8"), kept)
-    return Template(text).substitute(words | _of_plan(plan))
+    return filled(TEMPLATE, kept, words | _of_plan(plan))
 
 
 def _of_plan(plan: Plan) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     copies = "{(k, name) for holders in TIED for k, name in holders[1:]}"
     return {
         "stages": n,
-        "schedule": torch_schedule(plan),
+        "schedule": f"Schedule{training.kind.in_torch}",
         "ranks": plan.num_ranks,
         "steps": STEPS,
         "batch": training.batch_size,
@@ -142,22 +139,8 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _chosen(template: str, kept: Mapping[str, bool]) -> str:
-    """The lines of a template, of those between ``#if name`` and ``#end``, or another ``#if``, the
-    ones that are kept."""
-    lines, keeps = [], True
-    for line in template.splitlines(keepends=True):
-        if line.startswith("#if "):
-            keeps = kept[line.split()[1]]
-        elif line == "#end\n":
-            keeps = True
-        elif keeps:
-            lines.append(line)
-    return "".join(lines)
-
-
 def _about(source: Source, *, quiet: bool) -> str:
-    where = clean(f"{source.place}:{source.function}", 80)
+    where = clean(str(source), 80)
     return textwrap.fill(
         f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
         "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
@@ -167,11 +150,6 @@ def _about(source: Source, *, quiet: bool) -> str:
         WIDTH,
         break_long_words=False,
     )
-
-
-def torch_schedule(plan: Plan) -> str:
-    """The class of torch's schedule of the same order."""
-    return f"Schedule{plan.training.kind.in_torch}"
 
 
 def random_ops(graph: OpGraph) -> list[Op]:

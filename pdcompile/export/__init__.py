@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,36 @@ from pdcompile.errors import ConfigError, errors_as
 from pdcompile.files import capture_beside, is_path, write_whole
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
-from pdcompile.passes import export as targets
+from pdcompile.passes.export import Exported, Source, Subject, configurations, refused
 from pdcompile.passes.export.rounding import Rounding, rounded
-from pdcompile.passes.export.subject import Exported, Source, Subject
+from pdcompile.passes.export.torch_pipelining import check_script, torch_pipelining
 from pdcompile.plan import Plan
+from pdcompile.schedule.registry import alternating, known_to_torch, name_of
 from pdcompile.workload import Workload, load_target
 
 PLAN = "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """What makes the files of a target, raising ConfigError where it cannot express plan or model.
+
+    Args:
+        schedules: that it has; empty: any, as it does not pipeline.
+        trains: the generated stages go with the files, which compare them with the model's values.
+    """
+
+    make: Callable[[Subject], Exported]
+    schedules: tuple[str, ...] = ()
+    trains: bool = False
+
+
+TARGETS: dict[str, ExportTarget] = {
+    "torch-pipelining": ExportTarget(torch_pipelining, known_to_torch(), trains=True),
+    "torchtitan": ExportTarget(configurations.torchtitan, known_to_torch()),
+    "megatron": ExportTarget(configurations.megatron, alternating()),
+    "accelerate": ExportTarget(configurations.accelerate),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +101,8 @@ def export(
     where = str(plan) if not isinstance(plan, Plan) else "plan"
     given = _accepted(plan, to, folder)
     chosen = optimizer_call(optimizer, lr)
-    workload = load_target(target)
-    if targets.KINDS[to].trains and any(p.is_meta for p in workload.model.parameters()):
+    workload, kind = load_target(target), TARGETS[to]
+    if kind.trains and any(p.is_meta for p in workload.model.parameters()):
         raise ConfigError(
             "the model is on the meta device, and the script compares it with plain PyTorch",
             where=f"--to {to}",
@@ -103,7 +126,7 @@ def export(
         }),
         replan=replan,
     )  # fmt: skip
-    found = targets.KINDS[to].make(
+    found = kind.make(
         Subject(
             result.capture,
             result.plan,
@@ -114,23 +137,26 @@ def export(
             call,
         )
     )
-    files, names = dict(found.files), {*found.files, PLAN}
-    if targets.KINDS[to].trains:
+    files = {**found.files, PLAN: result.sources.files[PLAN]}
+    if kind.trains:
         result.dump(str(folder), workload.model)
-        names |= {*result.sources.files}
-    else:
-        files[PLAN] = result.sources.files[PLAN]
-    _write(Path(folder), files)
-    return Export(Path(folder), tuple(sorted(names)), rounding[0], found.notes)
+    with errors_as(
+        ConfigError, "cannot write to the folder", folder, "name a folder that you may write to"
+    ):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_whole(Path(folder) / name, text.encode())
+    written = {*files, *(result.sources.files if kind.trains else ())}
+    return Export(Path(folder), tuple(sorted(written)), rounding[0], found.notes)
 
 
 def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan:
     """The plan.  Raises ConfigError where that, the target and the folder cannot be, whatever the
     model is."""
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
-    if to not in targets.KINDS:
+    if to not in TARGETS:
         raise ConfigError(
-            f"there is no target {to!r}", where="to", remedy=f"one of {', '.join(targets.KINDS)}"
+            f"there is no target {to!r}", where="to", remedy=f"one of {', '.join(TARGETS)}"
         )
     if not is_path(folder):
         raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
@@ -141,8 +167,36 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
             where="folder",
             remedy="name another folder (-o)",
         )
-    targets.check_plan(given, to)
+    _check_plan(given, to)
     return given
+
+
+def _check_plan(plan: Plan, to: str) -> None:
+    """Raises ConfigError where a plan alone tells that a target cannot express it."""
+    target, training = TARGETS[to], plan.training
+    counts = {stage.replicas for stage in plan.stages}
+    if target.schedules and training.schedule not in target.schedules:
+        raise refused(
+            to,
+            f"{to} has no schedule {name_of(training.schedule)!r}",
+            f"plan with schedule {' or '.join(target.schedules)}",
+        )
+    if target.trains:
+        check_script(plan)
+    if len(counts) > 1:
+        raise refused(
+            to,
+            f"stages have {sorted(counts)} replicas, and those of {to} all have equally many",
+            "plan with replicas='equal' or a number",
+        )
+    if target.schedules and training.batch_size % (training.num_microbatches * max(counts)):
+        raise refused(
+            to,
+            f"{training.batch_size} samples in {training.num_microbatches} microbatches on "
+            f"{max(counts)} replicas are not of one size",
+            "plan with a number of microbatches that divides the minibatch, and that the "
+            "replicas divide",
+        )
 
 
 def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
@@ -175,15 +229,6 @@ def source_of(target: str, folder: Path) -> Source:
         return Source(place, function, False)
     relative = os.path.relpath(Path(place).resolve(), folder.resolve())
     return Source(Path(relative).as_posix(), function, True)
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    with errors_as(
-        ConfigError, "cannot write to the folder", folder, "name a folder that you may write to"
-    ):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            write_whole(folder / name, text.encode())
 
 
 __all__ = ["Export", "Exported", "Workload", "export"]
