@@ -14,10 +14,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
-from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Plan, Training
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, random_graphs, residual
+from tests.helpers.planned import assembled
 
 M = 4
 
@@ -34,7 +34,7 @@ def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
     )
     found, certificate = partition(problem)
     training = Training(schedule, M, M * graph.batch_size, depth)
-    return assemble(graph, problem, found, certificate, training, cluster)
+    return assembled(graph, problem, found, certificate, training, cluster)
 
 
 @pytest.mark.sample(6)

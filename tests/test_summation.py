@@ -16,10 +16,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
-from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Training
 from tests.helpers.captures import captured, make, rows
 from tests.helpers.costed import profile
+from tests.helpers.planned import assembled
 
 
 def three_readers(model: nn.Module, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def test_the_planner_keeps_the_order_and_check_refuses_another() -> None:
     assert problem.order == ((named["sigmoid"], named["tanh"]), (named["tanh"], named["cos"]))
     found, certificate = partition(problem)
     training = Training("1f1b", 2, 2 * graph.batch_size, depth)
-    plan = assemble(graph, problem, found, certificate, training, cluster)
+    plan = assembled(graph, problem, found, certificate, training, cluster)
     check_plan(plan, graph, cluster)
     early = ("lin", "cos")
     late = tuple(op.name for op in graph.ops if op.name not in early)

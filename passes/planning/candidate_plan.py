@@ -10,9 +10,9 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.simulate import simulate
-from pdcompile.passes.stages.assemble import assemble
-from pdcompile.plan import NOT_CERTIFIED, Plan, Training
-from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.passes.stages.assemble import plan_of_cut
+from pdcompile.plan import Plan, Training
+from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
 
 REHEARSING = 2e-3  # seconds an op, before any was rehearsed
@@ -46,7 +46,8 @@ def candidate_plan(
         training: what the candidate's setting leaves open.
     """
     speeds = [min(cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks]
-    cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
+    placed = zip(problem.items, candidate.stage_of, strict=True)
+    stage_of = {name: stage for item, stage in placed for name in item.ops}
     setting = candidate.setting
     training = replace(
         training,
@@ -54,8 +55,7 @@ def candidate_plan(
         num_microbatches=setting.num_microbatches,
         warmup=candidate.warmup,
     )
-    partition = Partition(candidate.stage_of, 0.0, (), ())
-    plan = assemble(graph, cut, partition, NOT_CERTIFIED, training, cluster)
+    plan = plan_of_cut(graph, stage_of, speeds, training, cluster)
     rows = zip(plan.stages, candidate.options, candidate.ranks, strict=True)
     stages = tuple(
         replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)

@@ -26,7 +26,6 @@ from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
-from pdcompile.problem import StageLimits
 
 AGAIN = "make the plan again for this model and cluster"
 PRINTS = {  # parts of a fingerprint
@@ -136,8 +135,7 @@ def _cut(
 ) -> Iterator[Finding]:
     """Differences from the plan that the compiler makes of this cut."""
     speeds = [min(cluster.devices[rank].speed for rank in own) for own in plan.ranks]
-    limits = [StageLimits(speed=speed) for speed in speeds]
-    made = plan_of_cut(graph, stage_of, limits, plan.training, cluster, rehearsed=False)
+    made = plan_of_cut(graph, stage_of, speeds, plan.training, cluster, rehearsed=False)
     derived, prints = [*DERIVED], made.fingerprint.split(".")
     if not _costed(graph):
         derived, prints[1:2] = derived[:-2], plan.fingerprint.split(".")[1:2]

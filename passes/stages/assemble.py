@@ -1,7 +1,7 @@
-"""Turns the planner's answer over items into a plan over ops.
+"""Makes a plan of ops on stages.
 
-Nothing is decided here: stages are read off the partition, everything else about them is added
-up from the graph, and what crosses between them comes from `boundaries`.
+Nothing is decided here: everything about stages is added up from the graph, and what crosses
+between them comes from `boundaries`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import pdcompile
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster
-from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident
@@ -23,59 +22,42 @@ from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, 
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
-from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, StagePlan, Training
-from pdcompile.problem import ANY_CUT, Partition, PartitionProblem, StageLimits
+from pdcompile.plan import NOT_CERTIFIED, Plan, StagePlan, Training
 from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
 
 
-def assemble(
-    graph: OpGraph,
-    problem: PartitionProblem,
-    partition: Partition,
-    certificate: Certificate,
-    training: Training,
-    cluster: Cluster,
-    *,
-    rehearsed: bool = True,
-) -> Plan:
-    """The plan of a partition, without a forecast (the simulator adds it).
-
-    Stage s runs on rank s.  Seconds are those of the stage's own device.  `parameter_bytes` of a
-    stage includes buffers and constants, which never train.  `rehearsed`: False leaves out what
-    only rehearsals tell, bytes of a microbatch on a stage, of which there are none then.
-
-    Raises:
-        PlanError: the problem is of another graph, or the partition breaks its order.
-    """
-    stage_of = _stage_of_ops(graph, problem, partition)
-    plan = plan_of_cut(graph, stage_of, problem.stages, training, cluster, rehearsed=rehearsed)
-    scope = _scope(problem.scope, certificate.scope)
-    return replace(plan, certificate=replace(certificate, scope=scope))
-
-
 def plan_of_cut(
     graph: OpGraph,
     stage_of: Mapping[str, int],
-    limits: Sequence[StageLimits],
+    speeds: Sequence[float],
     training: Training,
     cluster: Cluster,
     *,
     rehearsed: bool = True,
 ) -> Plan:
-    """`assemble`, from the stage of each op; nothing is certified."""
-    num_stages = len(limits)
+    """The plan of ops on stages, without a forecast (the simulator adds it) and a certificate.
+
+    Stage s runs on rank s, with `speeds[s]`.  `parameter_bytes` of a stage includes buffers and
+    constants, which never train.  `rehearsed`: False leaves out what only rehearsals tell, bytes of
+    a microbatch on a stage, of which there are none then.
+
+    Raises:
+        PlanError: an op is on an earlier stage than something it reads.
+    """
+    last = len(speeds) - 1
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    splits = training.kind.splits_backward
-    edges = boundaries.edges(graph, stage_of, num_stages, b)
+    edges = boundaries.edges(graph, stage_of, len(speeds), b)
     tied = boundaries.tied(graph, stage_of)
-    given = given_by(training, graph, stage_of, num_stages)
+    given = given_by(training, graph, stage_of, len(speeds))
     kernels = Kernels.of_all(one.kind for one in cluster.devices)
-    placed = _placed(given, stage_of, num_stages)
-    held = _stages(given, placed, num_stages, b, training, kernels) if rehearsed else []
-    resident = residents(given, placed, b, held) if rehearsed else (Resident(0, 0),) * num_stages
-    ops: list[list[Op]] = [[] for _ in range(num_stages)]
+    held, resident = list[Rehearsal](), [Resident(0, 0)] * len(speeds)
+    if rehearsed:
+        placed = _placed(given, stage_of, last)
+        held = _rehearsals(given, placed, last, b, training, kernels)
+        resident = residents(given, placed, b, held)
+    ops: list[list[Op]] = [[] for _ in speeds]
     for op in graph.ops:
         ops[stage_of[op.name]].append(op)
     stages = tuple(
@@ -83,13 +65,13 @@ def plan_of_cut(
             given,
             s,
             ops[s],
-            limits[s],
+            speed,
             resident[s],
             {one.fqn for one in tied if s in one.stages[1:]},
             training,
-            b if s == num_stages - 1 else 0,
+            b if s == last else 0,
         )
-        for s in range(num_stages)
+        for s, speed in enumerate(speeds)
     )
     return Plan(
         fingerprint=fingerprint(graph, cluster),
@@ -102,8 +84,8 @@ def plan_of_cut(
         notes=(
             *graph.notes,
             *_notes_on_written_inputs(graph),
-            *note_on_left_out(training, graph, given, stage_of, num_stages - 1),
-            *(_notes_on_whole_backwards(ops) if splits else ()),
+            *note_on_left_out(training, given),
+            *(_notes_on_whole_backwards(ops) if training.kind.splits_backward else ()),
             *filter(None, (kernels.note(),)),
         ),
         model=graph.model,
@@ -111,22 +93,22 @@ def plan_of_cut(
     )
 
 
-def _placed(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int) -> list[int]:
+def _placed(graph: OpGraph, stage_of: Mapping[str, int], last: int) -> list[int]:
     """The stage of each op; those that were not planned are on the last one."""
-    return [stage_of.get(op.name, num_stages - 1) for op in graph.ops]
+    return [stage_of.get(op.name, last) for op in graph.ops]
 
 
-def _stages(
+def _rehearsals(
     graph: OpGraph,
     stage_of: Sequence[int],
-    num_stages: int,
+    last: int,
     b: int,
     training: Training,
     kernels: Kernels,
 ) -> list[Rehearsal]:
     """The stages, to be rehearsed."""
     return rehearsals_of(
-        graph, stage_of, num_stages, b, keeps_outputs=training.keeps_outputs,
+        graph, stage_of, last + 1, b, keeps_outputs=training.keeps_outputs,
         backwards=training.kind.backwards, kernels=kernels,
     )  # fmt: skip
 
@@ -197,34 +179,11 @@ def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
     return ".".join(part[:FINGERPRINT_DIGITS] for part in parts)
 
 
-def _stage_of_ops(
-    graph: OpGraph, problem: PartitionProblem, partition: Partition
-) -> dict[str, int]:
-    if len(partition.stage_of) != len(problem.items):
-        raise PlanError(
-            f"the partition places {len(partition.stage_of)} items of {len(problem.items)}",
-            where="assemble",
-        )
-    placed = {
-        name: stage
-        for item, stage in zip(problem.items, partition.stage_of, strict=True)
-        for name in item.ops
-    }
-    misplaced = placed.keys() ^ {op.name for op in graph.ops}
-    if misplaced or sum(len(item.ops) for item in problem.items) != len(graph.ops):
-        raise PlanError(
-            f"the problem's items do not hold each op of the graph once: {sorted(misplaced)[:5]}",
-            where="assemble",
-            remedy="coarsen this graph again",
-        )
-    return placed
-
-
 def _stage(
     graph: OpGraph,
     index: int,
     ops: list[Op],
-    limits: StageLimits,
+    speed: float,
     resident: Resident,
     copies: set[str],
     training: Training,
@@ -250,13 +209,13 @@ def _stage(
         ops=tuple(op.name for op in ops),
         parameters=tuple(parameters),
         ranks=(index,),
-        forward_seconds=sum(cost.forward_seconds for cost in costs) / limits.speed,
-        backward_seconds=sum(cost.backward_seconds for cost in costs) / limits.speed,
+        forward_seconds=sum(cost.forward_seconds for cost in costs) / speed,
+        backward_seconds=sum(cost.backward_seconds for cost in costs) / speed,
         parameter_bytes=sum(info.bytes for info in tensors),
         trainable_bytes=sum(info.bytes for info in trainable.values()),
         largest_gradient_bytes=_largest_gradient(graph, ops),
         step_bytes=training.step_bytes(owned),
-        update_seconds=training.update_seconds(sum(owned), versions=versions) / limits.speed,
+        update_seconds=training.update_seconds(sum(owned), versions=versions) / speed,
         input_bytes=input_bytes,
         output_bytes=output_bytes,
     )
@@ -303,8 +262,8 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
     given = given_by(plan.training, graph, stage_of, last + 1)
-    placed = _placed(given, stage_of, last + 1)
-    held = _stages(given, placed, last + 1, b, plan.training, _kernels(plan))
+    placed = _placed(given, stage_of, last)
+    held = _rehearsals(given, placed, last, b, plan.training, _kernels(plan))
     known = plan.rehearsed == _digest(held, plan.stages)
     resident = [None] * len(held) if known else residents(given, placed, b, held, progress)
     by_name = {op.name: op for op in graph.ops}
@@ -329,9 +288,3 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
                 )
         stages.append(own)
     return replace(plan, stages=tuple(stages), notes=tuple(notes))
-
-
-def _scope(coarsening: str, search: str) -> str:
-    """One sentence: what coarsening kept together, and what the search adds to it."""
-    parts = [part for part in (coarsening, search) if part and part != ANY_CUT]
-    return "; ".join(dict.fromkeys(parts)) or ANY_CUT

@@ -149,30 +149,13 @@ def _of(graph: OpGraph, ops: tuple[Op, ...], output: Argument) -> OpGraph:
     return replace(graph, ops=ops, values=with_consumers(ops, values), output=output)
 
 
-def note_on_left_out(
-    training: Training, graph: OpGraph, given: OpGraph, stage_of: Mapping[str, int], last: int
-) -> tuple[str, ...]:
+def note_on_left_out(training: Training, given: OpGraph) -> tuple[str, ...]:
     """A note on the outputs that are left out of what is `given` of a planned graph."""
     places = [path for path, leaf in named_leaves(given.output) if isinstance(leaf, LeftOut)]
     if not places or not training.keeps_outputs:
         return ()
-    saved = left_out_bytes(training, graph, given, stage_of, last)
     return (
         f"training steps leave out {len(places)} outputs that the last stage does not make "
-        f"({some(places)}), so that {format_bytes(saved)} a step are not sent; "
-        "outputs='everything' gives them too, as evaluation does",
+        f"({some(places)}), which are then not sent; outputs='everything' gives them too, as "
+        "evaluation does",
     )
-
-
-def left_out_bytes(
-    training: Training, graph: OpGraph, given: OpGraph, stage_of: Mapping[str, int], last: int
-) -> int:
-    """Bytes that sending the outputs that are left out would add to a step.
-
-    Values that an op of the last stage reads reach it anyway.
-    """
-    arriving = {name for op in graph.ops if stage_of[op.name] == last for name in op.inputs}
-    names = {leaf.name for leaf in walk(given.output, LeftOut)} - arriving
-    values = (graph.whole or graph).values
-    size = -(-training.batch_size // training.num_microbatches)
-    return training.num_microbatches * sum(values[name].bytes(size) for name in names)

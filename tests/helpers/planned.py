@@ -10,9 +10,10 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.planning.branch_and_bound import best_plan
-from pdcompile.plan import Plan, Training
+from pdcompile.passes.stages.assemble import plan_of_cut
+from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.times import times_of
-from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Constraint
 from pdcompile.problem.space import SearchSpace
 
@@ -45,6 +46,22 @@ def planned(
         lambda _: graph, lambda _: problem, cluster, space, training,
         tolerance=tolerance, time_limit=time_limit,
     )  # fmt: skip
+
+
+def assembled(
+    graph: OpGraph,
+    problem: PartitionProblem,
+    partition: Partition,
+    certificate: Certificate,
+    training: Training,
+    cluster: Cluster,
+) -> Plan:
+    """The plan of a partition, without a forecast."""
+    rows = zip(problem.items, partition.stage_of, strict=True)
+    stage_of = {name: stage for item, stage in rows for name in item.ops}
+    speeds = [limits.speed for limits in problem.stages]
+    plan = plan_of_cut(graph, stage_of, speeds, training, cluster)
+    return replace(plan, certificate=certificate)
 
 
 def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:
