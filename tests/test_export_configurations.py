@@ -111,7 +111,6 @@ def test_a_device_map_covers_every_tensor_and_keeps_tied_ones_together(
     assert set(devices.values()) == {0, 1}
     assert devices[tied[0]] == devices[tied[1]] == 0
     assert any("lm_head is on device 0" in note for note in done.notes)
-    assert any("no_split_module_classes" in note for note in done.notes)
 
 
 def test_a_module_may_have_the_name_of_the_loss(tmp_path: Path) -> None:

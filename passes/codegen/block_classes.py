@@ -53,6 +53,10 @@ class CodeLayout:
     block_of: dict[str, int] = field(default_factory=dict)  # module path -> index
     partial: frozenset[str] = frozenset()  # modules of which other stages run a part
 
+    def members(self, block: Block) -> list[str]:
+        """Paths of the modules that are instances of a class."""
+        return [path for path, index in self.block_of.items() if index == block.index]
+
 
 def name_below(fqn: str, path: str, names: Mapping[str, str]) -> str:
     """The name of a tensor that lies below the module at `path`; raises StopIteration if none."""
@@ -138,6 +142,7 @@ class Classes:
     index_of: dict[Hashable, int] = field(default_factory=dict)
     keys: list[Hashable] = field(default_factory=list)  # by index, without numbers
     facts: dict[str, Facts] = field(default_factory=dict)  # by path
+    calls: dict[str, tuple[BlockCall | None, ...]] = field(default_factory=dict)
 
     def assign(self) -> set[str]:
         """Fills in the layout's blocks; returns the modules that have to stay flat instead."""
@@ -173,12 +178,12 @@ class Classes:
                 if calls:
                     reader.numbers += read[0].numbers
                     reader.hints += read[0].hints
-                    reader.sizes += class_arguments.sizes_of(calls[0], graph)
             train, evaluation = (next(iter(calls), None) for calls in found[path])
             if train is not None and evaluation is not None and not same_arity(train, evaluation):
                 flat.add(path)
             if path not in flat:
                 self.facts[path] = reader
+                self.calls[path] = train, evaluation
                 self._intern(path, tuple(keys), train, evaluation, node)
         return flat
 
@@ -205,7 +210,7 @@ class Classes:
         found: list[Template] = []
         complete = True
         for block in self.layout.blocks:
-            members = [p for p, index in self.layout.block_of.items() if index == block.index]
+            members = self.layout.members(block)
             taken = (*block.node.children, *block.node.tensors)
             one = class_arguments.template([self.facts[path] for path in members], taken)
             if one is None:
@@ -234,10 +239,12 @@ class Classes:
         train, evaluation = (
             class_arguments.in_call(call, change) for call in (block.train, block.eval)
         )
-        start = len(class_arguments.sizes_of(block.train, self.capture.train))
+        members = self.layout.members(block)
+        trains, evals = zip(*(self.calls[path] for path in members), strict=True)
+        known, letters = dict(own.known), iter(class_arguments.LETTERS * 9)
         shapes = (
-            class_arguments.shapes(block.train, self.capture.train, own.letters, 0),
-            class_arguments.shapes(block.eval, self.capture.eval, own.letters, start),
+            class_arguments.shapes(trains, self.capture.train, known, letters),
+            class_arguments.shapes(evals, self.capture.eval, known, letters),
         )
         return replace(
             block, node=node, train=train, eval=evaluation, arguments=own.names, shapes=shapes

@@ -7,7 +7,7 @@ constructor, equal ones the same argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -18,9 +18,10 @@ from pdcompile.passes.form.module_tree import TAKEN, Node
 from pdcompile.passes.stages.naming import identifier, unique
 
 MOST = 6  # arguments of a class; blocks that differ in more have classes of their own
-_LETTERS = "nmpqrsuvwyz"
+LETTERS = "nmpqrsuvwyz"
 
 Number: TypeAlias = int | float
+Column: TypeAlias = tuple[tuple[str, str], ...]  # the numbers of all instances at one place
 Change: TypeAlias = Callable[[Any, str], Any]  # (number, what it is called) -> what to put there
 
 
@@ -94,14 +95,10 @@ def _inside(change: Change, owner: str) -> Change:
 
 @dataclass(slots=True)
 class Facts:
-    """The numbers of one instance of a class, in order, with hints for their names.
-
-    `sizes`: those in its comments.
-    """
+    """The numbers of one instance of a class, in order, with hints for their names."""
 
     numbers: list[Number] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
-    sizes: list[Number] = field(default_factory=list)
 
     def read(self, number: Number, hint: str) -> Named:
         """Notes a number; in its place a key has only its type."""
@@ -114,13 +111,14 @@ class Facts:
 class Template:
     """The arguments of a class, and where they stand.
 
-    `names` and, for each, the first of its numbers; `at`: number -> index of the argument.
+    `names` and, for each, the first of its numbers; `at`: number -> index of the argument; `known`:
+    numbers of all instances -> the argument that they are.
     """
 
     names: tuple[str, ...] = ()
     first: tuple[int, ...] = ()
     at: dict[int, int] = field(default_factory=dict)
-    letters: dict[int, str] = field(default_factory=dict)  # size in comments -> how it is written
+    known: dict[Column, str] = field(default_factory=dict)
 
     def arguments(self, numbers: Sequence[Any]) -> tuple[Any, ...]:
         """Constructor arguments of an instance with these numbers."""
@@ -142,36 +140,28 @@ def template(instances: Sequence[Facts], taken: Sequence[str]) -> Template | Non
 
     `taken`: names that no argument may have.
     """
-    columns: dict[tuple[Any, ...], int] = {}
-    found = Template()
+    columns: dict[Column, int] = {}
+    at: dict[int, int] = {}
     first: list[int] = []
-    for position in range(len(instances[0].numbers)):
-        column = tuple(_exactly(one.numbers[position]) for one in instances)
+    for position, numbers in enumerate(zip(*(one.numbers for one in instances), strict=True)):
+        column = _column(numbers)
         if len(set(column)) > 1:
             if column not in columns:
                 columns[column] = len(first)
                 first.append(position)
-            found.at[position] = columns[column]
+            at[position] = columns[column]
     if len(first) > MOST:
         return None
     names: list[str] = []
     for position in first:
         names.append(_name(instances[0].hints[position], names, taken))
-    found.names, found.first = tuple(names), tuple(first)
     known = {column: names[index] for column, index in columns.items()}
-    letters = iter(_LETTERS * 9)
-    for position in range(len(instances[0].sizes)):
-        column = tuple(_exactly(one.sizes[position]) for one in instances)
-        if len(set(column)) > 1:
-            if column not in known:
-                known[column] = next(letters)
-            found.letters[position] = known[column]
-    return found
+    return Template(tuple(names), tuple(first), at, known)
 
 
-def _exactly(number: Number) -> tuple[str, str]:
+def _column(numbers: Sequence[Number]) -> Column:
     """Equal for numbers that are written alike (0.0 and -0.0 are not, nor 1 and 1.0)."""
-    return type(number).__name__, repr(number)
+    return tuple((type(number).__name__, repr(number)) for number in numbers)
 
 
 def _name(hint: str, names: Sequence[str], taken: Sequence[str]) -> str:
@@ -183,33 +173,28 @@ def _name(hint: str, names: Sequence[str], taken: Sequence[str]) -> str:
 
 
 def shapes(
-    call: BlockCall | None, graph: OpGraph, letters: Mapping[int, str], start: int
+    calls: Sequence[BlockCall | None],
+    graph: OpGraph,
+    known: dict[Column, str],
+    letters: Iterator[str],
 ) -> dict[str, tuple[Any, ...]]:
-    """Value -> shape for comments, sizes that differ between instances as letters."""
-    found: dict[str, tuple[Any, ...]] = {}
-    position = start
-    for name in values_of(call):
-        value = graph.values.get(name)
-        shape: list[Any] = []
-        for size in value.shape if value is not None else ():
-            if type(size) is int:
-                shape.append(letters.get(position, size))
-                position += 1
-            else:
-                shape.append(size)
-        found[name] = tuple(shape)
+    """Value of the first call -> shape for comments; sizes that differ between the calls are the
+    arguments that are `known` to, or letters."""
+
+    def shown(sizes: tuple[Any, ...]) -> Any:
+        if type(sizes[0]) is not int or len(set(sizes)) == 1:
+            return sizes[0]
+        column = _column(sizes)
+        if column not in known:
+            known[column] = next(letters)
+        return known[column]
+
+    found = {}
+    for names in zip(*map(values_of, calls), strict=True):
+        if names[0] in graph.values:
+            each = (graph.values[name].shape for name in names)
+            found[names[0]] = tuple(map(shown, zip(*each, strict=True)))
     return found
-
-
-def sizes_of(call: BlockCall | None, graph: OpGraph) -> tuple[Number, ...]:
-    """All fixed sizes of the values that a call takes and makes, in the order of `shapes`."""
-    return tuple(
-        size
-        for name in values_of(call)
-        if name in graph.values
-        for size in graph.values[name].shape
-        if type(size) is int
-    )
 
 
 def values_of(call: BlockCall | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
@@ -32,7 +32,7 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
     runs = [
         line
         for one in interfaces
-        for line in _run(one, variables, _used_after(interfaces, one.index))
+        for line in _run(one, variables, used_after(interfaces, one.index))
     ]
     loss = _loss(interfaces[-1], variables)
     made = ", ".join(f"Stage{k}()" for k in range(count))
@@ -89,10 +89,7 @@ def _made_up(graph: OpGraph, item: GraphInput) -> str:
 
 def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     def place(k: int, fqn: str, *, assigned: bool = False) -> str:
-        """The expression of a tensor by a name that it has on the stage."""
-        aliases = interfaces[k].aliases.items()
-        name = next((name for name, canonical in aliases if canonical == fqn), fqn)
-        path, _, attribute = name.rpartition(".")
+        path, _, attribute = name_on(interfaces[k], fqn).rpartition(".")
         owner = f"stages[{k}].get_submodule({quote(path)})" if path else f"stages[{k}]"
         return reach(owner, attribute, "_parameters", assigned=assigned)
 
@@ -103,7 +100,13 @@ def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     ]
 
 
-def _used_after(interfaces: tuple[StageInterface, ...], k: int) -> set[str]:
+def name_on(stage: StageInterface, fqn: str) -> str:
+    """A name that a tensor has on a stage."""
+    aliases = stage.aliases.items()
+    return next((name for name, canonical in aliases if canonical == fqn), fqn)
+
+
+def used_after(interfaces: Sequence[StageInterface], k: int) -> set[str]:
     """Values that later stages or the loss read."""
     last = interfaces[-1].train
     ports = [port for later in interfaces[k + 1 :] for port in later.train.inputs]

@@ -137,9 +137,10 @@ class _Writer:
     def _block(self, block: Block) -> list[Line]:
         context = self.context
         source = context.classes.get(block.path, ("", ""))[1]
-        members = [p for p, index in context.layout.block_of.items() if index == block.index]
         comment = context.locations.short(source) if source else ""
-        lines = class_lines(context.class_names[block.index], comment, gathered(members))
+        lines = class_lines(
+            context.class_names[block.index], comment, gathered(context.layout.members(block))
+        )
         calls = (block.train, block.eval)
         k = 0 if block.train is not None else 1
         call, mode = calls[k], self.modes[k]

@@ -243,10 +243,6 @@ def accelerate(subject: Subject) -> Exported:
         "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
         "from_pretrained; it runs one device after the other, and does not pipeline"
     )
-    classes = {graph.classes[p][0] for p in placed if is_numbered(p) and p in graph.classes}
-    blocks = {name.rpartition(".")[2] for name in classes if not name.startswith("torch.nn.")}
-    if blocks:
-        notes.append(f"no_split_module_classes = {sorted(blocks)}")
     text = json.dumps(devices, indent=1) + "\n"
     return Exported({"device_map.json": text}, tuple(notes))
 

@@ -18,6 +18,7 @@ from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
+from pdcompile.passes.codegen.pipeline_file import name_on, used_after
 from pdcompile.passes.codegen.source_text import WIDTH, clean, filled
 from pdcompile.passes.export import Source
 from pdcompile.passes.form.expressions import quote
@@ -55,7 +56,7 @@ def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourSta
         called = tuple(port for port in inputs if port.path is not None)
         own = {port.value for port in interface.train.outputs}
         last = k == len(interfaces) - 1
-        later = _needed_after(interfaces, k)
+        later = used_after(interfaces, k)
         handed_on = tuple(p for p in before if p.value in later and p.value not in own)
         made = tuple(p for p in interface.train.outputs if p.value in later)
         sent = (*(interface.train.outputs if last else made), *handed_on)
@@ -63,12 +64,6 @@ def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourSta
         found.append(NeighbourStage(interface, received, from_call, handed_on, sent))
         before = sent
     return tuple(found)
-
-
-def _needed_after(interfaces: Sequence[StageInterface], k: int) -> set[str]:
-    """Values, none of the call's, that stages after k or the loss read."""
-    ports = [port for later in interfaces[k + 1 :] for port in later.train.inputs]
-    return {p.value for p in (*ports, *interfaces[-1].train.loss_inputs) if p.path is None}
 
 
 def train_file(
@@ -206,14 +201,9 @@ def _tables(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
     if plan.tied:
         yield "TIED = (  # holders of one weight: stage, name"
         for one in plan.tied:
-            held = ((k, _name_on(stages[k], one.fqn)) for k in one.stages)
+            held = ((k, name_on(stages[k].interface, one.fqn)) for k in one.stages)
             yield f"    {tuple(held)},"
         yield ")"
-
-
-def _name_on(stage: NeighbourStage, fqn: str) -> str:
-    aliases = stage.interface.aliases.items()
-    return next((name for name, canonical in aliases if canonical == fqn), fqn)
 
 
 def _loss(stage: NeighbourStage) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +159,7 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
         )
     if not is_path(folder):
         raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
-    if not isinstance(plan, Plan) and _is_within(plan, folder):
+    if not isinstance(plan, Plan) and Path(plan).resolve() == (Path(folder) / PLAN).resolve():
         raise ConfigError(
             f"{Path(folder) / PLAN} is the plan that is given, and would be overwritten by what is "
             "exported, whose cuts lie between modules",
@@ -197,13 +196,6 @@ def _check_plan(plan: Plan, to: str) -> None:
             "plan with a number of microbatches that divides the minibatch, and that the "
             "replicas divide",
         )
-
-
-def _is_within(plan: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
-    """True if a plan is the file of that name in a folder."""
-    with suppress(OSError):  # there is none yet
-        return os.path.samefile(plan, Path(folder) / PLAN)
-    return False
 
 
 def optimizer_call(name: str, lr: float) -> str:
