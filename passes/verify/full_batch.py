@@ -8,7 +8,6 @@ PyTorch, with dropout off, and the cause is named where it is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -168,7 +167,12 @@ class _BatchGradients:
         args, kwargs, target = call.unflatten(call.copied_leaves())
         with preserved_rng(device), preserved_state(model, True):
             model.zero_grad(set_to_none=True)
-            with _statistics(model, frozen), _NoDropout() as mode, torch.enable_grad():
+            for module in model.modules():
+                if isinstance(module, nn.RNNBase):
+                    module.dropout = 0.0
+                elif frozen and isinstance(module, BatchNorm) and module.running_mean is not None:
+                    module.training = False  # takes its running statistics
+            with _NoDropout() as mode, torch.enable_grad():
                 try:
                     output = model(*args, **kwargs)
                     loss = self._loss_fn(output, target) if self._loss_fn else own_loss(output)
@@ -213,25 +217,6 @@ class _NoDropout(TorchFunctionMode):
         elif is_random_function(func) and not name.endswith(("lstm", "gru", "rnn_tanh")):
             self.drawn = self.drawn or name
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _statistics(model: nn.Module, frozen: bool) -> Iterator[None]:
-    """Switches dropout between RNN layers off; `frozen`: batch norm to running statistics."""
-    rnns = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase)]
-    norms = [m for m in model.modules() if frozen and isinstance(m, BatchNorm)]
-    norms = [norm for norm in norms if norm.training and norm.running_mean is not None]
-    try:
-        for rnn, _ in rnns:
-            rnn.dropout = 0.0
-        for norm in norms:
-            norm.training = False
-        yield
-    finally:
-        for rnn, dropout in rnns:
-            rnn.dropout = dropout
-        for norm in norms:
-            norm.training = True
 
 
 def _random(graph: OpGraph) -> list[str]:
