@@ -57,7 +57,6 @@ class Body:
     wishes: Mapping[str, tuple[str, bool]]
     arguments: Sequence[str]
     results: Mapping[str, str] = field(default_factory=dict)
-    path_known: bool = False  # the body belongs to one module only: FQNs may be written
     variables: Variables = field(default_factory=Variables)
     shapes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # for comments
     size_name: str = "b"
@@ -275,7 +274,7 @@ class Body:
         path = op.module_path
         if op.region == "forward" and path == self.call.path:
             return "self"
-        if self.path_known or op.region == "loss":
+        if not self.call.path or op.region == "loss":  # in a class for one module only
             return quote(path)
         return self._module(path)
 

@@ -138,8 +138,8 @@ def write(
     the source the plan, and then digests of the source.  Other files in the folder are left alone.
 
     Raises:
-        SourceError: the target is a symbolic link or a file, or cannot be written; or source there
-            was edited, or written by somebody else.
+        SourceError: the folder cannot be written; or source there was edited, or written by
+            somebody else.
     """
     if not is_path(folder):
         raise SourceError(f"{folder!r} is no path", where="dump", remedy="name a folder")
@@ -150,12 +150,12 @@ def write(
     with errors_as(
         SourceError, "the stages cannot be written", root, "name a folder that you may write to"
     ):
-        _prepare(root)
+        root.mkdir(parents=True, exist_ok=True)
         digests = {name: _digest(contents[name]) for name in contents if name.endswith(".py")}
         _keep_edited(root, digests)
         for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
-            _replace(root, name, contents[name])
-        _replace(root, DIGESTS, jsonio.dumps(digests).encode())
+            write_whole(root / name, contents[name])
+        write_whole(root / DIGESTS, jsonio.dumps(digests).encode())
 
 
 def _keep_edited(root: Path, digests: dict[str, str]) -> None:
@@ -165,8 +165,7 @@ def _keep_edited(root: Path, digests: dict[str, str]) -> None:
     written = jsonio.loads(text, where=str(record), error=SourceError, remedy="remove the file")
     for name, digest in digests.items():
         path = root / name
-        there = path.is_file() and not path.is_symlink()
-        own = _digest(read_limited(path)) if there else digest
+        own = _digest(read_limited(path)) if path.is_file() else digest
         if own != digest and (not isinstance(written, dict) or own != written.get(name)):
             raise SourceError(
                 f"{name} is there already, and was edited since or not written by dump",
@@ -177,27 +176,6 @@ def _keep_edited(root: Path, digests: dict[str, str]) -> None:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _prepare(root: Path) -> None:
-    if root.is_symlink():
-        raise SourceError(
-            "the target is a symbolic link", where=str(root), remedy="name the folder itself"
-        )
-    if root.exists() and not root.is_dir():
-        raise SourceError(
-            "the target is a file", where=str(root), remedy="name a folder, new or existing"
-        )
-    root.mkdir(parents=True, exist_ok=True)
-
-
-def _replace(root: Path, name: str, data: bytes) -> None:
-    target = root / name
-    if target.is_symlink() or (target.exists() and not target.is_file()):
-        raise SourceError(
-            f"{name} exists already and is not a plain file", where=str(target), remedy="remove it"
-        )
-    write_whole(target, data)
 
 
 def _tensors(sources: Sources, model: nn.Module) -> dict[str, bytes]:

@@ -256,7 +256,6 @@ class _Writer:
             wishes=self.modes[k].wishes,
             arguments=arguments,
             results={p.value: p.name for p in returned if p.value not in call.inputs},
-            path_known=not call.path,
             shapes=self.shapes[k],
         )
 

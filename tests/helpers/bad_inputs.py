@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,12 +275,7 @@ FILES: dict[str, Case] = {
     ),
     "sources: a file": ("PLAN", "plan.json", lambda g: prepared(sources=g.folder / "plan.json")),
     "sources: NUL in its name": ("CONFIG", "sources=", with_options(sources="a\0b")),
-    "dump: into a file": ("SOURCE", "is a file", lambda g: g.pipe.dump(g.folder / "plan.json")),
-    "dump: into a link": (
-        "SOURCE",
-        "symbolic link",
-        lambda g: (os.symlink("/tmp", g.folder / "link"), g.pipe.dump(g.folder / "link")),
-    ),
+    "dump: into a file": ("SOURCE", "File exists", lambda g: g.pipe.dump(g.folder / "plan.json")),
     "dump: where nobody may write": ("SOURCE", "/proc/x", lambda g: g.pipe.dump("/proc/x")),
     "dump: NUL in its name": ("SOURCE", r"a\\x00b", lambda g: g.pipe.dump("a\0b")),
     "weights: missing": ("CONFIG", "none.safetensors", with_options(weights="none.safetensors")),
