@@ -157,14 +157,6 @@ def test_a_loss_that_reads_inside_the_model_is_refused():
         staged(capture, cut(capture, [1]))
 
 
-def test_an_op_on_two_stages_or_none_is_refused():
-    capture = both(chain(2))
-    with pytest.raises(PlanError, match="on stage 0 and on stage 1"):
-        plan_of(capture, [["a0"], ["a0", "a1"]])
-    with pytest.raises(PlanError, match=r"'a1'.* is on no stage"):
-        plan_of(capture, [["a0"], []])
-
-
 def test_draws_list_every_call_of_a_random_leaf_on_its_stage():
     drop = {"kind": "module", "target": "torch.nn.Dropout", "module_path": "drop"}
     ops = [op("a", "x", draw=0, **drop), op("c", "a", draw=1, **drop), op("d", "c", draw=2, **drop)]

@@ -1,28 +1,40 @@
-"""torch.distributed.pipelining: the generated stages, and a script that trains them.
+"""torch.distributed.pipelining: the generated stages, and a script that trains them and compares
+them with plain PyTorch.
 
 What it gets wrong (measured on torch 2.13) is handled in the script or refused: tied weights are
-summed over the ranks that hold them; values that skip stages are handed on; shapes are given, so
-that no stage runs on made-up values first (batch norm would count them).
+summed over the ranks that hold them; shapes are given, so that no stage runs on made-up values
+first (batch norm would count them).
+
+Each stage talks to its two neighbours alone.  A value that a later stage reads is handed on by
+every stage between (a skip connection), and its gradient comes back the same way, where autograd
+adds it to that of the stage itself.  What stages read of the call is given to each of them by name.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from pprint import pformat
+from typing import Any
 
-from pdcompile.ir.graph import written_buffers
-from pdcompile.ir.stage_interface import Port
+from pdcompile.eager.autocast import NO_CASTS, on_gpu
+from pdcompile.ir.graph import Op, OpGraph, written_buffers
+from pdcompile.ir.stage_interface import Port, StageInterface
+from pdcompile.passes.codegen.header import model_name
+from pdcompile.passes.codegen.pipeline_file import name_on, used_after
+from pdcompile.passes.codegen.source_text import WIDTH, clean, filled
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.export import Exported, Subject, refused
-from pdcompile.passes.export.train_file import (
-    NeighbourStage,
-    neighbour_stages,
-    random_ops,
-    train_file,
-)
+from pdcompile.passes.export import Exported, Source, Subject, refused
+from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import alternating
 
+TEMPLATE = Path(__file__).with_name("train.py.txt")
+STEPS = 3
+QUIETLY = "; both run without dropout for that"
 _refused = partial(refused, "torch-pipelining")
 #: random ops that the script can keep from drawing, by plain name
 _QUIET = {
@@ -32,14 +44,50 @@ _QUIET = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class NeighbourStage:
+    """One stage in training: what it gets and gives.
+
+    Args:
+        received: from the stage before it, in order; of the first one its inputs from the call.
+        from_call: further inputs from the call, by name.
+        handed_on: of `received`, what later stages need and this one does not make.
+        sent: to the next stage, in order; of the last one all its outputs.
+    """
+
+    interface: StageInterface
+    received: tuple[Port, ...]
+    from_call: tuple[Port, ...]
+    handed_on: tuple[Port, ...]
+    sent: tuple[Port, ...]
+
+
+def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourStage, ...]:
+    """The stages of a plan as a chain."""
+    found: list[NeighbourStage] = []
+    before: tuple[Port, ...] = ()
+    for k, interface in enumerate(interfaces):
+        inputs = interface.train.inputs
+        called = tuple(port for port in inputs if port.path is not None)
+        own = {port.value for port in interface.train.outputs}
+        last = k == len(interfaces) - 1
+        later = used_after(interfaces, k)
+        handed_on = tuple(p for p in before if p.value in later and p.value not in own)
+        made = tuple(p for p in interface.train.outputs if p.value in later)
+        sent = (*(interface.train.outputs if last else made), *handed_on)
+        received, from_call = (called, ()) if k == 0 else (before, called)
+        found.append(NeighbourStage(interface, received, from_call, handed_on, sent))
+        before = sent
+    return tuple(found)
+
+
 def torch_pipelining(subject: Subject) -> Exported:
     """``train.py`` beside the stages.  Raises ConfigError where it would get the model wrong."""
     stages = neighbour_stages(subject.sources.interfaces)
     _check_inputs(stages)
     _check_loss(stages[-1])
     _check_ops(subject, stages)
-    text = train_file(subject.capture, subject.plan, stages, subject.source, subject.optimizer)
-    return Exported({"train.py": text}, tuple(_notes(subject.plan, stages)))
+    return Exported({"train.py": _script(subject, stages)}, tuple(_notes(subject.plan, stages)))
 
 
 def check_script(plan: Plan) -> None:
@@ -97,7 +145,7 @@ def _check_loss(last: NeighbourStage) -> None:
 
 def _check_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> None:
     ops = {op.name: op for op in subject.capture.train.ops}
-    for op in random_ops(subject.capture.train):
+    for op in _random_ops(subject.capture.train):
         if plain_name(op) not in _QUIET:
             raise _refused(
                 f"{op.target} at {op.source} draws random numbers, and a pipeline draws others "
@@ -131,3 +179,149 @@ def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
     alone = plan.num_ranks == len(plan.stages) and plan.training.schedule in alternating()
     if alone and plan.training.warmup not in ((), usual):
         yield "torch has a warm-up of its own: the plan's is deeper, to hide transfers"
+
+
+def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
+    """The text of ``train.py``.  What torch would get wrong was refused before."""
+    plan, source, n = subject.plan, subject.source, len(stages)
+    quiet, training = bool(_random_ops(subject.capture.train)), plan.training
+    recomputes = any(stage.recompute for stage in plan.stages)
+    kept = {
+        "file": source.is_file,
+        "module": not source.is_file,
+        "quiet": quiet,
+        "recomputes": recomputes,
+        "quietly_again": quiet and recomputes,
+        "opaque": any(stage.interface.opaque for stage in stages),
+        "tied": bool(plan.tied),
+        "clips": bool(training.max_grad_norm),
+        "divides": training.loss_reduction == "mean",
+        "own_loss": not stages[-1].interface.train.loss_inputs,
+        "casts": on_gpu(training.autocast),
+    }
+    words = {
+        "model": model_name(subject.capture),
+        "about": _about(source, quiet=quiet),
+        "imports": "\n".join(sorted(f"from stage_{k} import Stage{k}" for k in range(n))),
+        "fill": "fill, " if kept["opaque"] else "",
+        "quoted_place": quote(source.place),
+        "place": source.place,
+        "function": source.function,
+        "classes": ", ".join(f"Stage{k}" for k in range(n)) + "," * (n == 1),
+        "tables": "\n".join(_tables(plan, stages)),
+        "loss": _loss(stages[-1]),
+        "optimizer": subject.optimizer,
+        "again": ", context_fn=quietly" if quiet else "",
+        "quietly": "NoDropout()" if quiet else "contextlib.nullcontext()",
+    }
+    return filled(TEMPLATE, kept, words | _of_plan(plan))
+
+
+def _of_plan(plan: Plan) -> dict[str, Any]:
+    """Words of the template that a plan alone tells."""
+    training, n = plan.training, len(plan.stages)
+    mean = training.loss_reduction == "mean"
+    # Tied weights are summed in another order than eager has; optimizers such as Adam make much of
+    # that where the true gradient is zero.
+    shares = ("1e-2", "0.03", "1.0") if training.autocast else ("1e-5", "1e-3", "0.1")
+    copies = "{(k, name) for holders in TIED for k, name in holders[1:]}"
+    return {
+        "stages": n,
+        "schedule": f"Schedule{training.kind.in_torch}",
+        "ranks": plan.num_ranks,
+        "steps": STEPS,
+        "batch": training.batch_size,
+        "microbatches": training.num_microbatches,
+        "tied_copies": copies if plan.tied else "set()",
+        "limit": repr(training.max_grad_norm),
+        "stages_of_rank": "stages" if n > plan.num_ranks else "stages[0]",
+        "scale": "" if mean else ", scale_grads=False",
+        "mean": "mean" if mean else "sum",
+        "region": _region(training.autocast),
+        "no_casts": NO_CASTS,
+        **dict(zip(("loss_share", "gradient_share", "weight_share"), shares, strict=True)),
+    }
+
+
+def _about(source: Source, *, quiet: bool) -> str:
+    where = clean(str(source), 80)
+    return textwrap.fill(
+        f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
+        "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
+        f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
+        f"beside it, and that {'file' if source.is_file else 'module'} with what it "
+        "imports.  Written by pdcompile, as a place to begin.",
+        WIDTH,
+        break_long_words=False,
+    )
+
+
+def _random_ops(graph: OpGraph) -> list[Op]:
+    """Ops that may draw random numbers."""
+    return [op for op in graph.ops if op.draw is not None]
+
+
+def _region(autocast: str | None) -> str:
+    """The autocast region of the whole model as source."""
+    if autocast is None:
+        return "contextlib.nullcontext()"
+    kind, _, dtype = autocast.rpartition(":")
+    return f"torch.autocast({quote(kind)}, dtype=torch.{dtype})"
+
+
+def _flow(stage: NeighbourStage, *, recompute: bool) -> dict[str, Any]:
+    """Values that a stage gets, reads, makes and gives, by their names in the graph."""
+    inputs = stage.interface.train.inputs
+    return {
+        "receives": [port.value for port in stage.received],
+        "from_call": {port.value: port.path for port in stage.from_call},
+        "reads": [port.value for port in inputs],
+        "writes": [port.value for port in inputs if port.mutated],
+        "makes": [port.value for port in stage.interface.train.outputs],
+        "sends": [port.value for port in stage.sent],
+        "recomputes": recompute,
+    }
+
+
+def _tables(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
+    """Lines of the tables that say what goes where."""
+    yield "FLOW = (  # values that each stage gets, reads, makes and gives, as the graph names them"
+    for stage, planned in zip(stages, plan.stages, strict=True):
+        yield "    {"
+        for name, values in _flow(stage, recompute=planned.recompute).items():
+            shown = textwrap.indent(pformat(values, width=WIDTH - 30, compact=True), " " * 22)
+            yield f'        "{name}": {shown.strip()},'
+        yield "    },"
+    yield ")"
+    yield f"RANKS = {tuple(own[0] for own in plan.ranks)}  # of each stage"
+    inputs, later = stages[0].received, (p for one in stages for p in one.from_call)
+    yield f"INPUTS = {[port.path for port in inputs]}  # of the first stage, in its order"
+    yield f"LATER = {list(dict.fromkeys(port.path for port in later))}  # of later ones, by name"
+    yield "CROSSING = (  # into each stage, out of the last one: shape, dtype, gradient?"
+    for ports in (*(stage.received for stage in stages), stages[-1].sent):
+        yield "    ["
+        for port in ports:
+            sizes = ", ".join(str(size).replace("b", "B") for size in port.shape)
+            shape = f"({sizes}{',' * (len(port.shape) == 1)})"
+            row = f"({shape}, torch.{port.dtype}, {port.requires_grad})"
+            yield f"        {row},  # {clean(port.value, 60)}"
+        yield "    ],"
+    yield ")"
+    if plan.tied:
+        yield "TIED = (  # holders of one weight: stage, name"
+        for one in plan.tied:
+            held = ((k, name_on(stages[k].interface, one.fqn)) for k in one.stages)
+            yield f"    {tuple(held)},"
+        yield ")"
+
+
+def _loss(stage: NeighbourStage) -> str:
+    """The loss of a microbatch, from what the last stage gives."""
+    signature, given = stage.interface.train, [port.value for port in stage.sent]
+    if not signature.loss_inputs:
+        return f"output[{given.index(signature.loss or '')}]  # the model's own"
+    arguments = ", ".join(
+        "target" if port.path is not None else f"output[{given.index(port.value)}]"
+        for port in signature.loss_inputs
+    )
+    return f"parts[{stage.interface.index}].loss({arguments})"

@@ -19,7 +19,7 @@ from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident
 from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, residents
-from pdcompile.passes.costs.workspaces import HOST, Kernels
+from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import NOT_CERTIFIED, Plan, StagePlan, Training
@@ -36,12 +36,18 @@ def plan_of_cut(
     cluster: Cluster,
     *,
     rehearsed: bool = True,
+    known: Plan | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """The plan of ops on stages, without a forecast (the simulator adds it) and a certificate.
 
     Stage s runs on rank s, with `speeds[s]`.  `parameter_bytes` of a stage includes buffers and
-    constants, which never train.  `rehearsed`: False leaves out what only rehearsals tell, bytes of
-    a microbatch on a stage, of which there are none then.
+    constants, which never train.
+
+    Args:
+        rehearsed: False leaves out what only rehearsals tell, bytes of a microbatch on a stage, of
+            which there are none then.
+        known: a plan that has these bytes, if this version found them for the same stages.
 
     Raises:
         PlanError: an op is on an earlier stage than something it reads.
@@ -52,11 +58,18 @@ def plan_of_cut(
     tied = boundaries.tied(graph, stage_of)
     given = given_by(training, graph, stage_of, len(speeds))
     kernels = Kernels.of_all(one.kind for one in cluster.devices)
-    held, resident = list[Rehearsal](), [Resident(0, 0)] * len(speeds)
+    held: list[Rehearsal] = []
+    resident: Sequence[Resident | StagePlan] = [Resident(0, 0)] * len(speeds)
     if rehearsed:
-        placed = _placed(given, stage_of, last)
-        held = _rehearsals(given, placed, last, b, training, kernels)
-        resident = residents(given, placed, b, held)
+        placed = [stage_of.get(op.name, last) for op in given.ops]  # of what was not planned, last
+        held = rehearsals_of(
+            given, placed, len(speeds), b, keeps_outputs=training.keeps_outputs,
+            backwards=training.kind.backwards, kernels=kernels,
+        )  # fmt: skip
+        if known is not None and known.rehearsed == _digest(held, known.stages):
+            resident = known.stages
+        else:
+            resident = residents(given, placed, b, held, progress)
     ops: list[list[Op]] = [[] for _ in speeds]
     for op in graph.ops:
         ops[stage_of[op.name]].append(op)
@@ -91,26 +104,6 @@ def plan_of_cut(
         model=graph.model,
         rehearsed=_digest(held, stages) if rehearsed else "",
     )
-
-
-def _placed(graph: OpGraph, stage_of: Mapping[str, int], last: int) -> list[int]:
-    """The stage of each op; those that were not planned are on the last one."""
-    return [stage_of.get(op.name, last) for op in graph.ops]
-
-
-def _rehearsals(
-    graph: OpGraph,
-    stage_of: Sequence[int],
-    last: int,
-    b: int,
-    training: Training,
-    kernels: Kernels,
-) -> list[Rehearsal]:
-    """The stages, to be rehearsed."""
-    return rehearsals_of(
-        graph, stage_of, last + 1, b, keeps_outputs=training.keeps_outputs,
-        backwards=training.kind.backwards, kernels=kernels,
-    )  # fmt: skip
 
 
 #: bytes of one microbatch on a stage that only its rehearsal tells, by their names in plans
@@ -184,7 +177,7 @@ def _stage(
     index: int,
     ops: list[Op],
     speed: float,
-    resident: Resident,
+    resident: Resident | StagePlan,
     copies: set[str],
     training: Training,
     b: int,
@@ -213,19 +206,13 @@ def _stage(
         backward_seconds=sum(cost.backward_seconds for cost in costs) / speed,
         parameter_bytes=sum(info.bytes for info in tensors),
         trainable_bytes=sum(info.bytes for info in trainable.values()),
-        largest_gradient_bytes=_largest_gradient(graph, ops),
+        largest_gradient_bytes=max((one.bytes for one in tensors if one.requires_grad), default=0),
         step_bytes=training.step_bytes(owned),
         update_seconds=training.update_seconds(sum(owned), versions=versions) / speed,
         input_bytes=input_bytes,
         output_bytes=output_bytes,
     )
     return replace(found, **{name: getattr(resident, name) for name in _HELD})
-
-
-def _largest_gradient(graph: OpGraph, ops: Sequence[Op]) -> int:
-    """Bytes of the largest parameter of some ops that is trained."""
-    tensors = [graph.tensors[fqn] for op in ops for fqn in op.used_tensors]
-    return max((info.bytes for info in tensors if info.requires_grad), default=0)
 
 
 def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int) -> tuple[int, int]:
@@ -241,14 +228,6 @@ def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int)
     )
 
 
-def _kernels(plan: Plan) -> Kernels:
-    """Those of the devices of a plan; a plan without a cluster is for CPUs."""
-    if not plan.cluster.strip():
-        return HOST
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    return Kernels.of_all(one.kind for one in cluster.devices)
-
-
 _OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes",
               "split_workspace_bytes", "split_freed_bytes", "largest_gradient_bytes")  # fmt: skip
 
@@ -259,26 +238,14 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     Stages are rehearsed for that, unless the plan has what this version found when it made it.  A
     note tells where it said less.  Sums over parameters are compared by `check_plan` instead.
     """
-    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
-    b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
-    given = given_by(plan.training, graph, stage_of, last + 1)
-    placed = _placed(given, stage_of, last)
-    held = _rehearsals(given, placed, last, b, plan.training, _kernels(plan))
-    known = plan.rehearsed == _digest(held, plan.stages)
-    resident = [None] * len(held) if known else residents(given, placed, b, held, progress)
-    by_name = {op.name: op for op in graph.ops}
-    stages, notes = [], list(plan.notes)
-    for stage, one in zip(plan.stages, resident, strict=True):
-        ops = [by_name[name] for name in stage.ops]
-        read, made = _caller_bytes(given, ops, plan.training, b if stage.index == last else 0)
-        own = replace(
-            stage,
-            input_bytes=read,
-            output_bytes=made,
-            largest_gradient_bytes=_largest_gradient(graph, ops),
-        )
-        if one is not None:
-            own = replace(own, **{name: getattr(one, name) for name in _HELD})
+    last, planned = len(plan.stages) - 1, {n: one.index for one in plan.stages for n in one.ops}
+    stage_of = {op.name: planned.get(op.name, last) for op in graph.ops}
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    made = plan_of_cut(
+        graph, stage_of, [1.0] * (last + 1), plan.training, cluster, known=plan, progress=progress
+    )
+    notes = list(plan.notes)
+    for stage, own in zip(plan.stages, made.stages, strict=True):
         for name in _OWN_BYTES:
             said, found = getattr(stage, name), getattr(own, name)
             if said < found:
@@ -286,5 +253,8 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
                     f"stages[{stage.index}].{name} of the given plan is {format_bytes(said)}, its "
                     f"ops make it {format_bytes(found)}: that is what memory is forecast with"
                 )
-        stages.append(own)
+    stages = (
+        replace(stage, **{name: getattr(own, name) for name in {*_HELD, *_OWN_BYTES}})
+        for stage, own in zip(plan.stages, made.stages, strict=True)
+    )
     return replace(plan, stages=tuple(stages), notes=tuple(notes))

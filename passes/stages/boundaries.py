@@ -24,31 +24,13 @@ from pdcompile.releases.torch_internals import CONSTRUCTORS
 
 
 def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of every op of the train graph; ops of the loss belong to the last stage, and
-    those that only outputs need.
-
-    Raises PlanError when an op of the model has no stage or two.
-    """
+    """The stage of every op of the train graph, for a plan of it (see `check_plan`); ops of the
+    loss belong to the last stage, and those that only outputs need."""
     last = len(plan.stages) - 1
-    placed: dict[str, int] = {}
-    for stage in plan.stages:
-        for name in stage.ops:
-            if placed.setdefault(name, stage.index) != stage.index:
-                raise PlanError(
-                    f"op {name!r} is on stage {placed[name]} and on stage {stage.index}",
-                    where=f"plan: stages[{stage.index}].ops",
-                    remedy="leave it in one of the two",
-                )
-    for op in graph.ops:
-        if op.region == "loss" or op.aside:
-            placed[op.name] = last
-        elif op.name not in placed:
-            raise PlanError(
-                f"op {op.name!r} ({op.source}) is on no stage",
-                where="plan: stages",
-                remedy="add it to the ops of one stage, or plan again for this model",
-            )
-    return {op.name: placed[op.name] for op in graph.ops}
+    placed = {name: stage.index for stage in plan.stages for name in stage.ops}
+    return {
+        op.name: last if op.region == "loss" or op.aside else placed[op.name] for op in graph.ops
+    }
 
 
 def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:

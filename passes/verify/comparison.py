@@ -38,7 +38,6 @@ from pdcompile.passes.verify.verification import (
     Difference,
     Verification,
     counted,
-    differences,
     mode_of,
 )
 from pdcompile.plan import Plan
@@ -136,22 +135,34 @@ class Comparison:
         self, chain: Chain, step: Step, expected: StepValues, got: StepValues
     ) -> list[Difference]:
         """The differences of a step."""
-        graph = chain.graph
-        home = {
-            fqn: interface.index
-            for interface in reversed(self.sources.interfaces)
-            for fqn in (*interface.parameters, *interface.buffers)
-        }
-        last = len(self.sources.interfaces) - 1
-        unlike_at = partial(differences, graph, expected, got, home, last, step=step.minibatch)
-        found = unlike_at(exact=self.exact)
-        if found and GENERAL_PATH in graph.notes and not unlike_at(exact=False):
+        found = self._unlike(step, expected, got, exact=self.exact)
+        general = GENERAL_PATH in step.graph.notes
+        if found and general and not self._unlike(step, expected, got, exact=False):
             self.rounded = True
             found = []
         if not found and self.rounded and self.sources.edited:
-            unedited = self._unedited(chain, step)
-            return differences(graph, unedited, got, home, last, step=step.minibatch, exact=True)
+            return self._unlike(step, self._unedited(chain, step), got, exact=True)
         return found
+
+    def _unlike(
+        self, step: Step, expected: StepValues, got: StepValues, *, exact: bool
+    ) -> list[Difference]:
+        """Outputs, the loss, gradients and buffers that differ, each with its first stage."""
+        graph, interfaces = step.graph, self.sources.interfaces
+        home = {
+            fqn: one.index
+            for one in reversed(interfaces)
+            for fqn in (*one.parameters, *one.buffers)
+        }
+        return [
+            Difference(
+                mode_of(graph), kind,
+                graph.loss or name if kind == "loss" else name,
+                len(interfaces) - 1 if kind in ("output", "loss") else home.get(name, 0), largest,
+                step.minibatch,
+            )
+            for kind, name, largest in differing(expected, got, exact=exact, held=home)
+        ]  # fmt: skip
 
     def _places(self, step: Step, first: Difference, got: StepValues) -> list[str]:
         """Ops that the sources do not compute in the mode of a step; else the op of the capture,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.trace.comparison.step_values import StepValues, differing
+from pdcompile.passes.trace.comparison.step_values import StepValues
 
 ROUNDED = "1 in 100000; of bfloat16 1.6 %, of float16 1 in 1000"
 SHOWN = 10  # differences, of the many that one wrong op makes
@@ -127,32 +126,6 @@ class Verification:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
-
-
-def differences(
-    graph: OpGraph,
-    expected: StepValues,
-    got: StepValues,
-    home: Mapping[str, int],
-    last: int,
-    *,
-    exact: bool,
-    step: int = 0,
-) -> list[Difference]:
-    """All tensors that differ: outputs, the loss, gradients, buffers.
-
-    Args:
-        home: the first stage that holds a parameter or buffer, by FQN.
-        last: the last stage, which has the outputs.
-    """
-    return [
-        Difference(
-            mode_of(graph), kind,
-            graph.loss or name if kind == "loss" else name,
-            last if kind in ("output", "loss") else home.get(name, 0), largest, step,
-        )
-        for kind, name, largest in differing(expected, got, exact=exact, held=home)
-    ]  # fmt: skip
 
 
 def counted(values: StepValues, graph: OpGraph, step: int, samples: int) -> Compared:
