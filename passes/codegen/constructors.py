@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -148,26 +149,18 @@ def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
     return done
 
 
-def _runs(numbers: Sequence[int], items: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Equal expressions with consecutive numbers: (expression, first number, how many)."""
-    found: list[tuple[str, int, int]] = []
-    for number, item in zip(numbers, items, strict=True):
-        if found and found[-1][0] == item and number == sum(found[-1][1:]):
-            found[-1] = (item, found[-1][1], found[-1][2] + 1)
-        else:
-            found.append((item, number, 1))
-    return found
-
-
 def _elements(numbers: Sequence[int], items: Sequence[str], *, in_list: bool) -> str:
     """A list or dict of numbered items, equal ones in a row as a comprehension, which stands
     without brackets where it is all."""
-    runs = _runs(numbers, items)
+    rows = enumerate(zip(numbers, items, strict=True))
+    grouped = groupby(rows, key=lambda row: (row[1][1], row[1][0] - row[0]))
+    runs = [[row for _, row in run] for _, run in grouped]  # equal ones with consecutive numbers
     few = 2 if len(runs) > 1 else 1  # equal items in a row that are written out
     if len(runs) == 1 and len(items) > few and in_list:
         return f"{items[0]} for _ in range({len(items)})"
     parts = []
-    for item, start, count in runs:
+    for run in runs:
+        (start, item), count = run[0], len(run)
         if count > few and in_list:
             parts.append(f"*({item} for _ in range({count}))")
         elif count > few:

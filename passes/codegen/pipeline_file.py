@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
-from pdcompile.ir.graph import Capture, GraphInput, OpGraph
+from pdcompile.ir.graph import Capture, GraphInput, OpGraph, Size
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.source_text import Line, filled, fold, render, shape_text
@@ -71,10 +71,7 @@ def _made_up(graph: OpGraph, item: GraphInput) -> str:
     """An expression for a random tensor like the given input; for the example's integers where
     the model would not run on all others."""
     value = graph.values[item.name]
-    sizes = [
-        str(size) if isinstance(size, int) else str(size).replace("b", "B") for size in value.shape
-    ]
-    shape = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+    shape = sizes(value.shape)
     integers = graph.origin.integers if graph.origin is not None else {}
     if item.path in integers:
         return f"torch.tensor({integers[item.path]}, dtype=torch.{value.dtype})"
@@ -85,6 +82,12 @@ def _made_up(graph: OpGraph, item: GraphInput) -> str:
         return made if value.dtype == "float32" else f"{made}.to(torch.{value.dtype})"
     dtype = "" if value.dtype == "int64" else f", dtype=torch.{value.dtype}"
     return f"torch.randint({upper_bound(graph, item.name)}, {shape}{dtype})"
+
+
+def sizes(shape: Sequence[Size]) -> str:
+    """A shape as source, in which B is the number of samples."""
+    text = ", ".join(str(size).replace("b", "B") for size in shape)
+    return f"({text}{',' * (len(shape) == 1)})"
 
 
 def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:

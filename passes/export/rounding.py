@@ -129,20 +129,15 @@ def _solved(
 
 
 def _costed(graph: OpGraph, problem: PartitionProblem) -> OpGraph:
-    """The graph with the seconds of the problem: those of an item are its first op's that
-    computes."""
-    idle = views(graph)
-    costs: dict[str, OpCost] = {}
-    for item in problem.items:
-        busy = next((name for name in item.ops if name not in idle), "")
-        name = busy or next(iter(item.ops), "")
-        costs[name] = OpCost(
-            forward_seconds=item.forward_seconds,
-            backward_seconds=item.backward_seconds,
-            saved_bytes=item.saved_bytes,
-            workspace_bytes=item.workspace_bytes,
-            microbatch_size=graph.batch_size,
-        )
+    """The graph with the seconds of the problem: those of an item are its first op's, as all of
+    them are on one stage."""
     none = OpCost(microbatch_size=graph.batch_size)
+    costs = {
+        item.ops[0]: replace(
+            none, forward_seconds=item.forward_seconds, backward_seconds=item.backward_seconds
+        )
+        for item in problem.items
+        if item.ops
+    }
     ops = tuple(replace(op, cost=costs.get(op.name, none)) for op in graph.ops)
     return replace(graph, ops=ops)

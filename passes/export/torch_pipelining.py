@@ -24,7 +24,7 @@ from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Op, OpGraph, written_buffers
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
-from pdcompile.passes.codegen.pipeline_file import name_on, used_after
+from pdcompile.passes.codegen.pipeline_file import name_on, sizes, used_after
 from pdcompile.passes.codegen.source_text import WIDTH, clean, filled
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.export import Exported, Source, Subject, refused
@@ -301,9 +301,7 @@ def _tables(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
     for ports in (*(stage.received for stage in stages), stages[-1].sent):
         yield "    ["
         for port in ports:
-            sizes = ", ".join(str(size).replace("b", "B") for size in port.shape)
-            shape = f"({sizes}{',' * (len(port.shape) == 1)})"
-            row = f"({shape}, torch.{port.dtype}, {port.requires_grad})"
+            row = f"({sizes(port.shape)}, torch.{port.dtype}, {port.requires_grad})"
             yield f"        {row},  # {clean(port.value, 60)}"
         yield "    ],"
     yield ")"

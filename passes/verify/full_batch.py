@@ -113,29 +113,27 @@ class _BatchGradients:
 
         `frozen`: batch norm uses its running statistics.
         """
-        full, parts, names = self._gradients(frozen)
-        error = (self._weights[self._reduction] @ parts - full).abs()
-        if float(error.max()) <= self._tolerance:
+        error, name = self._error(self._reduction, frozen)
+        if error <= self._tolerance:
             return None
-        place = int(error.argmax())
-        return f"up to {float(error.max()):.2g} of a gradient's size, in {names[place]!r}"
+        return f"up to {error:.2g} of a gradient's size, in {name!r}"
 
     def cause(self, *, frozen: bool) -> str:
         """A hint at weights of the microbatches that agree with the full batch; "" for none."""
-        full, parts, _ = self._gradients(frozen)
+        shown = self._reduction if isinstance(self._reduction, str) else "your callable"
         for kind, word in (("sum", "a sum over samples"), ("mean", "a mean over samples")):
-            error = (self._weights[kind] @ parts - full).abs()
-            if kind != self._reduction and float(error.max()) <= self._tolerance:
+            if kind != self._reduction and self._error(kind, frozen)[0] <= self._tolerance:
                 return (
                     f"your loss looks like {word}: loss_reduction={kind!r} would agree with eager "
-                    f"on the full batch, {self._shown} does not"
+                    f"on the full batch, loss_reduction={shown!r} does not"
                 )
         return ""
 
-    @property
-    def _shown(self) -> str:
-        kind = self._reduction if isinstance(self._reduction, str) else "your callable"
-        return f"loss_reduction={kind!r}"
+    def _error(self, kind: Reduction, frozen: bool) -> tuple[float, str]:
+        """The largest difference of the weighted sum from the full batch, and its parameter."""
+        full, parts, names = self._gradients(frozen)
+        error = (self._weights[kind] @ parts - full).abs()
+        return float(error.max()), names[int(error.argmax())]
 
     def _gradients(self, frozen: bool) -> tuple[Tensor, Tensor, list[str]]:
         """Gradients of the full batch (k), of each microbatch (m, k); the parameter of each place.
