@@ -49,6 +49,7 @@ class CodeLayout:
     train: BlockCall
     eval: BlockCall
     root: Node
+    classes: Mapping[str, tuple[str, str]]  # module path -> the model's class and its source
     blocks: list[Block] = field(default_factory=list)  # inner ones first
     block_of: dict[str, int] = field(default_factory=dict)  # module path -> index
     partial: frozenset[str] = frozenset()  # modules of which other stages run a part
@@ -78,10 +79,10 @@ def divide(
         wanted: values that the stage returns, in training and in evaluation.
         names: every tensor name on the stage, mapped to its canonical FQN.
     """
-    classes_of = {**capture.eval.classes, **capture.train.classes}
-    root = skeleton(names, all_tensors(capture), [*ops[0], *ops[1]], classes_of)
+    classes = {**capture.eval.classes, **capture.train.classes}
+    root = skeleton(names, all_tensors(capture), [*ops[0], *ops[1]], classes)
     train, evaluation = ([op for op in each if op.region == "forward"] for each in ops)
-    candidates, partial = _candidates(capture, train, evaluation)
+    candidates, partial = _candidates(capture, train, evaluation, classes)
     reach: dict[str, list[str]] = defaultdict(list)
     for name, fqn in names.items():
         reach[fqn].append(name)
@@ -96,16 +97,19 @@ def divide(
             trees.call("", each, keep)
             for each, keep in zip((train, evaluation), wanted, strict=True)
         )
-        layout = CodeLayout(calls[0], calls[1], root, partial=partial)
-        classes = Classes(capture, names, layout, apart)
-        flat = classes.assign()
+        layout = CodeLayout(calls[0], calls[1], root, classes, partial=partial)
+        interned = Classes(capture, names, layout, apart)
+        flat = interned.assign()
         candidates -= flat
-        if not flat and classes.finish():
+        if not flat and interned.finish():
             return layout
 
 
 def _candidates(
-    capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op]
+    capture: Capture,
+    train_ops: Sequence[Op],
+    eval_ops: Sequence[Op],
+    classes: Mapping[str, tuple[str, str]],
 ) -> tuple[set[str], frozenset[str]]:
     """Modules that lie wholly on this stage, in both modes, and do more than hold others.
 
@@ -120,7 +124,6 @@ def _candidates(
         for op in ops:
             for path in ancestors(scope_of(op)):
                 missing[path] -= 1
-    classes = {**capture.eval.classes, **capture.train.classes}
     # What takes a leaf's result apart stands in the leaf's scope without being a part of it.
     leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
     here = {path for op in (*train_ops, *eval_ops) for path in ancestors(scope_of(op))}
@@ -250,13 +253,10 @@ class Classes:
             block, node=node, train=train, eval=evaluation, arguments=own.names, shapes=shapes
         )
 
-    def _class_name(self, path: str) -> str:
-        classes = self.capture.train.classes
-        return classes.get(path, self.capture.eval.classes.get(path, ("", "")))[0]
-
     def _body_key(self, call: BlockCall, graph: OpGraph, reader: Facts) -> Hashable:
         number: dict[str, int] = {name: i for i, name in enumerate(call.inputs)}
-        key: list[Hashable] = [self._class_name(call.path), len(call.inputs)]
+        class_name, _ = self.layout.classes.get(call.path, ("", ""))
+        key: list[Hashable] = [class_name, len(call.inputs)]
         key.extend(_facts(graph, name) for name in call.inputs)
         for item in call.items:
             refs = tuple(number[name] for name in item.inputs)

@@ -300,7 +300,7 @@ def _section(context: FileContext, base: str, item: Op | BlockCall) -> str:
     scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
     while scope and below(scope, base) and scope != base:
         node = context.layout.root.find(scope)
-        name = context.classes.get(scope, ("", ""))[0]
+        name = context.layout.classes.get(scope, ("", ""))[0]
         if not is_container(name) and (node is None or node.leaf is None):
             return scope
         scope = scope.rpartition(".")[0]
@@ -310,7 +310,7 @@ def _section(context: FileContext, base: str, item: Op | BlockCall) -> str:
 def _heading(context: FileContext, base: str, scope: str) -> list[Line]:
     if not scope:
         return [Line()]
-    name, source = context.classes.get(scope, ("", ""))
+    name, source = context.layout.classes.get(scope, ("", ""))
     about = [clean(name.rpartition(".")[2], 40)] if name else []
     if source:
         about.append(context.locations.short(source))

@@ -29,7 +29,6 @@ class FileContext:
 
     layout: CodeLayout
     names: Mapping[str, str]  # tensor name on the stage -> canonical FQN
-    classes: Mapping[str, tuple[str, str]]  # module path -> the model's class and its source
     class_names: list[str] = field(default_factory=list)
     imports: Imports = field(default_factory=Imports)
     locations: Locations = field(default_factory=Locations)

@@ -81,10 +81,9 @@ def layout_of(on_stages: Staged, k: int) -> tuple[CodeLayout, dict[str, str] | N
 
 def stage_file(on_stages: Staged, k: int) -> str:
     """The text of ``stage_k.py``.  Raises SourceError for what cannot be written as source."""
-    capture, interface = on_stages.capture, on_stages.interfaces[k]
+    interface = on_stages.interfaces[k]
     layout, twin = layout_of(on_stages, k)
-    classes = {**capture.eval.classes, **capture.train.classes}
-    context = FileContext(layout, on_stages.names[k], classes)
+    context = FileContext(layout, on_stages.names[k])
     text = _Writer(interface, (on_stages.train, on_stages.eval), context, twin).write()
     draws = f"{DRAW}\n\n" if "draw(" in text else ""
     opaque = f"{OPAQUE}\n\n" if context.imports.opaque else ""
@@ -123,7 +122,7 @@ class _Writer:
         for mode in (self.interface.train, self.interface.eval):
             taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
         for block in self.context.layout.blocks:
-            full = self.context.classes.get(block.path, ("", ""))[0]
+            full = self.context.layout.classes.get(block.path, ("", ""))[0]
             wish = identifier(full.rpartition(".")[2], "Block") if full else "Block"
             name, count = wish, 1
             while name in taken or unique(name, ()) != name:
@@ -136,7 +135,7 @@ class _Writer:
 
     def _block(self, block: Block) -> list[Line]:
         context = self.context
-        source = context.classes.get(block.path, ("", ""))[1]
+        source = context.layout.classes.get(block.path, ("", ""))[1]
         comment = context.locations.short(source) if source else ""
         lines = class_lines(
             context.class_names[block.index], comment, gathered(context.layout.members(block))
