@@ -22,7 +22,7 @@ from pdcompile.plan import Plan
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
 from pdcompile.report import chrome
 from pdcompile.report.labels import time_ticks
-from pdcompile.report.page import PageData, html, page_data
+from pdcompile.report.page import html, page_data
 from pdcompile.report.page.measured_run import Run, compared, run_of
 from pdcompile.report.page.model_map import MOST_NODES, MOST_ROWS, model_map
 from pdcompile.report.page.panels import MOST_POINTS, lanes, thinned
@@ -65,7 +65,7 @@ def with_problem(num_items: int = 6, name: str = "blocks.{}.up", stages: int = 2
     )  # fmt: skip
 
 
-def data_of(made: Plan, run: Run | None = None, steps: int = 1) -> PageData:
+def data_of(made: Plan, run: Run | None = None, steps: int = 1) -> dict[str, Any]:
     steady, drawn = simulate(made), simulate_drained(made, steps)
     return page_data(made, steady, drawn, run, title="plan.json", date="25 November 2026")
 
@@ -119,30 +119,34 @@ def test_texts_of_a_plan_are_never_markup(place: str) -> None:
 def test_the_numbers_are_those_of_the_plan() -> None:
     made = replace(with_problem(), costs="estimated costs")
     data = data_of(made)
-    tiles = {tile.label: tile for tile in data.tiles}
-    assert data.title == "GPT on 2 ranks"
-    assert "25 November 2026" in data.subtitle
-    assert "2 × cpu of 4.00 MB" in data.subtitle
-    assert tiles["step time"].value == "45.0 ms"  # 3 ms + 6 ms a microbatch, and one more of them
-    assert tiles["step time"].note == "forecast from estimated costs"
-    assert tiles["idle"].value == "20.0 %"
-    assert tiles["gap"].value == "0 %"
-    assert "of 4.00 MB on rank" in tiles["peak memory"].note
-    assert data.limits[0].startswith("Computing of stage")
-    assert data.limits[1].startswith("Stages are balanced")
-    assert data.proof == "Proved: among all plans of this kind, with these costs, none is faster."
-    assert data.binding.stages is not None
-    assert len(data.binding.stages.rows) == 2
+    tiles = {tile["label"]: tile for tile in data["tiles"]}
+    assert data["title"] == "GPT on 2 ranks"
+    assert "25 November 2026" in data["subtitle"]
+    assert "2 × cpu of 4.00 MB" in data["subtitle"]
+    assert (
+        tiles["step time"]["value"] == "45.0 ms"
+    )  # 3 ms + 6 ms a microbatch, and one more of them
+    assert tiles["step time"]["note"] == "forecast from estimated costs"
+    assert tiles["idle"]["value"] == "20.0 %"
+    assert tiles["gap"]["value"] == "0 %"
+    assert "of 4.00 MB on rank" in tiles["peak memory"]["note"]
+    assert data["limits"][0].startswith("Computing of stage")
+    assert data["limits"][1].startswith("Stages are balanced")
+    assert (
+        data["proof"] == "Proved: among all plans of this kind, with these costs, none is faster."
+    )
+    assert data["binding"]["stages"] is not None
+    assert len(data["binding"]["stages"]["rows"]) == 2
 
 
 def test_a_plan_over_its_limit_says_so() -> None:
     made = with_problem()
     made = replace(made, stages=tuple(replace(s, parameter_bytes=5_000_000) for s in made.stages))
     data = data_of(replace(made, problem=None))
-    assert any("more than its limit of 4.00 MB" in sentence for sentence in data.limits)
-    assert [tile.tone for tile in data.tiles if tile.label == "peak memory"] == ["bad"]
-    assert all(lane.over for lane in data.memory.lanes)
-    assert "does not hold the problem" in data.binding.sentence
+    assert any("more than its limit of 4.00 MB" in sentence for sentence in data["limits"])
+    assert [tile["tone"] for tile in data["tiles"] if tile["label"] == "peak memory"] == ["bad"]
+    assert all(lane["over"] for lane in data["memory"]["lanes"])
+    assert "does not hold the problem" in data["binding"]["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +159,9 @@ def test_a_plan_over_its_limit_says_so() -> None:
 def test_the_proof_in_one_sentence(change: Mapping[str, Any], said: str) -> None:
     made = with_problem()
     data = data_of(replace(made, problem=None, certificate=replace(made.certificate, **change)))
-    assert said in data.proof
+    assert said in data["proof"]
     for part in ("certificate: ", "lower bound", "gap", "among all plans"):
-        assert part in data.certificate
+        assert part in data["certificate"]
 
 
 @settings(max_examples=12, deadline=None)
@@ -179,10 +183,10 @@ def test_any_plan_has_a_page(made: Plan) -> None:
 def test_the_page_opens_with_one_full_minibatch() -> None:
     events = simulate_drained(make_plan("2bw", 3, 4), 3).timeline
     found = lanes(events)
-    assert sum(len(lane.bars) for lane in found.lanes) == len(bars(events))
-    assert [number for number, _, _ in found.minibatches] == [0, 1, 2]
-    assert found.shown == 1
-    assert found.numbered == "microbatch"
+    assert sum(len(lane["bars"]) for lane in found["lanes"]) == len(bars(events))
+    assert [number for number, _, _ in found["minibatches"]] == [0, 1, 2]
+    assert found["shown"] == 1
+    assert found["numbered"] == "microbatch"
 
 
 # -- the graph ---------------------------------------------------------------------------------
@@ -191,24 +195,24 @@ def test_the_page_opens_with_one_full_minibatch() -> None:
 def test_small_models_are_drawn_item_by_item() -> None:
     found = model_map(with_problem())
     assert found is not None
-    assert [node.name for node in found.nodes] == [f"blocks.{i}.up" for i in range(6)]
-    (cut,) = [edge for edge in found.edges if edge.label]
-    assert (found.nodes[cut.source].name, found.nodes[cut.target].name) == (
+    assert [node["name"] for node in found["nodes"]] == [f"blocks.{i}.up" for i in range(6)]
+    (cut,) = [edge for edge in found["edges"] if edge["label"]]
+    assert (found["nodes"][cut["source"]]["name"], found["nodes"][cut["target"]]["name"]) == (
         "blocks.2.up", "blocks.3.up",
     )  # fmt: skip
-    assert cut.label == "4.00 kB"
-    assert "v2 2.00 kB and its gradient 2.00 kB" in cut.detail
+    assert cut["label"] == "4.00 kB"
+    assert "v2 2.00 kB and its gradient 2.00 kB" in cut["detail"]
 
 
 @pytest.mark.parametrize(("name", "first"), [("layers.{}", "layers.0–199"), ("part_{}", "stage 0")])
 def test_large_models_are_drawn_together(name: str, first: str) -> None:
     found = model_map(with_problem(400, name))
     assert found is not None
-    assert found.nodes[0].name == first
-    assert len(found.nodes) <= MOST_NODES
-    assert max(node.row for node in found.nodes) < MOST_ROWS
-    assert "400 items" in found.note
-    assert len([edge for edge in found.edges if edge.label]) == 1
+    assert found["nodes"][0]["name"] == first
+    assert len(found["nodes"]) <= MOST_NODES
+    assert max(node["row"] for node in found["nodes"]) < MOST_ROWS
+    assert "400 items" in found["note"]
+    assert len([edge for edge in found["edges"] if edge["label"]]) == 1
 
 
 def test_a_plan_without_a_problem_has_no_graph() -> None:
@@ -222,20 +226,20 @@ def test_a_plan_without_a_problem_has_no_graph() -> None:
 def test_thinned_curves_keep_their_peak() -> None:
     made = with_problem()
     data = data_of(made)
-    for lane in data.memory.lanes:
-        assert len(lane.points) <= MOST_POINTS
-        assert max(sum(point[1:]) for point in lane.points) == sum(lane.peak_bytes)
+    for lane in data["memory"]["lanes"]:
+        assert len(lane["points"]) <= MOST_POINTS
+        assert max(sum(point[1:]) for point in lane["points"]) == sum(lane["peak_bytes"])
     assert thinned([]) == ()
 
 
 def test_of_many_ranks_the_fullest_have_curves() -> None:
     made = make_plan("1f1b", 10, 2, saved_bytes=1000)
     data = data_of(replace(made, cluster=Cluster.local(10).to_toml()))
-    ranks = data.memory.lanes
-    fullest = sorted(ranks, key=lambda lane: sum(lane.peak_bytes), reverse=True)[:8]
-    drawn = [lane.rank for lane in ranks if lane.points]
-    assert drawn == sorted(lane.rank for lane in fullest)
-    assert "2 others are left out" in data.memory.note
+    ranks = data["memory"]["lanes"]
+    fullest = sorted(ranks, key=lambda lane: sum(lane["peak_bytes"]), reverse=True)[:8]
+    drawn = [lane["rank"] for lane in ranks if lane["points"]]
+    assert drawn == sorted(lane["rank"] for lane in fullest)
+    assert "2 others are left out" in data["memory"]["note"]
 
 
 # -- runs --------------------------------------------------------------------------------------
@@ -269,13 +273,13 @@ def test_a_run_beside_its_forecast(tmp_path: Path) -> None:
     run = run_of(written(measured(made), tmp_path), made)
     data = data_of(made, run)
     assert run.step_seconds == pytest.approx(90e-3)
-    assert data.measured is not None
-    rows = {row[0]: row[1:] for row in data.measured.rows}
+    assert data["measured"] is not None
+    rows = {row[0]: row[1:] for row in data["measured"]["rows"]}
     assert rows["a step"] == ("45.0 ms", "90.0 ms", "2.00")
     assert rows["stage 1, backward"] == ("6.00 ms", "12.0 ms", "2.00")
     assert rows["idle"][:2] == ("20.0 %", "20.0 %")
-    assert [lane.measured for lane in data.timeline.lanes] == [False, True, False, True]
-    assert data.timeline.minibatches == ((0, 0.0, pytest.approx(90e-3)),)
+    assert [lane["measured"] for lane in data["timeline"]["lanes"]] == [False, True, False, True]
+    assert data["timeline"]["minibatches"] == [(0, 0.0, pytest.approx(90e-3))]
 
 
 def test_one_process_is_compared_stage_by_stage(tmp_path: Path) -> None:
@@ -283,9 +287,9 @@ def test_one_process_is_compared_stage_by_stage(tmp_path: Path) -> None:
     run = run_of(written(measured(made, apart=False), tmp_path), made)
     assert run.step_seconds is None
     data = data_of(made, run)
-    assert not any(lane.measured for lane in data.timeline.lanes)
-    assert data.measured is not None
-    assert "in turn" in data.measured.note
+    assert not any(lane["measured"] for lane in data["timeline"]["lanes"])
+    assert data["measured"] is not None
+    assert "in turn" in data["measured"]["note"]
     known = replace(made, forecast=simulate(made).forecast)
     assert next(compared(known, run))[0] == "stage 0, forward"
 

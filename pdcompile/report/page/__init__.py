@@ -12,17 +12,16 @@ from base64 import b64encode
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from typing import Any
 
-from pdcompile.jsonio import encode
 from pdcompile.report.page.compose import page_data
-from pdcompile.report.page.page_data import PageData
 
-__all__ = ["PageData", "html", "page_data"]
+__all__ = ["html", "page_data"]
 
 SCRIPTS = ("parts.js", "timeline.js", "charts.js", "page.js")
 
 
-def html(data: PageData) -> str:
+def html(data: dict[str, Any]) -> str:
     """The whole document."""
     style = _colours(data) + _asset("page.css")
     script = '"use strict";\n' + "\n".join(map(_asset, SCRIPTS))
@@ -30,27 +29,30 @@ def html(data: PageData) -> str:
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    said = "".join(f"<p>{escape(text)}</p>" for text in (data.subtitle, *data.limits, data.proof))
+    title = escape(data["title"])
+    said = "".join(
+        f"<p>{escape(text)}</p>" for text in (data["subtitle"], *data["limits"], data["proof"])
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(data.title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f'<main id="main"><noscript><h1>{escape(data.title)}</h1>{said}'
+        f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f'<main id="main"><noscript><h1>{title}</h1>{said}'
         "<p>The drawings need JavaScript.</p></noscript></main>\n"
         f'<script type="application/json" id="report">{embedded(data)}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
-def embedded(data: PageData) -> str:
+def embedded(data: dict[str, Any]) -> str:
     """The data as JSON in which nothing ends or begins an element."""
-    text = json.dumps(encode(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _colours(data: PageData) -> str:
-    return ":root{" + "".join(f"--{name}:{fill};" for name, fill in data.colours.items()) + "}\n"
+def _colours(data: dict[str, Any]) -> str:
+    return ":root{" + "".join(f"--{name}:{fill};" for name, fill in data["colours"].items()) + "}\n"
 
 
 def _asset(name: str) -> str:

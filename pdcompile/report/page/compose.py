@@ -1,8 +1,13 @@
-"""Data of a page from a plan, its simulations and a run: pure functions."""
+"""Data of a page from a plan, its simulations and a run, in the form that its scripts read.
+
+Texts are finished: they have their units, and are plain text, never markup.  Seconds count from the
+start of the timeline.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.simulate import Simulation
@@ -13,8 +18,7 @@ from pdcompile.report import palette
 from pdcompile.report.labels import counted
 from pdcompile.report.page.measured_run import Run, compared, comparison_table
 from pdcompile.report.page.model_map import model_map
-from pdcompile.report.page.page_data import Binding, Grid, PageData, Tile
-from pdcompile.report.page.panels import critical_strips, lanes, memory_lanes, traffic
+from pdcompile.report.page.panels import critical_strips, grid, lanes, memory_lanes, traffic
 from pdcompile.report.page.words import (
     cluster_in_words,
     gap_tile,
@@ -43,7 +47,7 @@ def page_data(
     *,
     title: str,
     date: str,
-) -> PageData:
+) -> dict[str, Any]:
     """The page of a plan.
 
     Args:
@@ -54,30 +58,31 @@ def page_data(
     plan = replace(plan, forecast=steady.forecast)
     path = critical_path(steady.timeline, steady.window, flush=not plan.training.kind.stream)
     curves = held_over_time(plan, drawn.programs, drawn.passed_seconds)
-    return PageData(
-        title=f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
-        subtitle=f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
-        tiles=_tiles(plan, run),
-        limits=tuple(what_limits(plan, path)),
-        proof=proved(plan),
-        certificate=certificate_line(plan).plain,
-        timeline=lanes(drawn.timeline, () if run is None else run.aligned(drawn.timeline)),
-        critical=critical_strips(path),
-        model=model_map(plan),
-        stages=Grid.of(plan_stages(plan)),
-        memory=memory_lanes(plan, curves, max(drawn.ends_seconds)),
-        traffic=traffic(plan, steady),
-        binding=_binding(plan, title),
-        measured=None
+    return {
+        "title": f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
+        "subtitle": f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
+        "tiles": _tiles(plan, run),
+        "limits": [*what_limits(plan, path)],
+        "proof": proved(plan),
+        "certificate": certificate_line(plan).plain,
+        "timeline": lanes(drawn.timeline, () if run is None else run.aligned(drawn.timeline)),
+        "critical": critical_strips(path),
+        "model": model_map(plan),
+        "stages": grid(plan_stages(plan)),
+        "memory": memory_lanes(plan, curves, max(drawn.ends_seconds)),
+        "traffic": traffic(plan, steady),
+        "binding": _binding(plan, title),
+        "measured": None
         if run is None
-        else Grid.of(comparison_table([*compared(plan, run)]), run.note),
-        notes=plan.notes,
-        colours=COLOURS,
-        stage_colours=palette.stages(len(plan.stages)),
-    )
+        else grid(comparison_table([*compared(plan, run)]), run.note),
+        "notes": plan.notes,
+        "colours": COLOURS,
+        "stage_colours": palette.stages(len(plan.stages)),
+    }
 
 
-def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
+def _tiles(plan: Plan, run: Run | None) -> list[dict[str, str]]:
+    """Headline numbers; a tone of "bad" says that something is wrong."""
     forecast, limit_of = plan.forecast, limits(plan)
     assert forecast is not None
     rank = fullest(plan)[0]
@@ -89,25 +94,25 @@ def _tiles(plan: Plan, run: Run | None) -> tuple[Tile, ...]:
     seconds = None if run is None else run.step_seconds
     measured = "" if seconds is None else f"measured {format_seconds(seconds)}"
     source = f"forecast from {plan.costs}" if plan.costs else "forecast"
-    return (
-        Tile("step time", format_seconds(forecast.step_seconds), measured or source),
-        Tile("samples/s", f"{forecast.samples_per_second:,.3g}"
-             if forecast.samples_per_second < 100 else f"{forecast.samples_per_second:,.0f}",
-             f"minibatches of {plan.training.batch_size}"),
-        Tile("idle", f"{100 * forecast.bubble:.1f} %", "of the time of all devices"),
-        Tile("peak memory", format_bytes(total), room,
-             "bad" if limit and total > limit else ""),
-        Tile("gap", gap, certain),
+    rate, tone = forecast.samples_per_second, "bad" if limit and total > limit else ""
+    tiles = (
+        ("step time", format_seconds(forecast.step_seconds), measured or source, ""),
+        ("samples/s", f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}",
+         f"minibatches of {plan.training.batch_size}", ""),
+        ("idle", f"{100 * forecast.bubble:.1f} %", "of the time of all devices", ""),
+        ("peak memory", format_bytes(total), room, tone),
+        ("gap", gap, certain, ""),
     )  # fmt: skip
+    return [dict(zip(("label", "value", "note", "tone"), one, strict=True)) for one in tiles]
 
 
-def _binding(plan: Plan, title: str) -> Binding:
+def _binding(plan: Plan, title: str) -> dict[str, Any]:
     from pdcompile.passes.planning.explain import explain
     from pdcompile.report.explain_table import boundary_table, deciding, stage_table
 
     try:
         found = explain(plan, where=title)
     except PlanError as error:
-        return Binding(f"Not known: {error.message}.")
-    cuts = Grid.of(boundary_table(found)) if found.boundaries else None
-    return Binding(f"{deciding(found)}.", Grid.of(stage_table(found)), cuts)
+        return {"sentence": f"Not known: {error.message}.", "stages": None, "cuts": None}
+    cuts = grid(boundary_table(found)) if found.boundaries else None
+    return {"sentence": f"{deciding(found)}.", "stages": grid(stage_table(found)), "cuts": cuts}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdcompile.errors import PlanError
 from pdcompile.plan import Plan
@@ -16,7 +17,6 @@ from pdcompile.plan.embedded import assignment
 from pdcompile.problem import PartitionProblem
 from pdcompile.report import labels
 from pdcompile.report.labels import counted
-from pdcompile.report.page.page_data import MapEdge, MapNode, ModelMap
 from pdcompile.units import format_bytes, format_seconds
 
 MOST_NODES = 72
@@ -31,8 +31,9 @@ class _Box:
     items: list[int] = field(default_factory=list)
 
 
-def model_map(plan: Plan) -> ModelMap | None:
-    """The graph of a plan; None where it has no problem, or other parts of items than that."""
+def model_map(plan: Plan) -> dict[str, Any] | None:
+    """The graph of a plan, a column a stage; None where the plan has no problem, or other parts of
+    items than that."""
     problem = plan.problem
     try:
         stage_of = assignment(plan)
@@ -44,17 +45,19 @@ def model_map(plan: Plan) -> ModelMap | None:
     rows: dict[int, int] = defaultdict(int)
     nodes = []
     for box in boxes:
-        nodes.append(MapNode(box.stage, rows[box.stage], box.name, _detail(problem, box)))
+        place = {"stage": box.stage, "row": rows[box.stage]}  # from the top of its column
+        nodes.append(place | {"name": box.name, "detail": _detail(problem, box)})
         rows[box.stage] += 1
-    columns = tuple(
+    columns = [
         (
             f"stage {stage.index} · {'ranks' if len(stage.ranks) > 1 else 'rank'} "
             + labels.ranks(stage.ranks or (stage.index,)),
             labels.modules(stage.parameters, stage.ops),
         )
         for stage in plan.stages
-    )
-    return ModelMap(columns, tuple(nodes), tuple(_edges(problem, stage_of, box_of)), note)
+    ]
+    edges = [*_edges(problem, stage_of, box_of)]
+    return {"columns": columns, "nodes": nodes, "edges": edges, "note": note}
 
 
 def _boxes(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[list[_Box], str]:
@@ -124,8 +127,9 @@ def _detail(problem: PartitionProblem, box: _Box) -> str:
 
 def _edges(
     problem: PartitionProblem, stage_of: Sequence[int], box_of: dict[int, int]
-) -> Iterator[MapEdge]:
-    """One a pair of boxes; a value that several items of a stage read is sent there once."""
+) -> Iterator[dict[str, Any]]:
+    """One a pair of boxes, with a label where it crosses stages; a value that several items of a
+    stage read is sent there once."""
     inside: set[tuple[int, int]] = set()
     crossing: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     for value in problem.traffic:
@@ -140,7 +144,7 @@ def _edges(
                 size = (value.value, value.forward_bytes, value.backward_bytes)
                 crossing[source, target].append(size)
     for source, target in sorted(inside):
-        yield MapEdge(source, target)
+        yield {"source": source, "target": target, "label": "", "detail": ""}
     for (source, target), values in sorted(crossing.items()):
         total = sum(forward + backward for _, forward, backward in values)
         parts = ", ".join(
@@ -149,4 +153,9 @@ def _edges(
             for name, forward, backward in values[:NAMED]
         )
         more = f" and {len(values) - NAMED} more" if len(values) > NAMED else ""
-        yield MapEdge(source, target, format_bytes(total), f"a microbatch: {parts}{more}")
+        yield {
+            "source": source,
+            "target": target,
+            "label": format_bytes(total),
+            "detail": f"a microbatch: {parts}{more}",
+        }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.simulate import Simulation, TimelineEvent
@@ -11,15 +14,6 @@ from pdcompile.passes.simulate.critical_chain import CriticalPath
 from pdcompile.passes.simulate.ledger import Held
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.report.labels import counted
-from pdcompile.report.page.page_data import (
-    Grid,
-    Lane,
-    Lanes,
-    MemoryLane,
-    MemoryLanes,
-    Strip,
-    Strips,
-)
 from pdcompile.report.page.words import named, path_in_words, percent
 from pdcompile.report.palette import MEMORY, WORK
 from pdcompile.report.plan_table import fullest, limits, memory_table
@@ -41,43 +35,57 @@ CARRIED = {
 }
 
 
-def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> Lanes:
+def grid(table: Table, note: str = "") -> dict[str, Any]:
+    """A table of the terminal; columns that are set to the right hold numbers."""
+    columns = table.columns
+    return {
+        "head": [str(column.header) for column in columns],
+        "numbers": [column.justify == "right" for column in columns],
+        "rows": [*zip(*(map(str, one.cells) for one in columns), strict=True)],
+        "note": note,
+    }
+
+
+def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> dict[str, Any]:
     """The compute of every rank, predicted, and `measured` of a run, whose first start is at
-    second 0 too."""
+    second 0 too; `shown` is the minibatch that the page opens with."""
     predicted, real = bars(events), bars(measured)
     found = [
-        Lane(rank, measured, tuple(_row(bar) for bar in own if bar.rank == rank))
-        for measured, own in ((False, predicted), (True, real))
-        for rank in {bar.rank for bar in own}
+        {"rank": rank, "measured": of_run, "bars": [_row(bar) for bar in own if bar.rank == rank]}
+        for rank in sorted({bar.rank for bar in (*predicted, *real)})
+        for of_run, own in ((False, predicted), (True, real))
+        if any(bar.rank == rank for bar in own)
     ]
-    found.sort(key=lambda lane: (lane.rank, lane.measured))
     spans = _minibatches([*predicted, *real])
-    return Lanes(
-        kinds=KINDS,
-        lanes=tuple(found),
-        seconds=max(duration(predicted), duration(real)),
-        minibatches=spans,
-        shown=len(spans) // 2,
-        numbered=numbered(predicted),
-    )
+    return {
+        "kinds": KINDS,
+        "lanes": found,
+        "seconds": max(duration(predicted), duration(real)),
+        "minibatches": spans,
+        "shown": len(spans) // 2,
+        "numbered": numbered(predicted),
+    }
 
 
 def _row(bar: Bar) -> tuple[int, int, int, int, int, float, float]:
+    """Index into kinds, stage, minibatch, microbatch, number shown or −1, start, seconds."""
     kind = KINDS.index(bar.kind)
     length = bar.end - bar.start
     return kind, bar.stage, bar.minibatch, bar.microbatch, bar.number, bar.start, length
 
 
-def _minibatches(shown: Sequence[Bar]) -> tuple[tuple[int, float, float], ...]:
+def _minibatches(shown: Sequence[Bar]) -> list[tuple[int, float, float]]:
+    """The number, first start and last end of each."""
     found: dict[int, tuple[float, float]] = {}
     for bar in shown:
         start, end = found.get(bar.minibatch, (bar.start, bar.end))
         found[bar.minibatch] = min(start, bar.start), max(end, bar.end)
-    return tuple((number, *found[number]) for number in sorted(found))
+    return [(number, *found[number]) for number in sorted(found)]
 
 
-def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -> MemoryLanes:
-    """Memory of a plan with a forecast; `curves` by rank over so many seconds."""
+def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -> dict[str, Any]:
+    """Memory of a plan with a forecast: of each rank at its peak by group, and over so many seconds
+    from the rank's `curves`, as (second, bytes a group …)."""
     assert plan.forecast is not None
     limit_of, ledgers = limits(plan), plan.forecast.ledgers
     drawn = fullest(plan)[:MOST_CURVES]
@@ -85,22 +93,28 @@ def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -
     for rank, ledger in enumerate(ledgers):
         limit, total = limit_of.get(rank), ledger.total_bytes
         lanes.append(
-            MemoryLane(
-                rank,
-                limit,
-                "no limit" if limit is None else format_bytes(limit),
-                format_bytes(total),
-                f"{100 * total / limit:.0f} %" if limit else "",
-                limit is not None and total > limit,
-                grouped(ledger),
-                thinned(curves[rank]) if rank in drawn else (),
-            )
+            {
+                "rank": rank,
+                "limit_bytes": limit,
+                "limit": "no limit" if limit is None else format_bytes(limit),
+                "peak": format_bytes(total),
+                "share": f"{100 * total / limit:.0f} %" if limit else "",
+                "over": limit is not None and total > limit,
+                "peak_bytes": grouped(ledger),
+                "points": thinned(curves[rank]) if rank in drawn else (),
+            }
         )
     hidden = len(ledgers) - len(drawn)
     note = f"Over time: the {MOST_CURVES} fullest ranks; {hidden} others are left out." * (
         hidden > 0
     )
-    return MemoryLanes(tuple(MEMORY), seconds, tuple(lanes), Grid.of(memory_table(plan)), note)
+    return {
+        "groups": tuple(MEMORY),
+        "seconds": seconds,
+        "lanes": lanes,
+        "ledger": grid(memory_table(plan)),
+        "note": note,
+    }
 
 
 def grouped(ledger: MemoryLedger) -> tuple[int, ...]:
@@ -118,26 +132,26 @@ def thinned(
     return tuple((one.seconds, *grouped(one.ledger)) for one in kept)
 
 
-def critical_strips(path: CriticalPath) -> Strips:
+def critical_strips(path: CriticalPath) -> dict[str, Any]:
     """Each part of the critical path, the largest first."""
     whole = path.seconds or 1.0
     large = [one for one in path.shares[:MOST] if one.seconds >= SHOWN * whole]
-    strips = tuple(
-        Strip(
-            named(one),
-            f"{percent(one.seconds / whole)}, {format_seconds(one.seconds)}, "
+    strips = [
+        {
+            "label": named(one),
+            "value": f"{percent(one.seconds / whole)}, {format_seconds(one.seconds)}, "
             f"{counted(one.events, 'event')}",
-            one.seconds / whole,
-            COLOURS.get(one.what, "idle"),
-        )
+            "fraction": one.seconds / whole,
+            "colour": COLOURS.get(one.what, "idle"),
+        }
         for one in large
-    )
+    ]
     rest = path.shares[len(large) :]
     note = f"{counted(len(rest), 'smaller part')} left out." if rest else ""
-    return Strips(path_in_words(path), strips, note)
+    return {"sentence": path_in_words(path), "strips": strips, "note": note}
 
 
-def traffic(plan: Plan, found: Simulation) -> Strips:
+def traffic(plan: Plan, found: Simulation) -> dict[str, Any]:
     """Bytes of a step and busy time of every link, the busiest first."""
     begin, end = found.window
     steps = max(1, round((end - begin) / (found.forecast.step_seconds or 1.0)))
@@ -152,7 +166,7 @@ def traffic(plan: Plan, found: Simulation) -> Strips:
             sums[event.stage].append(event)
     rows = [_link(plan, ends, own, end - begin, steps) for ends, own in links.items()]
     rows += [_sums(plan, stage, own, end - begin, steps) for stage, own in sums.items()]
-    rows.sort(key=lambda row: -row.fraction)
+    rows.sort(key=lambda row: -row["fraction"])
     total = sum(found.forecast.sent_bytes)
     rest = rows[MOST:]
     note = f"{counted(len(rest), 'less busy link')} left out." if rest else ""
@@ -161,7 +175,7 @@ def traffic(plan: Plan, found: Simulation) -> Strips:
         if rows
         else "Nothing is sent."
     )
-    return Strips(sentence, tuple(rows[:MOST]), note)
+    return {"sentence": sentence, "strips": rows[:MOST], "note": note}
 
 
 def _link(
@@ -170,7 +184,7 @@ def _link(
     events: Sequence[TimelineEvent],
     seconds: float,
     steps: int,
-) -> Strip:
+) -> dict[str, Any]:
     carried: dict[str, int] = defaultdict(int)
     for event in events:
         carried[CARRIED[event.action.kind]] += event.num_bytes
@@ -188,7 +202,7 @@ def _level(plan: Plan, ends: tuple[int, int]) -> str:
 
 def _sums(
     plan: Plan, stage: int, events: Sequence[TimelineEvent], seconds: float, steps: int
-) -> Strip:
+) -> dict[str, Any]:
     ranks = plan.stages[stage].ranks
     own = [event for event in events if event.rank == events[0].rank]
     sent = format_bytes(sum(event.num_bytes for event in own) / steps)
@@ -196,6 +210,7 @@ def _sums(
     return _busy(label, own, seconds, f"each sends {sent} of sums of gradients a step")
 
 
-def _busy(label: str, events: Sequence[TimelineEvent], seconds: float, what: str) -> Strip:
+def _busy(label: str, events: Sequence[TimelineEvent], seconds: float, what: str) -> dict[str, Any]:
     busy = sum(one.end_seconds - one.start_seconds for one in events) / seconds if seconds else 0.0
-    return Strip(label, f"{percent(busy)} busy; {what}", busy, "link")
+    value = f"{percent(busy)} busy; {what}"
+    return {"label": label, "value": value, "fraction": busy, "colour": "link"}
