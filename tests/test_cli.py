@@ -348,7 +348,8 @@ def test_steps_are_timed_when_the_pipeline_is_full() -> None:
 def test_json_of_a_plan_has_its_certificate_and_stages(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = SimpleNamespace(plan=plan(), proof="", verification=None)
+    proof = SimpleNamespace(summary="")
+    result = SimpleNamespace(plan=plan(), proof=proof, verification=None)
     monkeypatch.setattr("pdcompile.cli.options.compiled", lambda *_, **__: (None, result))
     code, out, _ = call("plan", "model.py:build", "--json")
     document = json.loads(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated
 
@@ -49,7 +48,7 @@ def costs(
         )
     if at is not None:
         found = found.at(**sizes)
-    return Result(json.loads(found.to_json()), [str(found)])
+    return Result(found, [str(found)])
 
 
 def sizes_of(text: str) -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,11 +77,11 @@ def doctor(
         return None
     lines = checkup(plan, processes)
     wrong = any(line.state == "wrong" for line in lines)
-    document: dict[str, Any] = {"lines": [asdict(one) for one in lines]}
+    document: dict[str, Any] = {"lines": lines}
     if devices:
         wrong |= not all(outcome.passed for outcome in outcomes)
         text = report(lines, probed, outcomes, taken)
-        document |= {"schedules": [asdict(one) for one in outcomes], "seconds": taken}
+        document |= {"schedules": outcomes, "seconds": taken}
         if output is not None:
             write_text(output, text)
     shown = text if devices else table(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.cli.options import PlanFile, verb
@@ -29,17 +28,13 @@ def explain(plan: PlanFile) -> Result:
     from rich.text import Text
 
     from pdcompile.errors import PlanError
-    from pdcompile.jsonio import encode
     from pdcompile.passes.planning.explain import explain as explained
     from pdcompile.report.explain_table import explain_report
     from pdcompile.report.plan_table import plan_report
     from pdcompile.report.progress import working
 
     loaded = Plan.load(plan)
-    document: dict[str, Any] = {
-        "status": loaded.certificate.status,
-        "plan": json.loads(loaded.to_json()),
-    }
+    document: dict[str, Any] = {"status": loaded.certificate.status, "plan": loaded}
     shown: list[RenderableType] = [plan_report(loaded)]
     try:
         with working("explaining", "other cuts"):
@@ -50,6 +45,6 @@ def explain(plan: PlanFile) -> Result:
         shown.append(Text(f"note: cannot explain what binds: {error.message}"))
         shown.append(Text(f"  where: {error.where}\n  remedy: {error.remedy}"))
     else:
-        document["explanation"] = encode(found)
+        document["explanation"] = found
         shown += [explain_report(found), *found.commands]  # which can be pasted
     return Result(document, shown)

@@ -19,7 +19,6 @@ import typer
 from pdcompile.cli.app import app, unwrapped
 from pdcompile.cli.output import Result
 from pdcompile.errors import ConfigError
-from pdcompile.files import VARIABLE as CACHE
 from pdcompile.options import Options, texts
 from pdcompile.options.row import Flag, Row, rows_of
 from pdcompile.options.table import ROWS
@@ -60,13 +59,6 @@ OWN = {
         "Learning rate of a class; default: 3e-4.", flag=Flag("RATE", type=float), panel="Training"
     ),
     "warmup": WARMUP,
-    "no_cache": Row(
-        "Measure anew: read and write no file of ~/.cache/pdcompile (PDCOMPILE_CACHE: another "
-        "folder, or off).",
-        flag=Flag(type=bool),
-        default=False,
-        panel="Search",
-    ),
     **{
         name: Row(text, flag=Flag(form, type=list[str]), panel="Constraints")
         for name, form, text in (
@@ -95,7 +87,6 @@ OWN = {
         panel="Constraints",
     ),
 }
-_OF_PROCESS = ("no_cache",)  # and not of what becomes of a target
 
 
 def parameters_of(verb: str) -> list[inspect.Parameter]:
@@ -137,15 +128,12 @@ class Flags:
     verb: str = "run"
 
     def check(self) -> None:
-        """Checks the values before the target is imported, which takes seconds; without a cache,
-        switches it off for this process.
+        """Checks the values before the target is imported, which takes seconds.
 
         Raises:
             ConfigError: an option has an invalid value.
             ScheduleError: the schedule is a file that cannot be read.
         """
-        if "no_cache" in self.said:
-            os.environ[CACHE] = "off"
         self._constraints()
         self._read()
 
@@ -180,10 +168,9 @@ class Flags:
         """The options that decide what becomes of a target, as ``--name=value``."""
         found = []
         for name, value in self.said.items():
-            if name not in _OF_PROCESS:
-                values = value if isinstance(value, list) else [value]
-                flag = f"--{name.replace('_', '-')}"
-                found += [flag if one is True else f"{flag}={one}" for one in values]
+            values = value if isinstance(value, list) else [value]
+            flag = f"--{name.replace('_', '-')}"
+            found += [flag if one is True else f"{flag}={one}" for one in values]
         return tuple(found)
 
     def _read(self) -> dict[str, Any]:
@@ -285,13 +272,12 @@ def _as_command(verb: Callable[..., Result | None]) -> Callable[..., None]:
             groups[name] = (kind, _parameters(rows_of({"": parameter.annotation}).values()))
         else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    if "as_json" not in signature.parameters:
-        kind = inspect.Parameter.KEYWORD_ONLY
-        own.append(inspect.Parameter("as_json", kind, default=False, annotation=AsJson))
+    kind = inspect.Parameter.KEYWORD_ONLY
+    own.append(inspect.Parameter("as_json", kind, default=False, annotation=AsJson))
     added = [one for _, parameters in groups.values() for one in parameters]
 
     @functools.wraps(verb)
-    def wrapped(**given: Any) -> None:
+    def wrapped(*, as_json: bool, **given: Any) -> None:
         made = {}
         for name, (kind, parameters) in groups.items():
             values = {one.name: given.pop(one.name) for one in parameters}
@@ -300,7 +286,6 @@ def _as_command(verb: Callable[..., Result | None]) -> Callable[..., None]:
                 made[name] = Flags(said, verb.__name__)
             else:
                 made[name] = kind(**values)
-        as_json = given["as_json"] if "as_json" in signature.parameters else given.pop("as_json")
         found = verb(**made, **given)
         if found is not None:
             found.print(as_json=as_json)

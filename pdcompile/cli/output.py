@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +23,7 @@ from pdcompile.errors import (
     RankError,
     errors_as,
 )
+from pdcompile.pass_runner import collecting_seldom
 from pdcompile.report.labels import Terminal
 
 EXIT_DIFFERENT = 1
@@ -68,10 +69,11 @@ def under_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def emit_json(document: Mapping[str, Any]) -> None:
-    """Write exactly one JSON object to stdout; numbers that are not finite become null."""
+def emit_json(document: Any) -> None:
+    """Write exactly one JSON object to stdout."""
     results = _results.get() or sys.stdout
-    json.dump(_finite(document), results, indent=2, allow_nan=False, ensure_ascii=False)
+    with collecting_seldom():
+        json.dump(_plain(document), results, indent=2, allow_nan=False, ensure_ascii=False)
     results.write("\n")
     results.flush()
 
@@ -79,10 +81,10 @@ def emit_json(document: Mapping[str, Any]) -> None:
 @dataclass(frozen=True, slots=True)
 class Result:
     """Result of a verb: its document for ``--json``, or what is `shown` to a person and which files
-    were `written`; and the exit code.  A text is never broken: paths and commands in it can
-    be pasted."""
+    were `written`; and the exit code.  Dataclasses in a document are as `to_json` has them, or
+    field by field.  A text is never broken: paths and commands in it can be pasted."""
 
-    document: Mapping[str, Any]
+    document: Any
     shown: Iterable[RenderableType] = ()
     written: Iterable[Path | None] = ()
     exit_code: int = 0
@@ -98,13 +100,18 @@ class Result:
                 stderr().print(f"written: {path}", soft_wrap=True)
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """What JSON has: numbers that are not finite become null."""
     if isinstance(value, float) and value - value != 0.0:
         return None
+    if hasattr(value, "to_json"):
+        return _plain(json.loads(value.to_json()))
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_plain(item) for item in value]
     return value
 
 

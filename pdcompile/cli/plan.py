@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.options import AsJson, Flags, Target, verb
+from pdcompile.cli.options import Flags, Target, verb
 from pdcompile.cli.output import Result, write_text
 from pdcompile.files import capture_beside
-from pdcompile.pass_runner import collecting_seldom
 
 if TYPE_CHECKING:
     from pdcompile.plan import Plan
@@ -32,7 +30,6 @@ def plan(
             "(FILE.capture.json), for dump and export.",
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> Result:
     """Plan a pipeline for TARGET and prove it.
 
@@ -60,13 +57,9 @@ def plan(
     made = replace(result.plan, command=(target, *flags.words()))
     if output is not None:
         write_text(output, made.to_json() + "\n")
-    if as_json:
-        verification = result.verification and json.loads(result.verification.to_json())
-        with collecting_seldom():
-            plan_json = json.loads(made.to_json())
-        return Result(summary(made) | {"plan": plan_json, "verification": verification})
     texts = (Text(str(one)) for one in (result.proof.summary, result.verification))
-    return Result({}, [plan_report(made), *texts], [output])
+    document = summary(made) | {"plan": made, "verification": result.verification}
+    return Result(document, [plan_report(made), *texts], [output])
 
 
 def summary(plan: Plan) -> dict[str, Any]:

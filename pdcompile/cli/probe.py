@@ -74,13 +74,11 @@ def lines(found: Probed) -> list[str]:
 
 def document(found: Probed, output: Path) -> dict[str, Any]:
     """The JSON form; matrices are by rank, in seconds and bytes per second."""
-    from dataclasses import asdict
-
     return {
         "status": "done",
         "written": str(output),
-        "devices": [asdict(one) for one in found.devices],
-        "levels": [asdict(level) for level in found.cluster.levels],
-        "links": None if found.times is None else asdict(found.times),
-        "notes": list(found.cluster.notes),
+        "devices": found.devices,
+        "levels": found.cluster.levels,
+        "links": found.times,
+        "notes": found.cluster.notes,
     }

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdcompile.cli.options import AsJson, Flags, Target, verb
+from pdcompile.cli.options import Flags, Target, verb
 from pdcompile.cli.output import Result, is_first_rank, stdout, under_torchrun, write_text
 from pdcompile.errors import ConfigError
 from pdcompile.options.row import Flag, option
@@ -88,7 +88,6 @@ def run(
         int,
         typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
     ] = 20,
-    as_json: AsJson = False,
 ) -> Result | None:
     """Train TARGET as a pipeline.
 
@@ -119,7 +118,7 @@ def run(
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)
-    if is_first_rank() and not as_json:
+    if is_first_rank():
         known = options.plan is not None  # it was shown when it was made
         stdout().print(pipe.explain(short=known))
     first = pipe.position.minibatches

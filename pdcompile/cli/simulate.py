@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,11 +88,11 @@ def simulate(
     document = {
         "status": "done",
         "costs": loaded.costs,
-        "forecast": asdict(steady.forecast),
+        "forecast": steady.forecast,
         "steps": steps,
         "seconds": timeline.duration(shown),
         "idle": timeline.idle(shown),
-        "critical_path": [asdict(share) for share in path.shares],
+        "critical_path": path.shares,
         **({} if run is None else {"measured": rows, "note": run.note}),
     }
     parts: list[RenderableType] = [

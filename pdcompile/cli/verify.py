@@ -51,13 +51,11 @@ def verify(target: Target, flags: Flags) -> Result:
 
 def document(found: Verification) -> dict[str, Any]:
     """The JSON form: whether all is equal, how many differences, and everything in detail."""
-    from dataclasses import asdict
-
     return {
         "status": "done",
         "equal": not found.differences,
         "differences": len(found.differences),
-        "first": list(found.places),
-        "verification": asdict(found),
+        "first": found.places,
+        "verification": found,
         "text": str(found),
     }

@@ -47,7 +47,6 @@ def whatif(
     """  # fmt: skip
     from rich.text import Text
 
-    from pdcompile.jsonio import encode
     from pdcompile.passes.planning.whatif import command
     from pdcompile.passes.planning.whatif import whatif as answered
     from pdcompile.plan.diff import diff
@@ -67,11 +66,8 @@ def whatif(
     sides = {"before": before, "after": after}
     document = {
         "status": after.certificate.status,
-        "differences": encode(found),
-        **{
-            side: {name: encode(getattr(one, name)) for name in SHOWN}
-            for side, one in sides.items()
-        },
+        "differences": found,
+        **{side: {name: getattr(one, name) for name in SHOWN} for side, one in sides.items()},
         "notes": notes,
         "command": line,
     }
