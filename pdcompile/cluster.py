@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from pdcompile.errors import ClusterError, ConfigError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.hardware.data_sheets import SHEETS, meant_by
-from pdcompile.jsonio import decode, loads_toml
+from pdcompile.jsonio import decode, loads, toml_tree
 from pdcompile.problem import StageLimits
 from pdcompile.units import (
     exact_bytes,
@@ -237,10 +237,11 @@ class Cluster:
     @staticmethod
     def from_toml(text: str | bytes, *, where: str = "cluster.toml") -> Cluster:
         """Inverse of `to_toml`.  Raises ClusterError that names file and key."""
-        data = loads_toml(
+        data = loads(
             text,
             where=where,
             error=ClusterError,
+            parse=toml_tree,
             remedy="write [[devices]] and [[levels]] tables of key = value lines",
         )
         try:

@@ -32,70 +32,17 @@ class _Row(dict[str, Any]):
 
 
 class _Refused(ValueError):
-    """Raised inside json's hooks; `loads` adds the file."""
+    """Raised while a text is parsed; `loads` adds the file."""
 
 
-def loads(
-    text: str | bytes, *, where: str, error: type[PdcompileError] = PlanError,
-    remedy: str | None = None,
-) -> Any:  # fmt: skip
-    """Parse strict JSON: no NaN or infinity, no repeated keys, at most 64 MiB and 64 levels.
-
-    `remedy`: what to do where it is not.
-
-    Raises:
-        error: with the reason, and line and column where there is one.
-    """
-    return _parsed(text, _json, where, error, remedy)
+def json_tree(text: str) -> Any:
+    """JSON without repeated keys, NaN and infinity."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
 
 
-def loads_toml(
-    text: str | bytes, *, where: str, error: type[PdcompileError], remedy: str | None = None
-) -> Any:
-    """Parse TOML within the same limits: of size, of levels, and of 63 bits a number.
-
-    `remedy` and errors are as of `loads`.
-    """
-    return _parsed(text, _toml, where, error, remedy)
-
-
-def _parsed(
-    text: str | bytes,
-    parse: Callable[[str], Any],
-    where: str,
-    error: type[PdcompileError],
-    remedy: str | None,
-) -> Any:
-    text = _text(text, where, error, remedy)
-    try:
-        data = parse(text)
-        _check_tree(data)
-    except RecursionError as wrong:
-        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where, remedy=remedy) from wrong
-    except _Refused as wrong:
-        raise error(str(wrong), where=where, remedy=remedy) from wrong
-    except json.JSONDecodeError as wrong:
-        reason = "the file is empty" if not text.strip() else f"not JSON: {wrong.msg.lower()}"
-        place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
-        raise error(reason, where=place, remedy=remedy) from wrong
-    except ValueError as wrong:  # TOMLDecodeError, and a number of thousands of digits
-        reason = f"the file is not TOML: {str(wrong).lower()}"
-        raise error(reason, where=where, remedy=remedy) from wrong
-    return data
-
-
-def _json(text: str) -> Any:
-    return json.loads(
-        text,
-        object_pairs_hook=_unique,
-        parse_constant=_no_constant,
-        parse_float=_finite,
-        parse_int=_small,
-    )
-
-
-def _toml(text: str) -> Any:
-    if _LONG_KEY.search(text):  # which takes time by the square of its parts
+def toml_tree(text: str) -> Any:
+    """TOML without keys of so many parts that they take time by the square of them."""
+    if _LONG_KEY.search(text):
         raise _Refused(f"a key has more than {MAX_DEPTH} parts")
     return tomllib.loads(text)
 
@@ -104,21 +51,44 @@ _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEPTH}}}")
 
 
-def _text(text: str | bytes, where: str, error: type[PdcompileError], remedy: str | None) -> str:
-    """The text of a file, which must not be too long."""
-    if len(text) > MAX_BYTES:
-        reason = f"the file has {len(text)} bytes, more than {MAX_BYTES}"
-        raise error(reason, where=where, remedy=remedy)
-    if isinstance(text, str):
-        return text
+def loads(
+    text: str | bytes, *, where: str, error: type[PdcompileError] = PlanError,
+    remedy: str | None = None, parse: Callable[[str], Any] = json_tree,
+) -> Any:  # fmt: skip
+    """Parse strict JSON, or TOML as `toml_tree` does: no NaN or infinity, no repeated keys, at most
+    64 MiB, 64 levels, and 63 bits a number.
+
+    `remedy`: what to do where it is not.
+
+    Raises:
+        error: with the reason, and line and column where there is one.
+    """
     try:
-        return text.decode("utf-8")
+        if len(text) > MAX_BYTES:
+            raise _Refused(f"the file has {len(text)} bytes, more than {MAX_BYTES}")
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        data = parse(text)
+        _check_tree(data)
+    except RecursionError as wrong:
+        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where, remedy=remedy) from wrong
+    except _Refused as wrong:
+        raise error(str(wrong), where=where, remedy=remedy) from wrong
     except UnicodeDecodeError as wrong:
         raise error(
             "the file is not UTF-8 text",
             where=f"{where}: byte {wrong.start}",
             remedy=remedy or "save it as UTF-8",
         ) from wrong
+    except json.JSONDecodeError as wrong:
+        empty = not text.strip()
+        reason = "the file is empty" if empty else f"not JSON: {wrong.msg.lower()}"
+        place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
+        raise error(reason, where=place, remedy=remedy) from wrong
+    except ValueError as wrong:  # TOMLDecodeError, and a number of thousands of digits
+        kind = "TOML" if parse is toml_tree else "JSON"
+        reason = f"the file is not {kind}: {str(wrong).lower()}"
+        raise error(reason, where=where, remedy=remedy) from wrong
+    return data
 
 
 def decode(kind: type[T], data: Any, *, where: str, error: type[PdcompileError] = PlanError) -> T:
@@ -199,25 +169,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _no_constant(text: str) -> Any:
-    raise _Refused(f"{text} is not a JSON number")
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise _Refused(f"number {text[:40]} is too large")
-    return number
-
-
-def _small(text: str) -> int:
-    if len(text) > 20 or abs(number := int(text)) >= 2**63:
-        raise _Refused(f"number {text[:40]} has more than 63 bits")
+        raise _Refused(f"{text[:40]} is not a JSON number, or too large")
     return number
 
 
 def _check_tree(data: Any) -> None:
-    """Depth, whole numbers, and text that no file could hold (half a surrogate pair)."""
+    """Depth, numbers, and text that no file could hold (half a surrogate pair)."""
     stack = [(data, 1)]
     while stack:
         part, depth = stack.pop()
@@ -229,7 +189,7 @@ def _check_tree(data: Any) -> None:
         elif isinstance(part, list):
             stack += [(item, depth + 1) for item in part]
         elif isinstance(part, int) and not -(2**63) < part < 2**63:
-            raise _Refused("a whole number has more than 63 bits")
+            raise _Refused(f"number {str(part)[:40]} has more than 63 bits")
         elif isinstance(part, str) and any("\ud800" <= letter <= "\udfff" for letter in part):
             raise _Refused(f"text {_short(part)} holds half a surrogate pair")
 
