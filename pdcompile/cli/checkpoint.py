@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import verb
+from pdcompile.cli.options import argument, verb, written_to
 from pdcompile.cli.output import EXIT_BAD_INPUT, Result
 from pdcompile.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+CheckpointFolder = Annotated[Path, argument("FOLDER", "What pipe.save wrote, or one of them.")]
 group = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -27,12 +28,7 @@ app.add_typer(group, name="checkpoint")
 
 @verb(group)
 def show(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", show_default=False, help="What pipe.save wrote, or one of them."
-        ),
-    ],
+    folder: CheckpointFolder,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything, and compare it with its checksums.")
     ] = False,
@@ -121,23 +117,9 @@ def checkpoint_report(document: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 @verb(group)
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            show_default=False,
-            help="What pipe.save wrote, or one of them.",
-        ),
-    ],
+    source: CheckpointFolder,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            show_default=False,
-            help="A .safetensors file, or a folder for several with their index.",
-        ),
+        Path, written_to("A .safetensors file, or a folder for several with their index.", "PATH")
     ],
 ) -> Result:
     """Write the weights in FOLDER as plain safetensors, under the model's names.

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from pdcompile.cli.options import verb
+from pdcompile.cli.options import argument, verb
 from pdcompile.cli.output import Result
 from pdcompile.plan import Plan
 
 
 @verb()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A plan.json.")],
-    b: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="Another one.")],
+    a: Annotated[Path, argument("A", "A plan.json.")],
+    b: Annotated[Path, argument("B", "Another one.")],
 ) -> Result:
     """Show what differs between two plans.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdcompile.cli.options import verb
+from pdcompile.cli.options import verb, written_to
 from pdcompile.cli.output import EXIT_DIFFERENT, Result, is_first_rank, write_text
 
 if TYPE_CHECKING:
@@ -40,12 +40,7 @@ def doctor(
         int | None,
         typer.Option(min=1, help="That the plan is to run on; default: those of torchrun, or one."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="Where the report of --devices goes, too."
-        ),
-    ] = None,
+    output: Annotated[Path | None, written_to("Where the report of --devices goes, too.")] = None,
 ) -> Result | None:
     """Look at this host: versions, processes and threads, memory, disk, network, devices, plan.
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from pdcompile.cli.options import Flags, Target, verb
+from pdcompile.cli.options import Flags, Target, verb, written_to
 from pdcompile.cli.output import Result
 from pdcompile.files import capture_beside
 
@@ -16,9 +14,7 @@ from pdcompile.files import capture_beside
 def dump(
     target: Target,
     flags: Flags,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
-    ] = Path("stages"),
+    output: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("stages"),
 ) -> Result:
     """Write one readable nn.Module a stage: stage_0.py, stage_1.py, and pipeline.py to run them.
 

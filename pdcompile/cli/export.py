@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdcompile.cli.options import Target, verb
+from pdcompile.cli.options import Target, verb, written_to
 from pdcompile.cli.output import Result
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def export(
             "--to", metavar="RUNTIME", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}."
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
-    ] = Path("exported"),
+    output: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("exported"),
     optimizer: Annotated[str, typer.Option(help="A class of torch.optim, for train.py.")] = "AdamW",
     lr: Annotated[float, typer.Option(help="Its learning rate.")] = 3e-4,
     time_limit: Annotated[
@@ -76,7 +74,17 @@ def export(
     )  # fmt: skip
     shown = [cost_line(found), *(str(output / name) for name in found.files)]
     shown += [f"note: {note}" for note in found.notes]
-    return Result(document(found), shown)
+    document = {
+        "status": "done",
+        "folder": str(found.folder),
+        "files": found.files,
+        "rounded": found.rounding.moved,
+        "percent": found.percent,
+        "before_seconds": found.rounding.before_seconds,
+        "after_seconds": found.rounding.after_seconds,
+        "notes": found.notes,
+    }
+    return Result(document, shown)
 
 
 def cost_line(found: Export) -> str:
@@ -94,17 +102,3 @@ def cost_line(found: Export) -> str:
         f"cuts between modules cost {shown} %: {format_seconds(after)} {each} "
         f"instead of {format_seconds(before)}, by the costs in the plan"
     )
-
-
-def document(found: Export) -> dict[str, Any]:
-    """The JSON form."""
-    return {
-        "status": "done",
-        "folder": str(found.folder),
-        "files": list(found.files),
-        "rounded": found.rounding.moved,
-        "percent": found.percent,
-        "before_seconds": found.rounding.before_seconds,
-        "after_seconds": found.rounding.after_seconds,
-        "notes": list(found.notes),
-    }

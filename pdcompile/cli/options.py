@@ -32,17 +32,25 @@ from pdcompile.workload import Workload
 if TYPE_CHECKING:
     from pdcompile.compiled import Compiled
 
+
+def argument(metavar: str, help: str) -> Any:
+    """What a verb is about, which has to be given."""
+    return typer.Argument(metavar=metavar, show_default=False, help=help)
+
+
+def written_to(help: str, metavar: str = "FILE") -> Any:
+    """Where a verb's result goes: ``-o``."""
+    return typer.Option("-o", "--output", metavar=metavar, help=help)
+
+
 Target = Annotated[
     str,
-    typer.Argument(
-        metavar="TARGET",
-        show_default=False,
-        help="file.py:function or package.module:function that returns a pdcompile.Workload.",
+    argument(
+        "TARGET",
+        "file.py:function or package.module:function that returns a pdcompile.Workload.",
     ),
 ]
-PlanFile = Annotated[
-    Path, typer.Argument(metavar="PLAN", show_default=False, help="plan.json, made by `plan -o`.")
-]
+PlanFile = Annotated[Path, argument("PLAN", "plan.json, made by `plan -o`.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on stdout, nothing else.")
 ]

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from pdcompile.cli.options import Flags, Target, verb
+from pdcompile.cli.options import Flags, Target, verb, written_to
 from pdcompile.cli.output import Result, write_text
 from pdcompile.files import capture_beside
 
@@ -22,12 +20,9 @@ def plan(
     flags: Flags,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Write the plan to this file, and the captured ops beside it "
-            "(FILE.capture.json), for dump and export.",
+        written_to(
+            "Write the plan to this file, and the captured ops beside it (FILE.capture.json), for "
+            "dump and export.",
         ),
     ] = None,
 ) -> Result:

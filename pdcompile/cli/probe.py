@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from pdcompile.cli.options import verb
+from pdcompile.cli.options import verb, written_to
 from pdcompile.cli.output import Result, is_first_rank, write_text
 
 if TYPE_CHECKING:
@@ -16,10 +14,7 @@ if TYPE_CHECKING:
 
 @verb()
 def probe(
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="FILE", help="Where the description goes."),
-    ] = Path("cluster.toml"),
+    output: Annotated[Path, written_to("Where the description goes.")] = Path("cluster.toml"),
 ) -> Result | None:
     """Measure devices and links of a torchrun job, and describe them as a cluster.
 
@@ -47,7 +42,15 @@ def probe(
     if not is_first_rank():
         return None
     write_text(output, found.cluster.to_toml())
-    return Result(document(found, output), [*lines(found), f"written: {output}"])
+    document = {
+        "status": "done",
+        "written": str(output),
+        "devices": found.devices,
+        "levels": found.cluster.levels,
+        "links": found.times,
+        "notes": found.cluster.notes,
+    }
+    return Result(document, [*lines(found), f"written: {output}"])
 
 
 def lines(found: Probed) -> list[str]:
@@ -70,15 +73,3 @@ def lines(found: Probed) -> list[str]:
             f"{format_seconds(level.latency_seconds)} a message, {duplex} duplex"
         )
     return [*shown, *(f"note: {note}" for note in found.cluster.notes)]
-
-
-def document(found: Probed, output: Path) -> dict[str, Any]:
-    """The JSON form; matrices are by rank, in seconds and bytes per second."""
-    return {
-        "status": "done",
-        "written": str(output),
-        "devices": found.devices,
-        "levels": found.cluster.levels,
-        "links": found.times,
-        "notes": found.cluster.notes,
-    }

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli.options import verb
+from pdcompile.cli.options import argument, verb, written_to
 from pdcompile.cli.output import Result, stdout, write_text
 from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.plan import Plan
@@ -21,10 +21,9 @@ STAGES = 4  # of a schedule by name, where nobody says
 def schedule(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SCHEDULE",
-            show_default=False,
-            help=f"FILE.csv; a plan.json, whose schedule is meant; or one of {flush_schedules()}.",
+        argument(
+            "SCHEDULE",
+            f"FILE.csv; a plan.json, whose schedule is meant; or one of {flush_schedules()}.",
         ),
     ],
     stages: Annotated[
@@ -38,10 +37,7 @@ def schedule(
         int | None,
         typer.Option(min=1, help="Microbatches of a schedule by name; default: two a stage."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write it to FILE.csv."),
-    ] = None,
+    output: Annotated[Path | None, written_to("Write it to FILE.csv.")] = None,
 ) -> Result:
     """Prove and draw a schedule, and write it to a file to edit or to take elsewhere.
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from pdcompile.cli.options import Flags, Target, verb
 from pdcompile.cli.output import EXIT_DIFFERENT, Result
-
-if TYPE_CHECKING:
-    from pdcompile.passes.verify import Verification
 
 
 @verb()
@@ -46,12 +41,7 @@ def verify(target: Target, flags: Flags) -> Result:
     style = "bold red" if found.differences else "yellow" if found.unverified else "green"
     verdict, *rest = str(found).splitlines()
     shown = [Text(verdict, style=style), *map(Text, rest)]
-    return Result(document(found), shown, exit_code=EXIT_DIFFERENT if found.differences else 0)
-
-
-def document(found: Verification) -> dict[str, Any]:
-    """The JSON form: whether all is equal, how many differences, and everything in detail."""
-    return {
+    document = {
         "status": "done",
         "equal": not found.differences,
         "differences": len(found.differences),
@@ -59,3 +49,4 @@ def document(found: Verification) -> dict[str, Any]:
         "verification": found,
         "text": str(found),
     }
+    return Result(document, shown, exit_code=EXIT_DIFFERENT if found.differences else 0)
