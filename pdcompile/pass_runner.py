@@ -55,11 +55,10 @@ class PassRunner:
     in order.
     """
 
-    def __init__(self, listener: Listener | None = None, folder: str | None = None):
+    def __init__(self, listener: Listener | None = None):
         self.listener = listener or Listener()
         self.seconds: dict[str, float] = {}
-        chosen = folder if folder is not None else os.environ.get("PDCOMPILE_DUMP")
-        self.folder = Path(chosen) if chosen else None
+        self.folder = os.environ.get("PDCOMPILE_DUMP")
 
     def __call__(self, name: str, run: Callable[[], Form]) -> Form:
         self.listener.starts(name)
@@ -69,21 +68,20 @@ class PassRunner:
         self.seconds[name] = time.perf_counter() - began
         self.listener.ended(name, self.seconds[name])
         if self.folder:
-            self._write(name, form)
+            self._write(Path(self.folder), name, form)
         return form
 
-    def _write(self, name: str, form: Any) -> None:
-        assert self.folder is not None
+    def _write(self, folder: Path, name: str, form: Any) -> None:
         to_json = getattr(form, "to_json", None)
         suffix, text = ("json", to_json()) if to_json else ("txt", str(form))
-        path = self.folder / f"{len(self.seconds):02d}_{name}.{suffix}"
+        path = folder / f"{len(self.seconds):02d}_{name}.{suffix}"
         with errors_as(
             ConfigError,
             f"cannot write the form of pass '{name}'",
             path,
             "point PDCOMPILE_DUMP at a folder that can be written, or unset it",
         ):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
 
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,23 +117,15 @@ def own_errors(what: str, target: str, remedy: str | None = None) -> Iterator[No
     except PdcompileError:
         raise
     except Exception as error:
-        raise _failed(what, error, target, remedy) from error
-
-
-def _failed(what: str, error: Exception, target: str, remedy: str | None) -> ConfigError:
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    where = target
-    if frame is not None:
-        where = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename}:{error.lineno}"
-    return ConfigError(
-        f"{what}: {type(error).__name__}: {error}",
-        where=where,
-        remedy=remedy or f"make `{_python_of(target)}` work first",
-    )
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        where = f"{frame.f_code.co_filename}:{line}"
+        if isinstance(error, SyntaxError) and error.filename:
+            where = f"{error.filename}:{error.lineno}"
+        raise ConfigError(
+            f"{what}: {type(error).__name__}: {error}",
+            where=where,
+            remedy=remedy or f"make `{_python_of(target)}` work first",
+        ) from error
 
 
 def _python_of(target: str) -> str:

@@ -136,9 +136,12 @@ def test_every_form_is_written_where_asked(tmp_path: Path, monkeypatch: pytest.M
     assert plan == pipe.plan
 
 
-def test_forms_that_cannot_be_written_say_where(tmp_path: Path) -> None:
+def test_forms_that_cannot_be_written_say_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    step = PassRunner(folder=str(tmp_path / "file"))
+    monkeypatch.setenv("PDCOMPILE_DUMP", str(tmp_path / "file"))
+    step = PassRunner()
     with pytest.raises(ConfigError, match="PDCOMPILE_DUMP"):
         step("graph", lambda: "text")
 

@@ -5,31 +5,18 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import ExitStack
+from importlib import import_module
 
 from typer import Typer
 
-# Each verb adds itself to the application.
-from pdcompile.cli import (  # noqa: F401
-    checkpoint,
-    costs,
-    diff,
-    doctor,
-    dump,
-    explain,
-    export,
-    plan,
-    probe,
-    run,
-    schedule,
-    simulate,
-    verify,
-    whatif,
-)
-from pdcompile.cli.app import app
+from pdcompile.cli.app import ORDER, app
 from pdcompile.cli.output import fail, json_alone, show_warning
 from pdcompile.errors import PdcompileError
 
 __all__ = ["app", "main"]
+
+for verb in ORDER:  # each adds itself to the application
+    import_module(f"pdcompile.cli.{verb}")
 
 
 def main(

@@ -24,15 +24,7 @@ PRINTS = {
     "cluster": "they are for different clusters",
     "all": "they were made by different versions of pdcompile, or edited",
 }
-SECTIONS = (
-    ("training", "training"),
-    ("cluster", "cluster"),
-    ("forecast", "forecast"),
-    ("certificate", "certificate"),
-    ("memory", "memory"),
-    ("stages", "stages"),
-    ("edges", "traffic"),
-)
+SECTIONS = ("training", "cluster", "forecast", "certificate", "memory", "stages", "edges")
 OF_UPDATES: dict[str, tuple[str, Callable[[Any], str]]] = {  # what costs of an update are called
     "optimizer_factor": ("optimizer state", lambda x: f"{x:g} x weights"),
     "step": ("update holds", lambda x: "{:g} x one, {:g} x previous, {:g} x all".format(*x)),
@@ -59,8 +51,8 @@ def diff_report(found: PlanDiff, a: str, b: str) -> Group:
     if found.moved:
         parts += [Text(""), moved_table(found.moved)]
     rows = [
-        (title, one)
-        for name, title in SECTIONS
+        ("traffic" if name == "edges" else name, one)
+        for name in SECTIONS
         for one in getattr(found, name)
         if one.what != "scope"  # sentences
     ]

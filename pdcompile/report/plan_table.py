@@ -31,9 +31,9 @@ MOST_LINES = 9  # with more, headings are short, and numbers are written without
 NOTICED = 1.02  # times what is certified
 
 
-def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
+def explain(plan: Plan, *, width: int = 100) -> str:
     """The tables of `plan_report` as text of at most `width` columns."""
-    return _text(plan_report(plan), width, color=color)
+    return _text(plan_report(plan), width)
 
 
 def brief(plan: Plan) -> str:
@@ -42,9 +42,9 @@ def brief(plan: Plan) -> str:
     return _text(Group(headline(plan), *forecast))
 
 
-def _text(shown: RenderableType, width: int = 100, *, color: bool = False) -> str:
+def _text(shown: RenderableType, width: int = 100) -> str:
     file = StringIO()
-    Terminal(file=file, width=width, force_terminal=color, no_color=not color).print(shown)
+    Terminal(file=file, width=width, force_terminal=False, no_color=True).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 

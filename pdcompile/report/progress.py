@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -42,33 +42,17 @@ def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterat
         ) as bar:  # fmt: skip
             yield _Shown(console, title, bar=bar)
     else:
-        shown = _Shown(console, title, lines=lines)
-        with beating(shown.line, shown.show):
+        shown, over = _Shown(console, title, lines=lines), threading.Event()
+        # A thread, so that work which never calls back speaks too.
+        thread = threading.Thread(
+            target=shown.beat, args=(over,), name="pdcompile-progress", daemon=True
+        )
+        thread.start()
+        try:
             yield shown
-
-
-@contextmanager
-def beating(line: Callable[[], str | None], show: Callable[[str], None]) -> Iterator[None]:
-    """Shows what `line` gives after 10 seconds and then every 30, where that is not None.
-
-    A thread does it, so that work which never calls back speaks too.
-    """
-    over = threading.Event()
-
-    def beat() -> None:
-        wait = FIRST
-        while not over.wait(wait):
-            wait = EVERY
-            if (text := line()) is not None:
-                show(text)
-
-    thread = threading.Thread(target=beat, name="pdcompile-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+        finally:
+            over.set()
+            thread.join()
 
 
 @contextmanager
@@ -82,8 +66,8 @@ def working(title: str, on: str) -> Iterator[Listener]:
 class _Shown(Listener):
     """State of a compilation: its pass, the last word on that, and how many parts are over.
 
-    It moves a bar, or else `line`, which a beating thread calls, tells it; with `lines` each pass
-    that has ended is a line too.
+    It moves a bar, or else a thread tells it in lines; with `lines` each pass that has ended is one
+    too.
     """
 
     def __init__(
@@ -125,7 +109,15 @@ class _Shown(Listener):
     def show(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
 
-    def line(self) -> str | None:
+    def beat(self, over: threading.Event) -> None:
+        """Shows a line after 10 seconds and then every 30, until it is over."""
+        wait = FIRST
+        while not over.wait(wait):
+            wait = EVERY
+            if (text := self._line()) is not None:
+                self.show(text)
+
+    def _line(self) -> str | None:
         """``training: step 12 of 100, loss 2.3050, 40 s so far, about 293 s to come``; None for a
         pass that has just begun."""
         seconds, left = time.monotonic() - self._began, ""
