@@ -41,11 +41,6 @@ def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, trainin
     )  # fmt: skip
 
 
-def as_evaluation(train: OpGraph) -> OpGraph:
-    """The evaluation graph of a model that computes the same in both modes."""
-    return replace(train, training=False, ops=_with_autograd(train.ops))
-
-
 def _with_autograd(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """The ops of evaluation, which record autograd only where forward itself takes a gradient."""
     last = max((i for i, op in enumerate(ops) if op.target == GRADIENT), default=-1)

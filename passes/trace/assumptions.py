@@ -51,7 +51,6 @@ class Assumptions:
     hides_tracing: libraries that ask whether they are traced hear no, so that they look into their
         inputs for a short cut as eager does; the capture then holds for the example.
     drawing: functions that draw from numpy's or Python's generator: (module, name in it).
-    watched_draws: generators are compared at every op, to name the line that uses one.
     """
 
     opaque: Mapping[str, TraceError] = field(default_factory=dict)
@@ -63,7 +62,6 @@ class Assumptions:
     one_size: bool = False
     hides_tracing: bool = False
     drawing: frozenset[tuple[str, str]] = frozenset()
-    watched_draws: bool = False
 
     def with_opaque(self, opaque: Mapping[str, TraceError]) -> Assumptions:
         """The same with other opaque modules; assumptions on sizes are dropped."""

@@ -16,13 +16,9 @@ import torch
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.trace.assemble import as_evaluation, assemble
+from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial, Undecided
-from pdcompile.passes.trace.attribute_reads import (
-    AttributeReads,
-    watched_attributes,
-    watched_flag,
-)
+from pdcompile.passes.trace.attribute_reads import AttributeReads, watched_attributes
 from pdcompile.passes.trace.batch_sizes import (
     DiffersBySize,
     SizeMerge,
@@ -33,7 +29,6 @@ from pdcompile.passes.trace.batch_sizes import (
     size_range,
 )
 from pdcompile.passes.trace.call_order import Kind, check_order
-from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.interceptors.value_reads import GoesOn
 from pdcompile.passes.trace.opaque.opaque_modules import adds_little, enlarged
 from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
@@ -47,16 +42,13 @@ MAX_TEXT = 64  # characters of the model's own error text in a check
 Found = TypeVar("Found")
 
 
-def settled_on(
-    attempt: Callable[[Assumptions], Found | Assumptions], assumed: Assumptions
-) -> Found:
+def settled_on(attempt: Callable[[Assumptions], Found], assumed: Assumptions) -> Found:
     """The result of the attempt under the first assumptions that the model does not refute."""
     while True:
-        match attempt(assumed):
-            case Assumptions() as instead:
-                assumed = instead
-            case found:
-                return found
+        try:
+            return attempt(assumed)
+        except Refuted as refuted:
+            assumed = refuted.instead
 
 
 class Attempts:
@@ -68,14 +60,14 @@ class Attempts:
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[Any, ...] = ()
         self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
-        self._asked = False  # some recording of training asked for the mode
         self.assumed = Assumptions()  # of the last attempt
 
-    def __call__(self, assumed: Assumptions) -> Capture | Assumptions:
-        """The capture under these assumptions, or the next assumptions.
+    def __call__(self, assumed: Assumptions) -> Capture:
+        """The capture under these assumptions.
 
         Raises:
-            TraceError: the model is refused under any assumptions.
+            Refuted: the model is not as assumed.
+            TraceError: it is refused under any assumptions.
         """
         self.assumed = assumed
         recorded_for = tuple(assumed.opaque), assumed.hides_tracing
@@ -86,14 +78,12 @@ class Attempts:
             self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
         try:
             return self._captured()
-        except Refuted as refuted:
-            return refuted.instead
         except TraceError as error:
             subject, opaque = self._subject, assumed.opaque
             of_size = isinstance(error, DiffersBySize) and self._splits and not assumed.one_size
             if of_size and not adds_little(subject, opaque, error):
-                return replace(assumed, one_size=True)
-            return assumed.with_opaque(enlarged(subject, opaque, error))
+                raise Refuted(replace(assumed, one_size=True)) from error
+            raise Refuted(assumed.with_opaque(enlarged(subject, opaque, error))) from error
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -106,16 +96,9 @@ class Attempts:
 
     def _captured(self) -> Capture:
         subject = self._subject
-        with watched_attributes(self._reads), watched_flag(subject.model, self._reads) as asked:
-            try:
-                train = self._graph(not subject.evaluates, None)
-            finally:  # recordings of an earlier attempt are not made again
-                self._asked = self._asked or asked()
-            if subject.evaluates:
-                evaluation = train
-            else:
-                apart = self._asked or bool(self.assumed.opaque)
-                evaluation = self._graph(False, train) if apart else as_evaluation(train)
+        with watched_attributes(self._reads):
+            train = self._graph(not subject.evaluates, None)
+            evaluation = train if subject.evaluates else self._graph(False, train)
         check_order(
             subject.model,
             self._kinds(train),
@@ -132,8 +115,7 @@ class Attempts:
         return recorded(self._subject, call, self.assumed, training, settle=settle)
 
     def _kinds(self, graph: OpGraph) -> list[Kind]:
-        """The calls that may follow one another: in the modes that were recorded, because models
-        that do not ask for it compute the same in both, with the usual size and another one."""
+        """The calls that may follow one another: in each mode with the usual size and another."""
         one_size = graph.sizes.is_one or len(graph.ops) > MANY_OPS
         found = []
         for mode in dict.fromkeys(training for training, _ in self._recordings):
@@ -180,23 +162,15 @@ class Attempts:
         """
         first = self._recording(training, self._size)
         large = len(first.graph.ops) > MANY_OPS
-        usual, few = self._usual_sizes(), few_sizes(self._size)
-        attempts, accepted = [usual], [usual, few] if large else [usual]
+        attempts, few = [self._usual_sizes()], few_sizes(self._size)
         if self._splits:
-            attempts = [few, usual]
-            known = train.sizes if train is not None else None
-            if known and known.smallest <= 2 <= self._size and known.largest in few[1:]:
+            attempts = [few] if self.assumed.one_size and large else [few, *attempts]
+            if train is not None and train.sizes.largest in few[1:] and self._size > 1:
                 # The ends alone: training was recorded at sizes between them.
-                two = (2,) if known.smallest == 2 < self._size else ()
-                attempts = [(self._size, known.largest, *two), *attempts]
-            if self.assumed.one_size and large:
-                attempts = [few]
+                attempts = [(self._size, train.sizes.largest), *attempts]
         for sizes in attempts:
             try:
-                graph = self._fitted(training, first, sizes)
-                # Where one sample is too few, the usual sizes show whether two are enough.
-                if sizes in accepted or not self._splits or graph.sizes.smallest <= 2:
-                    return graph
+                return self._fitted(training, first, sizes)
             except TraceError as error:
                 failure = error
         if self.assumed.one_size:
@@ -234,11 +208,6 @@ def recorded(
     except Undecided as read:
         expected = _tried(subject, call, assumed, training, read)
         raise Refuted(replace(assumed, reads={**assumed.reads, read.site: expected})) from None
-    except OutsideDraw:
-        if assumed.watched_draws:
-            raise
-        # All generators are as before, so the next recording finds the same draw at its op.
-        raise Refuted(replace(assumed, watched_draws=True)) from None
     except SizeByValues as error:
         if training in assumed.sizes_vary:
             raise
@@ -248,14 +217,7 @@ def recorded(
 
 def one_recording(subject: Subject, call: FlatCall, training: bool) -> Recording:
     """A recording of one call, without opaque modules."""
-
-    def attempt(assumed: Assumptions) -> Recording | Assumptions:
-        try:
-            return recorded(subject, call, assumed, training)
-        except Refuted as refuted:
-            return refuted.instead
-
-    return settled_on(attempt, Assumptions())
+    return settled_on(lambda one: recorded(subject, call, one, training), Assumptions())
 
 
 def _tried(

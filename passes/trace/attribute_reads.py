@@ -8,10 +8,10 @@ they happen, by module and name, and the runtime compares the values at every ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -80,10 +80,6 @@ class AttributeReads:
         text, owner = self._first[place], self._objects[place[:-1]]
         return text is not None and text == plain_text(attribute(owner, place[-1]))
 
-    def modes(self) -> bool:
-        """True if the mode of some module was read."""
-        return any(place[-1] == "training" for place in self._read)
-
     def watch(self, kind: type) -> None:
         """Notes reads and writes of attributes of this class until `close`."""
         self.classes.add(kind)
@@ -147,52 +143,6 @@ def watched_attributes(reads: AttributeReads) -> Iterator[None]:
         yield
     finally:
         reads.close()
-
-
-@contextmanager
-def watched_flag(model: nn.Module, reads: AttributeReads) -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether a module's flag or autograd's may have been read.
-
-    A model that reads neither runs the same lines in both modes, so that a second capture, which
-    takes long for a large model, would only repeat the first.  Classes with their own ``train()``,
-    or that keep the flag where reads cannot be seen, count as reads.
-    """
-    asked = [any(_hides_reads(type(module)) for module in model.modules())]
-
-    def note(enabled: bool) -> bool:
-        asked.append(True)
-        return enabled
-
-    with answered(note):
-        yield lambda: any(asked) or reads.modes()
-
-
-def answered(answer: Callable[[bool], bool]) -> AbstractContextManager[None]:
-    """Changes what a model hears that asks whether autograd is on.
-
-    Torch itself gets the true answer: what it does then is captured op by op.
-    """
-    plain = torch.is_grad_enabled
-
-    def is_grad_enabled() -> bool:
-        enabled = plain()
-        return answer(enabled) if _asked_by_model() else enabled
-
-    return patched((torch, "is_grad_enabled", is_grad_enabled))
-
-
-def _asked_by_model() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    asker = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-    return asker.partition(".")[0] not in ("torch", "pdcompile")
-
-
-def _hides_reads(kind: type[nn.Module]) -> bool:
-    if issubclass(kind, torch.jit.ScriptModule) or kind.train is not nn.Module.train:
-        return True
-    return any("training" in vars(base) for base in kind.__mro__ if base is not nn.Module)
 
 
 def _is_plain_object(value: Any) -> bool:

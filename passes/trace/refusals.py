@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 from pdcompile.batch import as_one_argument
 from pdcompile.errors import TraceError
@@ -92,7 +92,7 @@ ATTENTION: Refusal = (
     "choose kernels around compile and step (torch.backends.cuda.enable_math_sdp), for the whole "
     "process, not inside of forward",
 )
-_UNREPEATABLE: Refusal = (
+UNREPEATABLE: Refusal = (
     "{} gives other results when it is called again on the same numbers",
     "keep what changes from call to call in a registered buffer that forward writes in place "
     "(add_, copy_), draw random numbers with torch, and pass times and step numbers as inputs",
@@ -184,26 +184,11 @@ REFUSED: dict[str, Refusal] = {
 }  # fmt: skip
 
 
-class Unrepeatable(TraceError):
-    """A module that would be opaque computes other results in every call."""
-
-    def __init__(self, path: str, shown: str) -> None:
-        super().__init__(_UNREPEATABLE[0].format(shown), remedy=_UNREPEATABLE[1])
-        self.opaque_path = path
-
-
-Kind = TypeVar("Kind", bound=TraceError)
-
-
-def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:
-    """The TraceError for a refusal."""
-    kind = SizeByValues if refusal is BY_VALUE else TraceError
+def error(
+    refusal: Refusal, offender: str, where: str | None, kind: type[TraceError] = TraceError
+) -> TraceError:
+    """The error for a refusal."""
     return kind(refusal[0].format(offender), where=where, remedy=refusal[1])
-
-
-def as_kind(kind: type[Kind], told: TraceError) -> Kind:
-    """The same error as one of another class."""
-    return kind(told.message, where=told.where, remedy=told.remedy)
 
 
 @contextmanager
@@ -214,7 +199,8 @@ def as_refusals(func: Any, boundary: CodeType | None) -> Iterator[None]:
     except DataDependentOutputException as caught:
         raise error(READ, name_of(func), locate(boundary)[0]) from caught
     except DynamicOutputShapeException as caught:
-        raise error(BY_VALUE, f"the result of {name_of(func)}", locate(boundary)[0]) from caught
+        what, where = f"the result of {name_of(func)}", locate(boundary)[0]
+        raise error(BY_VALUE, what, where, SizeByValues) from caught
     except UnsupportedOperatorException as caught:
         raise TraceError(
             f"torch has no shape rule for {caught.func}",

@@ -108,4 +108,4 @@ def check_region(ops: list[Op], preserve: bool) -> None:
         else:
             continue
         shown = repr(op.module_path or op.target.rpartition(".")[2])
-        raise refusals.as_kind(refusals.NeverOpaque, refusals.error(refusal, shown, op.source))
+        raise refusals.error(refusal, shown, op.source, refusals.NeverOpaque)

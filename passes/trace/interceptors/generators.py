@@ -37,18 +37,13 @@ if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
 
-class OutsideDraw(TraceError):
-    """Random numbers were drawn or generators seeded outside of recorded ops."""
-
-
-def _outside(generator: str, where: str | None) -> OutsideDraw:
+def _outside(generator: str, where: str | None) -> TraceError:
     """The refusal; where other threads live, one of them may have drawn."""
-    told = refusals.error(refusals.OUTSIDE_RANDOM, generator, where)
+    told = refusals.error(refusals.OUTSIDE_RANDOM, generator, where, refusals.NeverOpaque)
     if others := other_threads():
-        message = f"{told.message}, or another thread does: {', '.join(others)} may draw meanwhile"
-        remedy = f"call pipe.prepare before they draw, or, if none draws, {told.remedy}"
-        return OutsideDraw(message, where=told.where, remedy=remedy)
-    return refusals.as_kind(OutsideDraw, told)
+        told.message += f", or another thread does: {', '.join(others)} may draw meanwhile"
+        told.remedy = f"call pipe.prepare before they draw, or, if none draws, {told.remedy}"
+    return told
 
 
 class Sentinel:
@@ -114,12 +109,12 @@ class Generators(Interceptor):
             sentinel.restore()
 
     def recorded(self, source: str) -> None:
-        if self._sentinel is not None and self.tape.assumed.watched_draws:
+        if self._sentinel is not None:
             self._sentinel.check(source)
 
 
 def _refuse_seed() -> NoReturn:
-    raise refusals.as_kind(OutsideDraw, refusals.error(refusals.SEED, "", locate(None)[0]))
+    raise refusals.error(refusals.SEED, "", locate(None)[0], refusals.NeverOpaque)
 
 
 class Unseeded:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.attribute_reads import answered
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.tape.observer import is_user, source_of_line
@@ -119,10 +118,18 @@ class TracingFlags(Interceptor):
             return not tape.assumed.hides_tracing
 
         places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
-        # Recording has autograd on in both modes, evaluation runs without it.  The tape is no part
-        # of the answer: modules of torch that are imported meanwhile keep it for good.
-        training = tape.training
-        with answered(lambda enabled: enabled and training), patched(*places):
+        # The tape is no part of the answer: modules of torch that are imported meanwhile keep it.
+        training, enabled = tape.training, torch.is_grad_enabled
+
+        def is_grad_enabled() -> bool:
+            """For the model: recording has autograd on in both modes, evaluation runs without it.
+
+            Torch gets the true answer: what it does then is captured op by op.
+            """
+            asker = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+            return enabled() and (training or asker in ("torch", "pdcompile"))
+
+        with patched((torch, "is_grad_enabled", is_grad_enabled), *places):
             yield
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:

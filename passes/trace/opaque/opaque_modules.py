@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from pdcompile.errors import TraceError, some
-from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
-from pdcompile.passes.trace.refusals import Unrepeatable
+from pdcompile.passes.trace.refusals import NeverOpaque
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.warn import warn
 
@@ -39,9 +37,7 @@ def hooked(subject: Subject) -> Opaque:
 def enlarged(subject: Subject, opaque: Opaque, error: TraceError) -> Opaque:
     """The opaque modules and one more; raises the error where no further one helps."""
     path = error.module_path
-    if isinstance(error, Unrepeatable):
-        error.where = opaque[error.opaque_path].where
-    if isinstance(error, OutsideDraw | refusals.NeverOpaque) or path not in subject.table.modules:
+    if isinstance(error, NeverOpaque) or path not in subject.table.modules:
         raise error
     while path and _covered(path, opaque):
         path = path.rpartition(".")[0]

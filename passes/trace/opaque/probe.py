@@ -6,7 +6,7 @@ keeps for backward, its random draws and floating-point operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,8 +90,11 @@ class ObservedCall:
         }  # fmt: skip
 
 
-def check_repeats(
-    table: ModuleTable, found: dict[CallKey, ObservedCall], again: dict[CallKey, ObservedCall]
+Observed = dict[CallKey, ObservedCall]
+
+
+def _check_repeats(
+    subject: Subject, opaque: Mapping[str, TraceError], found: Observed, again: Observed
 ) -> None:
     """Raises TraceError where a second run on the same numbers gave other results.
 
@@ -102,8 +105,8 @@ def check_repeats(
         other = again.get(key)
         if one.reason or (other is not None and _equal(one.result, other.result)):
             continue
-        name = f"{key[0]!r} ({table.classes[key[0]][0]})"
-        raise refusals.Unrepeatable(key[0], name)
+        name = f"{key[0]!r} ({subject.table.classes[key[0]][0]})"
+        raise refusals.error(refusals.UNREPEATABLE, name, opaque[key[0]].where)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -156,11 +159,11 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return a.layout != torch.strided or a.is_meta or same(a, b)
 
 
-Observed = dict[CallKey, ObservedCall]
-
-
-def probe(subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool) -> Observed:
-    """Runs the model and returns the effects of each call of the modules at `paths`.
+def probe(
+    subject: Subject, flat: FlatCall, paths: Mapping[str, TraceError], *, training: bool
+) -> Observed:
+    """Runs the model and returns the effects of each call of the modules at `paths`, which are
+    opaque for these reasons.
 
     A second run, on the same numbers, must give the same results; a third one, on them in another
     order, shows whether the shapes of results depend on values.  Buffers, modes, attributes and
@@ -192,7 +195,7 @@ def probe(subject: Subject, flat: FlatCall, paths: Collection[str], *, training:
                 if start.change({}, within=paths) is not None:
                     raise change
             start.restore()
-            check_repeats(subject.table, found, run(flat))
+            _check_repeats(subject, paths, found, run(flat))
             start.restore()
             with suppress(TraceError):  # such inputs are refused: results are checked at every call
                 again = run(shuffled(flat))
