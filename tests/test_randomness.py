@@ -75,27 +75,6 @@ def test_evaluation_streams_are_never_those_of_training() -> None:
     assert [evaluation_minibatch(call) for call in range(3)] == [-1, -2, -3]
 
 
-def tagged_ops() -> set[str]:
-    names = set()
-    for full in torch._C._dispatch_get_all_op_names():
-        if not full.startswith("aten::"):
-            continue
-        name, _, overload = full.removeprefix("aten::").partition(".")
-        packet = getattr(torch.ops.aten, name, None)
-        op = getattr(packet, overload or "default", None)
-        if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
-            names.add(name)
-    return names
-
-
-def test_every_seeded_aten_op_is_listed() -> None:
-    some = {  # releases of torch alone, since 2.13 and since 2.15
-        "_flash_attention_forward_no_dropout_inplace",
-        "_cudnn_attention_forward_no_dropout_inplace",
-    }
-    assert randomness.SEEDED_OPS - some <= tagged_ops() <= randomness.SEEDED_OPS
-
-
 def python_functions() -> Iterator[tuple[str, Callable[..., object]]]:
     """Python functions that a TorchFunctionMode sees as one call: they ask has_torch_function."""
     homes = [F, nn.init, torch.functional, torch._lowrank, torch._lobpcg, torch._tensor.Tensor]

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -44,34 +45,14 @@ from pdcompile.releases.torch_internals import (
     flex_attention_uncompiled,
     function_mode,
     run_backward,
+    seeded_ops,
     without_function_mode,
 )
 
 LOSS_PATH = "loss_fn"
 
-# aten ops tagged `nondeterministic_seeded` in any release of torch that is taken; their public
-# faces carry the same name in torch, torch.Tensor, torch.nn.functional, torch._C._nn (a test
-# compares with the installed torch).
-_SEEDED = """
-    _cudnn_attention_backward _cudnn_attention_forward _cudnn_attention_forward_no_dropout_inplace
-    _cudnn_init_dropout_state _cudnn_rnn
-    _efficient_attention_forward _fill_mem_eff_dropout_mask_ _flash_attention_forward
-    _flash_attention_forward_no_dropout_inplace _fused_dropout _fused_sdp_choice _lstm_mps
-    _nested_tensor_softmax_with_shape _sample_dirichlet _scaled_dot_product_attention_math
-    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_fused_attention_overrideable _standard_gamma
-    _triton_scaled_dot_attention alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial
-    cauchy cauchy_ dropout dropout_ exponential exponential_ feature_alpha_dropout
-    feature_alpha_dropout_ feature_dropout feature_dropout_ geometric geometric_ gru log_normal
-    log_normal_ lstm miopen_rnn multinomial native_dropout normal normal_ normal_functional
-    poisson rand rand_like randint randint_like randn randn_like random random_ randperm
-    rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
-    rrelu_with_noise_functional scaled_dot_product_attention uniform uniform_
-"""
-SEEDED_OPS = frozenset(_SEEDED.split())
+# Their public faces carry the same name in torch, torch.Tensor, torch.nn.functional, torch._C._nn.
+SEEDED_OPS = seeded_ops()
 
 # Python functions of torch that reach one of the above and that a TorchFunctionMode sees as
 # one call, without what they call inside.
@@ -306,14 +287,17 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self._around.enter_context(flex_attention_uncompiled())
         if _here.own is not None:
             self._around.enter_context(_here.own.stands_for_default())
-        self._plain_call = nn.Module.__call__
-        nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
+        plain = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.call(module, plain, args, kwargs)
+
+        self._around.enter_context(patch.object(nn.Module, "__call__", __call__))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        nn.Module.__call__ = self._plain_call  # type: ignore[method-assign]
         self._around.close()
         self._drawing = None
 
@@ -404,10 +388,3 @@ class DrawScope(torch.overrides.TorchFunctionMode):
                 return plain(module, *args, **kwargs)
         finally:
             self._in_leaf = outer
-
-
-def _watched(scope: DrawScope, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return scope.call(self, plain, args, kwargs)
-
-    return __call__

@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -209,6 +209,19 @@ def kernels_of_region(kind: str) -> frozenset[str]:
     every = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     names = (name for library, _, name in every if library == "aten")
     return frozenset(name for name in names if has_kernel(name, key))
+
+
+def seeded_ops() -> frozenset[str]:
+    """Names of the ATen ops that draw random numbers, without those of their overloads."""
+    found = set()
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.partition(".")
+        if name.startswith("aten::"):
+            with suppress(RuntimeError):  # without a schema it is no operator
+                _, _, tags = torch._C._get_operation_overload(name, overload)
+                if torch.Tag.nondeterministic_seeded in tags:
+                    found.add(name.removeprefix("aten::"))
+    return frozenset(found)
 
 
 def has_kernel(name: str, key: str) -> bool:
