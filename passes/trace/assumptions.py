@@ -6,7 +6,7 @@ An attempt that the model refutes raises `Refuted` with the assumptions for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
 
 from pdcompile.errors import TraceError
@@ -62,10 +62,6 @@ class Assumptions:
     one_size: bool = False
     hides_tracing: bool = False
     drawing: frozenset[tuple[str, str]] = frozenset()
-
-    def with_opaque(self, opaque: Mapping[str, TraceError]) -> Assumptions:
-        """The same with other opaque modules; assumptions on sizes are dropped."""
-        return replace(self, opaque=opaque, sizes_vary=frozenset(), refusal=None)
 
 
 class Refuted(Exception):

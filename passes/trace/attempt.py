@@ -18,7 +18,7 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial, Undecided
-from pdcompile.passes.trace.attribute_reads import AttributeReads, watched_attributes
+from pdcompile.passes.trace.attribute_reads import AttributeReads
 from pdcompile.passes.trace.batch_sizes import (
     DiffersBySize,
     SizeMerge,
@@ -83,7 +83,9 @@ class Attempts:
             of_size = isinstance(error, DiffersBySize) and self._splits and not assumed.one_size
             if of_size and not adds_little(subject, opaque, error):
                 raise Refuted(replace(assumed, one_size=True)) from error
-            raise Refuted(assumed.with_opaque(enlarged(subject, opaque, error))) from error
+            opaque = enlarged(subject, opaque, error)
+            instead = replace(assumed, opaque=opaque, sizes_vary=frozenset(), refusal=None)
+            raise Refuted(instead) from error
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -96,7 +98,7 @@ class Attempts:
 
     def _captured(self) -> Capture:
         subject = self._subject
-        with watched_attributes(self._reads):
+        with self._reads.noted():
             train = self._graph(not subject.evaluates, None)
             evaluation = train if subject.evaluates else self._graph(False, train)
         check_order(

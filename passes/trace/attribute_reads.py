@@ -80,8 +80,16 @@ class AttributeReads:
         text, owner = self._first[place], self._objects[place[:-1]]
         return text is not None and text == plain_text(attribute(owner, place[-1]))
 
-    def watch(self, kind: type) -> None:
-        """Notes reads and writes of attributes of this class until `close`."""
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes the attributes that are read inside, of the classes of earlier recordings too."""
+        with self._stack:
+            for kind in {nn.Module, *self.classes}:
+                self._watch(kind)
+            yield
+
+    def _watch(self, kind: type) -> None:
+        """Notes reads and writes of attributes of this class."""
         self.classes.add(kind)
         get: Any = kind.__getattribute__
         put: Any = kind.__setattr__
@@ -107,10 +115,6 @@ class AttributeReads:
         watching = patched((kind, "__getattribute__", read), (kind, "__setattr__", write))
         self._stack.enter_context(watching)
 
-    def close(self) -> None:
-        """Stops watching."""
-        self._stack.close()
-
     def _assigned(self, place: Place, before: Any) -> None:
         """Notes that forward assigned: an earlier read counts, unless it found None."""
         if place not in self._read or before is None or place[0] == _ARGUMENT:
@@ -131,18 +135,7 @@ class AttributeReads:
             self._owners[id(value)] = (*place, name)
             self._objects[*place, name] = value
             if type(value) not in self.classes:
-                self.watch(type(value))
-
-
-@contextmanager
-def watched_attributes(reads: AttributeReads) -> Iterator[None]:
-    """Notes the attributes that are read inside, of the classes of earlier recordings too."""
-    for kind in {nn.Module, *reads.classes}:
-        reads.watch(kind)
-    try:
-        yield
-    finally:
-        reads.close()
+                self._watch(type(value))
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -9,7 +9,6 @@ tried, is then the same between them, unless it depends on more than limits (`le
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -44,15 +43,12 @@ def probe_sizes(
         for dim, size in enumerate(tensor.shape)
         if dim != batch_dim
     } | {microbatch_size}
-    free = [size for size in _CANDIDATES if size not in taken] or [101, 103, 107]
-    own = [microbatch_size] if microbatch_size >= 2 else []
-    chosen = [*own, *free[:2]] if own else [free[0], free[1], free[-1]]
+    free = [size for size in _CANDIDATES if size not in taken]
+    free += [101, 103, 107] if len(free) < 3 else []
     if microbatch_size < 2:
-        chosen.insert(0, microbatch_size)
-    steps = {b - a for a, b in itertools.pairwise(chosen)}
-    if len(steps) == 1 and len(chosen) > 2:
-        chosen[-1] = free[-1]
-    return tuple(chosen)
+        return microbatch_size, free[0], free[1], free[-1]
+    even = free[0] - microbatch_size == free[1] - free[0]
+    return microbatch_size, free[0], free[-1 if even else 1]
 
 
 _MEASURED = ("flops", "saved_bytes")

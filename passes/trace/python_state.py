@@ -83,7 +83,6 @@ def preserved_state(model: nn.Module, training: bool) -> Iterator[None]:
     A model in that mode already is left alone, so that modules switched apart stay so.
     """
     state = State(model)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
     # The fused inference kernel of nn.TransformerEncoderLayer rounds differently from the
@@ -92,24 +91,26 @@ def preserved_state(model: nn.Module, training: bool) -> Iterator[None]:
     if model.training != training:
         model.train(training)
     try:
-        yield
+        with kept_buffers(model):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         state.restore()
-        write_buffers(model, buffers)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
 @contextmanager
-def same_buffers(model: nn.Module) -> Iterator[None]:
-    """Gives the model back the buffer objects that it had: a forward may rebind them."""
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Gives the model back its buffers: the objects, which a forward may rebind, and the values."""
     bound = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
     finally:
         for module, buffers in bound:
             module._buffers.update(buffers)
+        write_buffers(model, values)
 
 
 def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

@@ -265,9 +265,8 @@ def outside_autocast() -> Any:
 
 def is_composite(op: OpOverload) -> bool:
     """True if an op is made of others for autograd too, with no kernel of its own."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
     name = cast(str, op.name())  # type: ignore[no-untyped-call]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir.captured_module import CapturedModule, Origin
 from pdcompile.ir.graph import Capture, LeftOut, OpGraph, Ref, leaves
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
-from pdcompile.passes.trace.python_state import preserved_state, same_buffers, write_buffers
+from pdcompile.passes.trace.python_state import kept_buffers, preserved_state
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.plan import TiedParameter
@@ -78,9 +78,8 @@ class Step:
         With `gradients` (None: as the graph's mode has it) autograd records the run.
         """
         model = self.model
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.zero_grad(set_to_none=True)
-        with same_buffers(model):
+        with kept_buffers(model):
             with torch.set_grad_enabled(self.graph.training if gradients is None else gradients):
                 outputs, loss = run()
             found = StepValues(
@@ -92,7 +91,6 @@ class Step:
                 cast_to=region_dtype(self.autocast),
             )
             model.zero_grad(set_to_none=True)
-        write_buffers(model, buffers)
         return found
 
     def eager(self) -> tuple[Outputs, Loss]:

@@ -6,7 +6,7 @@ from pdcompile.passes.trace.interceptors.generators import Arrays, Generators, P
 from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
 from pdcompile.passes.trace.interceptors.process_state import ProcessState, TracingFlags
 from pdcompile.passes.trace.interceptors.properties import Properties, UnchangedTensors
-from pdcompile.passes.trace.interceptors.value_reads import HandedOutNumbers, ValueReads
+from pdcompile.passes.trace.interceptors.value_reads import ValueReads
 
 INTERCEPTORS = (
     Generators,
@@ -17,7 +17,6 @@ INTERCEPTORS = (
     LeafModules,
     ArgumentNames,
     Properties,
-    HandedOutNumbers,
     ValueReads,
     UnchangedTensors,
     Arrays,

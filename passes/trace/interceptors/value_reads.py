@@ -103,15 +103,6 @@ for _name, _function in (("int", int), ("float", float), ("round", round)):
     setattr(Scalar, f"__{_name}__", _computed(_function))
 
 
-class HandedOutNumbers(Interceptor):
-    """Replaces each `Scalar` among the arguments of operators by its number."""
-
-    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        if self.tape.handed_out is not None:
-            args, kwargs = numbers(args), numbers(kwargs)
-        return proceed(func, args, kwargs)
-
-
 def numbers(argument: Any) -> Any:
     """An argument with numbers in place of `Scalar` objects."""
     if type(argument) is Scalar:
@@ -130,7 +121,8 @@ class GoesOn(BaseException):
 
 
 class ValueReads(Interceptor):
-    """Answers reads of values where these are known, and refuses other calls of `REFUSED`.
+    """Answers reads of values where these are known, and refuses other calls of `REFUSED`; gives
+    operators the number of each `Scalar` among their arguments.
 
     Raises:
         Undecided: the place of the read has to be tried.
@@ -151,6 +143,8 @@ class ValueReads(Interceptor):
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         tape, name = self.tape, str(getattr(func, "__name__", ""))
+        if tape.handed_out is not None:
+            args, kwargs = numbers(args), numbers(kwargs)
         refusal = refusals.REFUSED.get(name) if name != "__format__" else refusals.READ
         if refusal is None or not (name == "__format__" or is_public(func, name)):
             return proceed(func, args, kwargs)

@@ -60,10 +60,9 @@ class FakeTensors:
         self.objects: dict[str, torch.Tensor] = {}
         self._born_requiring: dict[str, bool] = {}
         self._order: list[str] = []
-        self._storages: dict[int, int] = {}  # storage key -> index
-        self._at: dict[int, list[str]] = {}  # storage key -> value names
-        self._model_at: dict[int, list[str]] = {}  # storage key -> FQNs
-        self._first_use: dict[str, int] = {}
+        # By storage key, in the order of first use.
+        self._at: dict[int, list[str]] = {}  # value names
+        self._model_at: dict[int, list[str]] = {}  # FQNs
         self._kept: list[torch.Tensor] = []
         self.unnamed: dict[int, str] = {}  # id of a constant -> path of its attribute
         self.constants: dict[str, torch.Tensor] = {}
@@ -112,7 +111,6 @@ class FakeTensors:
         self._attribute[id(fake)] = fqn
         self._kept += [fake, tensor]
         self._model_at.setdefault(storage_key(fake), []).append(fqn)
-        self._first_use.setdefault(fqn, len(self._first_use))
         return fake
 
     def _cached_fake(self, tensor: torch.Tensor, computation: int) -> torch.Tensor:
@@ -167,9 +165,7 @@ class FakeTensors:
         self.value_names[id(fake)] = name
         self.objects[name] = fake
         self._born_requiring[name] = fake.requires_grad
-        key = storage_key(fake)
-        self._storages.setdefault(key, len(self._storages))
-        self._at.setdefault(key, []).append(name)
+        self._at.setdefault(storage_key(fake), []).append(name)
         self._order.append(name)
 
     def add_container(self, name: str) -> None:
@@ -209,17 +205,16 @@ class FakeTensors:
 
     def model_tensors_at(self, keys: set[int]) -> list[str]:
         """Canonical FQNs of the model's tensors in these storages, in order of first use."""
-        found = [fqn for key in keys for fqn in self._model_at.get(key, ())]
-        return sorted(found, key=self._first_use.__getitem__)
+        return [fqn for key, fqns in self._model_at.items() if key in keys for fqn in fqns]
 
     def values_at(self, keys: set[int]) -> list[str]:
         """The newest value in each storage."""
-        found = sorted((self._storages[key], key) for key in keys if key in self._at)
-        return [self._at[key][-1] for _, key in found]
+        return [names[-1] for key, names in self._at.items() if key in keys]
 
     def values(self) -> dict[str, Value]:
         """All values in the order in which they were made, without their consumers."""
         found: dict[str, Value] = {}
+        storages = {key: index for index, key in enumerate(self._at)}
         for name in self._order:
             fake = self.objects.get(name)
             if fake is None:
@@ -233,7 +228,7 @@ class FakeTensors:
                 dtype=dtype_name(fake.dtype),
                 requires_grad=requires,
                 producer=name,
-                storage=self._storages[storage_key(fake)],
+                storage=storages[storage_key(fake)],
                 stride_order=stride_order(fake),
             )
         return found
