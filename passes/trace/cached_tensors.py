@@ -40,13 +40,14 @@ class _CachedTensor:
     """A tensor that a recording left in an attribute, at `place`.
 
     `computation` is equal for equal results, None where no later call may use the tensor;
-    `fixed`: it depends on nothing that training changes.
+    `fixed`: it depends on nothing that training changes; `trained`: training calls before it.
     """
 
     tensor: torch.Tensor
     place: str
     computation: int | None
     fixed: bool
+    trained: int
 
 
 class Computations:
@@ -135,6 +136,7 @@ class CachedTensors:
 
     def __init__(self) -> None:
         self._kept: dict[int, _CachedTensor] = {}
+        self._trained = 0  # training calls so far
         self.change: TraceError | None = None  # the refusal of what some call changed
 
     def note(self, model: nn.Module, names: Mapping[int, str], made: Computations) -> None:
@@ -146,20 +148,12 @@ class CachedTensors:
         for place, tensor in _attribute_tensors(model):
             if id(tensor) not in self._kept and isinstance(tensor, FakeTensor):
                 computation, fixed = made.again(names.get(id(tensor), ""))
-                self._kept[id(tensor)] = _CachedTensor(tensor, place, computation, fixed)
+                kept = _CachedTensor(tensor, place, computation, fixed, self._trained)
+                self._kept[id(tensor)] = kept
 
-    def expire(self, model: nn.Module) -> None:
+    def expire(self) -> None:
         """Forbids, after a training call, the use of memos that an update changes."""
-        for module in model.modules():
-            _replace(vars(module), self._expired, _DEPTH)
-
-    def _expired(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = self._kept.get(id(tensor))
-        if kept is None or kept.computation is None or kept.fixed:
-            return tensor
-        fresh = tensor.detach()
-        self._kept[id(fresh)] = _CachedTensor(fresh, kept.place, None, False)
-        return fresh
+        self._trained += 1
 
     def computation_of(self, tensor: torch.Tensor) -> int | None:
         """The computation of a tensor that is used; None if no call left it.
@@ -170,7 +164,8 @@ class CachedTensors:
         kept = self._kept.get(id(tensor))
         if kept is None:
             return None
-        if kept.computation is None:
+        outdated = not kept.fixed and kept.trained < self._trained
+        if kept.computation is None or outdated:
             raise refusals.error(refusals.CHANGED_STATE, kept.place, None)
         return kept.computation
 
@@ -187,18 +182,3 @@ def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 for keys, tensor in tensors_at(value, depth=_DEPTH):
                     place = f"{path}.{name}" if path else name
                     yield place + "".join(f"[{key!r}]" for key in keys), tensor
-
-
-def _replace(value: Any, new: Any, depth: int) -> Any:
-    """Tensors in dicts and lists replaced in place, in tuples by other tuples."""
-    if isinstance(value, torch.Tensor):
-        return new(value)
-    if depth and type(value) is tuple:
-        items = tuple(_replace(item, new, depth - 1) for item in value)
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    if depth and type(value) in (dict, list):
-        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            fresh = _replace(item, new, depth - 1)
-            if fresh is not item:
-                value[key] = fresh
-    return value
