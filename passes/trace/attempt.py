@@ -163,13 +163,12 @@ class Attempts:
             train: the graph of training, where this is that of evaluation.
         """
         first = self._recording(training, self._size)
-        large = len(first.graph.ops) > MANY_OPS
         attempts, few = [self._usual_sizes()], few_sizes(self._size)
         if self._splits:
-            attempts = [few] if self.assumed.one_size and large else [few, *attempts]
+            attempts.insert(0, few)
             if train is not None and train.sizes.largest in few[1:] and self._size > 1:
                 # The ends alone: training was recorded at sizes between them.
-                attempts = [(self._size, train.sizes.largest), *attempts]
+                attempts.insert(0, (self._size, train.sizes.largest))
         for sizes in attempts:
             try:
                 return self._fitted(training, first, sizes)

@@ -15,9 +15,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -110,21 +109,20 @@ CHECKPOINT_REGION: Place = (
 )
 
 
-def flex_attention_places() -> tuple[Place, ...]:
-    """Check of devices in flex_attention, and its switch for running without compiling itself; none
-    where nobody has imported it."""
-    home = sys.modules.get("torch.nn.attention.flex_attention")
-    names = "_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    return () if home is None else tuple((home, name) for name in names)
+def _in_flex_attention(name: str, value: Any) -> AbstractContextManager[Any]:
+    home = sys.modules.get("torch.nn.attention.flex_attention")  # None: nobody has imported it
+    return nullcontext() if home is None else patch.object(home, name, value)
 
 
-@contextmanager
-def flex_attention_uncompiled() -> Iterator[None]:
+def flex_attention_checked(check: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Calls this instead of the check of devices, which comes before flex_attention compiles."""
+    return _in_flex_attention("_validate_device", check)
+
+
+def flex_attention_uncompiled() -> AbstractContextManager[Any]:
     """Runs flex_attention without compiling itself, which it cannot below a mode for functions: the
     same operator either way."""
-    *_, (home, name) = flex_attention_places() or ((SimpleNamespace(there=True), "there"),)
-    with patch.object(home, name, True):
-        yield
+    return _in_flex_attention("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 MODULE_MOVE: Place = (nn.Module, "_apply")  # of ``module.to(…)`` and its like

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from pdcompile.hardware import devices
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
+from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.observer import locate
-from pdcompile.releases.torch_internals import flex_attention_places
+from pdcompile.releases.torch_internals import flex_attention_checked
 
 
 class FlexAttention(Interceptor):
     """Refuses calls of flex_attention by name: without gradients its module may be opaque."""
 
-    def around(self) -> AbstractContextManager[None]:
-        return at_each_call(self._refused)
+    def around(self) -> AbstractContextManager[Any]:
+        return flex_attention_checked(self._refused)
 
     def _refused(self, *inputs: torch.Tensor) -> NoReturn:
         refuse_backward(*inputs)
         raise refusals.error(refusals.FLEX_KERNEL, "flex_attention", self.tape.where())
-
-
-def at_each_call(check: Callable[..., None]) -> AbstractContextManager[None]:
-    """Patches the check of devices, which comes before flex_attention compiles itself."""
-    return patched(*((*place, check) for place in flex_attention_places()[:1]))
 
 
 def refuse_backward(*inputs: torch.Tensor) -> None:

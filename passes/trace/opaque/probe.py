@@ -6,8 +6,8 @@ keeps for backward, its random draws and floating-point operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.modes import in_mode
-from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
+from pdcompile.eager.randomness import is_random_function, is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
@@ -28,7 +28,7 @@ from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.comparison.step_values import same
 from pdcompile.passes.trace.constants import shuffled
-from pdcompile.passes.trace.interceptors import flex_attention
+from pdcompile.passes.trace.interceptors.flex_attention import refuse_backward
 from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
 from pdcompile.passes.trace.python_state import State
 from pdcompile.passes.trace.refusals import remedy
@@ -46,6 +46,7 @@ from pdcompile.passes.trace.tape.observer import (
 from pdcompile.releases.torch_internals import (
     OpOverload,
     TorchDispatchMode,
+    flex_attention_checked,
     flex_attention_uncompiled,
     is_functorch_wrapped_tensor,
 )
@@ -233,7 +234,7 @@ def _run(
             stack.enter_context(watch.calls())
             stack.enter_context(python_draws.watched(sentinel.follow))
             stack.enter_context(flex_attention_uncompiled())
-            stack.enter_context(flex_attention.at_each_call(flex_attention.refuse_backward))
+            stack.enter_context(flex_attention_checked(refuse_backward))
             unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
             stack.enter_context(patched((torch.random, "default_generator", unseeded)))
             stack.enter_context(regions_of(subject.autocast, device))
@@ -274,11 +275,15 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.generator = self.generator or kwargs.get("generator") is not None
-        if not is_random_function(func):
+        with self.running() if is_random_function(func) else nullcontext():
             return func(*args, **kwargs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a random function or module."""
         self.announced += 1
         try:
-            return func(*args, **kwargs)
+            yield
         finally:
             self.announced -= 1
 
@@ -361,13 +366,9 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.table.names.get(id(module))
             if path is None or self._path or path not in self.paths:
-                if self._path and is_random_module(module) and is_leaf(module):
-                    self.functions.announced += 1
-                    try:
-                        return plain(module, *args, **kwargs)
-                    finally:
-                        self.functions.announced -= 1
-                return plain(module, *args, **kwargs)
+                draws = self._path and is_random_module(module)
+                with self.functions.running() if draws else nullcontext():
+                    return plain(module, *args, **kwargs)
             number = self._calls.get(path, 0)
             self._calls[path] = number + 1
             return self._watched(plain, module, (path, number), args, kwargs)
