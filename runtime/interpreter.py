@@ -6,10 +6,9 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,29 +29,11 @@ from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
-from pdcompile.schedule.spec import Broadcast
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
-
-
-class Box(NamedTuple):
-    """Tensors of broadcasts by item and microbatch: those here, and those to arrive."""
-
-    tensors: dict[tuple[int, int], Tensor]
-    expected: dict[tuple[int, int], Expected]
-
-    @staticmethod
-    def of(rows: Mapping[Broadcast, Tensor | Expected]) -> Box:
-        """Box of broadcasts, each with its tensor or what is to arrive."""
-        found = Box({}, {})
-        for one, given in rows.items():
-            place = one.item, one.microbatch
-            if isinstance(given, Tensor):
-                found.tensors[place] = given
-            else:
-                found.expected[place] = given
-        return found
+#: of broadcasts by item and microbatch: the tensors that are here, and what is to arrive
+Box = dict[tuple[int, int], Tensor | Expected]
 
 
 class Loss:
@@ -152,7 +133,7 @@ class Worker:
         self._compute, self._device, self.base = compute, device, 0
         self._tied, self._reach, self._replicas_of = plan.tied, plan.spec.reach, _later(plan, stage)
         self._max_norm = plan.training.max_grad_norm
-        self._box = Box({}, {})
+        self._box: Box = {}
         self._clips_to: float | None = None  # where the user clips what is in .grad now
         self._weights_at: set[int] | None = None  # their memory; None: it may be another now
         self._receiving: dict[Key, Handle] = {}
@@ -176,7 +157,8 @@ class Worker:
         max_norm: float | None = None,
     ) -> None:  # fmt: skip
         """A program begins, whose minibatch 0 is number `base`."""
-        self.base, self._box, self._clips_to = base, box or Box({}, {}), max_norm
+        self.base, self._clips_to = base, max_norm
+        self._box = {} if box is None else box
         self._weights_at, self.weights.updating = None, False
         if feed is not None:
             self.feeds[feed.minibatch] = feed
@@ -242,7 +224,9 @@ class Worker:
     def _expected(self, key: Key) -> Expected:
         kind, edge, minibatch, microbatch = key
         if kind in BROADCAST:
-            return self._box.expected[edge, microbatch]
+            found = self._box[edge, microbatch]
+            assert isinstance(found, Expected)
+            return found
         if kind in (Kind.TIED, Kind.WEIGHT):
             parameter = self.weights.parameter(0, self._tied[edge].fqn)
             return Expected(tuple(parameter.shape), parameter.dtype, minibatch)
@@ -267,14 +251,15 @@ class Worker:
             replica = self._replicas_of[ins.edge].index(ins.peer)
             self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], replica, tensor)
         elif kind in BROADCAST:
-            self._box.tensors[ins.edge, ins.microbatch] = tensor
+            self._box[ins.edge, ins.microbatch] = tensor
         else:
             self._arrived[key] = tensor
 
     def _send(self, ins: Instruction) -> None:
         key, kind = self._key(ins), ins.action.kind
         if kind in BROADCAST:
-            tensor = self._box.tensors[ins.edge, ins.microbatch]
+            tensor = self._box[ins.edge, ins.microbatch]
+            assert isinstance(tensor, Tensor)
         elif kind is Kind.WEIGHT:
             tensor = self.weights.master(self._tied[ins.edge].fqn)
         elif kind is Kind.TIED:

@@ -5,9 +5,9 @@ What is drawn beside the forecast: `passes.simulate` gives events of the same fo
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pdcompile.schedule import Instruction, Phase
 from pdcompile.schedule.program import RecordedEvent
@@ -42,14 +42,14 @@ class Recording:
             )
         )  # fmt: skip
 
-    def text(self) -> str:
+    def rows(self) -> list[RecordedEvent]:
         """The recording of this process, for `together`."""
-        return json.dumps([one for events in self._minibatches.values() for one in events])
+        return [one for events in self._minibatches.values() for one in events]
 
 
-def together(texts: Iterable[str]) -> tuple[RecordedEvent, ...]:
-    """The recordings of several processes as one, from second 0, by start."""
-    noted = [RecordedEvent(*fields) for text in texts for fields in json.loads(text)]
+def together(rows: Iterable[Sequence[Any]]) -> tuple[RecordedEvent, ...]:
+    """The fields of several processes' events as one recording, from second 0, by start."""
+    noted = [RecordedEvent(*fields) for fields in rows]
     events = sorted(noted, key=lambda one: (one.start_seconds, one.rank))
     first = events[0].start_seconds if events else 0.0
     return tuple(

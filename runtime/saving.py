@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange, Refused
 from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
-from pdcompile.runtime.state.save_checkpoint import Asked, save
+from pdcompile.runtime.state.save_checkpoint import save
 from pdcompile.runtime.state.whole_state import gather_optimizer, gather_state, load_optimizer
 from pdcompile.schedule.program import RecordedEvent
 from pdcompile.warn import warn
@@ -135,13 +136,15 @@ class Saving(PipelineState):
             apart = [row._replace(tensor=row.tensor.clone()) for row in buffers]
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
-            asked = Asked(keep, named, self._own)
             try:
-                return save(session, self._told(session), place, self.position, asked, apart)
+                made = save(session, self._told(session), place, self.position, named, apart)
             finally:  # each replica goes on with its own
                 for row, own in zip(buffers, apart, strict=True):
                     row.tensor.copy_(own.tensor)
                 session.replicas_apart = bool(apart) or session.replicas_apart
+            if 0 in session.ranks:
+                self._own.made(made, keep)
+            return made
 
     def load(
         self,
@@ -301,8 +304,8 @@ class Saving(PipelineState):
             )
         self.flush()
         with self._call("recorded") as session:
-            texts = self._told(session).everywhere(recording.text())
-            return together(texts) if 0 in session.ranks else ()
+            told = self._told(session).everywhere(recording.rows())
+            return together(chain(*told)) if 0 in session.ranks else ()
 
     def _told(self, session: Session) -> Exchange:
         if self._exchange is None:

@@ -182,9 +182,9 @@ class Session(Guarded):
         `rows`: each with the tensor, or on other ranks with what would arrive.
         """
         every = dict(rows)
-        box = Box.of(every)
+        box: Box = {(one.item, one.microbatch): given for one, given in every.items()}
         self._run(self._programs.share(tuple(every)), minibatch, box=box)
-        return box.tensors
+        return {place: found for place, found in box.items() if isinstance(found, Tensor)}
 
     def _run(
         self,

@@ -209,8 +209,5 @@ def _as_it_is(batch: Any) -> Any:
 
 def _digest(indices: list[Any]) -> int:
     """Digest of the samples and their order, never 0."""
-    return 1 + zlib.crc32(repr([_plain(one) for one in indices]).encode())
-
-
-def _plain(index: Any) -> Any:
-    return index.item() if hasattr(index, "item") else index
+    plain = [one.item() if hasattr(one, "item") else one for one in indices]
+    return 1 + zlib.crc32(repr(plain).encode())

@@ -207,10 +207,16 @@ class OwnCheckpoints:
     def made(self, place: Path, keep: int | None) -> None:
         """Remove this training's checkpoints but the last `keep`, of which `place` is one.
 
-        Those of others are left, with a warning.  Raises OSError.
+        Those of others are left, with a warning; a warning also says what cannot be removed.
         """
         place = place.resolve()
         self._own.add(place)
+        try:
+            self._remove_old(place, keep)
+        except OSError as error:
+            warn(f"old checkpoints cannot be found or removed: {error}")
+
+    def _remove_old(self, place: Path, keep: int | None) -> None:
         there = complete(place.parent)
         if new := [one for one in there if one not in self._own | self._told]:
             warn(

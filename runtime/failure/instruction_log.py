@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,22 +26,15 @@ _ACTIONS = tuple(Action)
 _NUMBER = {action: number for number, action in enumerate(_ACTIONS)}
 
 
-class Outside(Enum):
-    """Work of a rank that is no instruction; the value is its number, in place of an action's."""
+class Outside(StrEnum):
+    """Work of a rank that is no instruction, in words; entries have numbers from -1 down for it."""
 
-    PROGRAM = -1
-    CALL = -2
-    MEETING = -3  # it waits for the other ranks
-
-    def __str__(self) -> str:
-        return _OUTSIDE[self]
+    PROGRAM = "the user's program"
+    CALL = "a call, between its instructions"
+    MEETING = "the beginning or end of a call"  # it waits for the other ranks
 
 
-_OUTSIDE = {
-    Outside.PROGRAM: "the user's program",
-    Outside.CALL: "a call, between its instructions",
-    Outside.MEETING: "the beginning or end of a call",
-}
+_OUTSIDE = tuple(Outside)
 
 
 def number_in_words(minibatch: int) -> str:
@@ -84,7 +77,7 @@ def decoded(packed: bytes) -> Entry:
     """The entry that `InstructionLog.packed` gave."""
     serial, seconds, number, stage, peer, edge, microbatch, minibatch = _ENTRY.unpack(packed)
     if number < 0:
-        return Entry(serial, seconds, Outside(number))
+        return Entry(serial, seconds, _OUTSIDE[-1 - number])
     ins = Instruction(_ACTIONS[number], stage, minibatch, microbatch, edge, peer)
     return Entry(serial, seconds, ins)
 
@@ -117,7 +110,7 @@ class InstructionLog:
 
     def enter(self, where: Outside) -> None:
         """Note that something begins which is no instruction."""
-        self._write(where.value, -1, -1, -1, -1, -1)
+        self._write(-1 - _OUTSIDE.index(where), -1, -1, -1, -1, -1)
 
     @contextmanager
     def meeting(self) -> Iterator[None]:

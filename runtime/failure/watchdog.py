@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from pdcompile.runtime.failure.first_cause import NOBODY, Failures, FirstCause, Verdict
@@ -127,14 +126,6 @@ _NOTICE_SECONDS = 0.5
 _SLOW_SECONDS = 60.0
 
 
-@dataclass
-class _Beat:
-    """Last beat of a rank, and the seconds since which it is the same."""
-
-    text: str = ""
-    age: float = 0.0
-
-
 class Watchdog(threading.Thread):
     """See the module.  `store` is a connection of its own; None for a time: never."""
 
@@ -150,7 +141,7 @@ class Watchdog(threading.Thread):
         self._stopping = threading.Event()
         self._process = os.getpid()
         self._ended: set[int] = set()  # ranks of this host whose processes have
-        self._next = _Beat()
+        self._next, self._age = "", 0.0  # beat of the next rank, the same for so many seconds
         self._slow = _SLOW_SECONDS
         self._ticks = self._beaten = 0  # ticks so far, and those before the last beat
         self._without_progress = False
@@ -239,15 +230,15 @@ class Watchdog(threading.Thread):
             return
         peer = (self._rank + 1) % self._size
         text = self._failures.said("beat", peer)
-        same = text == self._next.text
         # In ticks of its own: this process may have been stopped together with that one.
         passed = (self._ticks - self._beaten) * TICK_SECONDS
-        self._next = _Beat(text, self._next.age + passed if same else 0.0)
+        self._age = self._age + passed if text == self._next else 0.0
+        self._next = text
         self._beaten = self._ticks
         if waiting is None:
             return
         limit = self._limit(peer)
-        if limit is not None and self._next.age > limit:
+        if limit is not None and self._age > limit:
             self._stalled(peer)
         elif since > min(self._slow, self._progress or self._slow):
             self._look_around(since)
@@ -266,7 +257,7 @@ class Watchdog(threading.Thread):
         if here is not None:
             why = "a call holds Python's lock, or the system does not let it run"
             why = "it was stopped, as SIGSTOP does" if here.stopped else why
-        text = f"rank {peer} gives no sign of life for {self._next.age:.0f} s: {why}"
+        text = f"rank {peer} gives no sign of life for {self._age:.0f} s: {why}"
         self._failures.report(text, Verdict.STALL, peer)
 
     def _look_around(self, since: float) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -30,17 +30,8 @@ from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import Row, holdings, stage_states
 from pdcompile.schedule.registry import name_of
-from pdcompile.warn import warn
 
 Written = list[tuple[int, str, StoredFile]]  # stage, ending of the file's name (`Holding.place`)
-
-
-class Asked(NamedTuple):
-    """Arguments of `save`, and the checkpoints of this training, which `keep` counts."""
-
-    keep: int | None
-    schedulers: Mapping[str, Any]
-    own: checkpoints.OwnCheckpoints
 
 
 def save(
@@ -48,7 +39,7 @@ def save(
     exchange: Exchange,
     folder: Path,
     position: Position,
-    asked: Asked,
+    schedulers: Mapping[str, Any],
     replicas: Sequence[Row],
 ) -> Path:
     """Write a checkpoint; nothing is in flight, and all ranks are in this call.
@@ -77,25 +68,20 @@ def save(
             )
         rows = [*holdings(session, position.minibatches)]
         rows = [row for row in rows if row.holding.kind is not HoldingKind.REPLICA]
-        states = stage_states(session, position.minibatches, asked.schedulers)
+        states = stage_states(session, position.minibatches, schedulers)
         with unwritten(written):
             files = write_stages(written, identity, [*rows, *replicas], states)
         stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": generators}
 
     def close(parts: list[Any]) -> str:
-        manifest = _manifest(session, identity, position, parts, asked.schedulers, str(written))
+        manifest = _manifest(session, identity, position, parts, schedulers, str(written))
         with unwritten(written):
             return checkpoints.finish(written, manifest, session.plan.to_json()).name
 
     failed = "could not write its part"
     undo = partial(checkpoints.discard, written)
     place: Path = folder / exchange.agreed(part, failed, close, undo)
-    if 0 in session.ranks:
-        try:
-            asked.own.made(place, asked.keep)
-        except OSError as error:
-            warn(f"old checkpoints cannot be found or removed: {error}")
     return place
 
 
@@ -120,13 +106,10 @@ def write_stages(
             ending, key = row.holding.place
             files[row.worker.stage, ending][key] = row.tensor
     return [
-        (stage, ending, write_tensors(_path(folder, stage, ending), tensors, identity))
+        (stage, ending, write_tensors(folder / name, tensors, identity))
         for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
+        for name in [f"stage-{stage:03d}{ending}.safetensors"]
     ]
-
-
-def _path(folder: Path, stage: int, ending: str) -> Path:
-    return folder / f"stage-{stage:03d}{ending}.safetensors"
 
 
 def _manifest(

@@ -9,8 +9,7 @@ after the other.  NCCL needs that; over gloo it is tested on machines without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -98,7 +97,7 @@ class Link:
         else:
             other, tag = int(peer > self._rank), 0
         post = group.send if sending else group.recv
-        begin = partial(flat.then, partial(_posted, post, flat.tensor, other, tag))
+        begin = partial(flat.then, partial(unrecorded, post, flat.tensor, other, tag))
         try:
             return Working(begin, flat, peer)
         finally:
@@ -109,14 +108,6 @@ class Link:
         groups = [*self._groups.values()] if self.direct else []
         self._groups = {}
         device_groups.end_all([group.abort for group in groups])
-
-
-def _posted(post: Callable[..., Any], flat: Tensor, peer: int, tag: int) -> Any:
-    try:
-        with unrecorded():
-            return post([flat], peer, tag)
-    finally:
-        del post  # see Working
 
 
 def pairs(spec: PipelineSpec, *others: PipelineSpec) -> list[tuple[int, int]]:
@@ -145,18 +136,18 @@ def _peers(spec: PipelineSpec, stage: int, replica: int) -> Iterable[int]:
             yield spec.rank(hop.stage, turn)
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Context of the begin of a message or sum: torch's profiler does not hear of it.
+def unrecorded(begin: Callable[..., Any], flat: Tensor, *where: int) -> Any:
+    """Begin a message or sum, and return its Work; torch's profiler does not hear of it.
 
     What it hears of the begin it wants to hear of the end too, which may come in a later call, when
     the profiler is gone: torch then writes into memory that was freed.
     """
-    if not profiler_records():
-        yield
-        return
-    record_functions(False)
+    records = profiler_records()
+    if records:
+        record_functions(False)
     try:
-        yield
+        return begin([flat], *where)
     finally:
-        record_functions(True)
+        del begin  # see Working
+        if records:
+            record_functions(True)

@@ -11,7 +11,7 @@ parameters, so that the coefficient is bit for bit the one that a single process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -55,7 +55,7 @@ class GroupSums:
         fetched = Fetched(self.device.place(flat)) if self._direct else self.device.fetch(flat)
         here = fetched.tensor
         real = torch.view_as_real(here) if here.is_complex() else here  # neither sums complex
-        begin = partial(fetched.then, partial(_reduced, self._group.allreduce, real))
+        begin = partial(fetched.then, partial(unrecorded, self._group.allreduce, real))
         try:
             return Working(begin, fetched, self._next)
         finally:
@@ -68,14 +68,6 @@ class GroupSums:
         held, self._group = [self._group], None
         # The end of a group waits for its sums, which others may never begin.
         device_groups.end_all([held[0].abort if self._direct else held.clear])
-
-
-def _reduced(allreduce: Callable[..., Any], flat: Tensor) -> Any:
-    try:
-        with unrecorded():
-            return allreduce([flat])
-    finally:
-        del allreduce  # see Working
 
 
 class LocalSums:

@@ -182,12 +182,6 @@ def check_alike(compiled: Compiled, options: Options) -> None:
         )
 
 
-def is_open(pipe: Any) -> bool:
-    """True if a pipeline has started, and was neither closed nor has failed."""
-    session = pipe._session
-    return session is not None and not pipe._closed and session.failed is None
-
-
 def started(pipe: Any, model: nn.Module, session: Any) -> None:
     """Notes a pipeline whose session begins.
 
@@ -233,7 +227,8 @@ def _tensors(model: nn.Module) -> frozenset[int]:
 def _beside(pipe: Any, tensors: Collection[int]) -> Iterator[Any]:
     """Other open pipelines that have some of these tensors."""
     for other, theirs in [*_started.items()]:
-        if other is not pipe and is_open(other) and not theirs.isdisjoint(tensors):
+        is_open = not other._closed and other._session.failed is None
+        if other is not pipe and is_open and not theirs.isdisjoint(tensors):
             yield other
 
 
