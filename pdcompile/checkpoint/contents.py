@@ -258,14 +258,13 @@ class Contents(OptimizerStates):
             if read(partial(self._file, stored)):
                 for tensor in stored.tensors:
                     read(partial(self._file(stored).tensor, tensor.name))
-                self._file(stored).close()
+                del self._files[stored.name]
         return found
 
     def close(self) -> None:
         """Let go of the files, and of what was read."""
         self._read.clear()
-        for file in self._files.values():
-            file.close()
+        self._files.clear()
 
 
 def _dict(data: Any, where: str, what: str, tensors: Callable[[str], Tensor]) -> dict[str, Any]:

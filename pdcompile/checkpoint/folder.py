@@ -95,7 +95,6 @@ class TensorFile:
     def __init__(self, folder: Path, stored: StoredFile) -> None:
         self.path = folder / stored.name
         self.stored = {tensor.name: tensor for tensor in stored.tensors}
-        self._open: OpenFile | None = None
         missing = "a file of the checkpoint is missing, or cannot be read"
         with errors_as(CheckpointError, missing, self.path, _ANOTHER):
             found = self.path.lstat()
@@ -111,6 +110,7 @@ class TensorFile:
                 "the header of this file is damaged, or of another checkpoint: its checksum does "
                 "not fit"
             )
+        self._open = OpenFile(self.path, CheckpointError, _ANOTHER)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in memory of its own.
@@ -119,8 +119,6 @@ class TensorFile:
             CheckpointError: its bytes are not those that were written, or it is not there.
         """
         stored = self.stored.get(name)
-        if self._open is None:
-            self._open = OpenFile(self.path, CheckpointError, _ANOTHER)
         found = self._open.tensor(name)
         if stored is None or (dtype_name(found.dtype), tuple(found.shape)) != (
             stored.dtype, stored.shape,
@@ -130,9 +128,6 @@ class TensorFile:
         if _checksum(found) != stored.crc32:
             raise self._wrong(f"{name} is damaged: its checksum does not fit")
         return found.clone()
-
-    def close(self) -> None:
-        self._open = None
 
     def _wrong(self, message: str) -> CheckpointError:
         return CheckpointError(message, where=str(self.path), remedy=_ANOTHER)

@@ -168,7 +168,8 @@ class Guarded:
                 self._log.enter(Outside.PROGRAM)
             return
         except PeerLost as error:
-            where = self._place(error)
+            own = self.workers[0]
+            where = place(own.rank, error, own.current, own.base)
             lost = error.with_traceback(None)  # its frames hold the message: let go of them
         except BaseException as caught:
             told = explained(caught, self._capture)
@@ -223,10 +224,6 @@ class Guarded:
         self._abandon()
         self._failures.wait_for_peers()
         self.world.close(failed=True)
-
-    def _place(self, error: BaseException) -> str:
-        worker = self.workers[0]
-        return place(worker.rank, error, worker.current, worker.base)
 
     def _abandon(self) -> None:
         """Close the connections, so that peers stop waiting for this rank."""

@@ -10,7 +10,7 @@ into a storage that a graph still needs would give wrong gradients without an er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class StageWeights(StageGradients):
         tied = {t.fqn: stage == t.stages[0] for t in compiled.plan.tied if stage in t.stages}
         masters, slots = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
         self.versions, self.apart = spec.versions(stage), apart or compiled.overlaps
-        self._hooks = Hooks()
+        self._hooked: list[tuple[tuple[str, GradientHook], list[Any]]] = []  # and their handles
         for fqn in interface.parameters:
             master = tensors(fqn)
             assert isinstance(master, nn.Parameter)
@@ -150,9 +150,16 @@ class StageWeights(StageGradients):
         Unless `apart` they are on the Parameter that backward works on.  Those of tied parameters
         run on sums (`run_hooks`).
         """
-        if self.apart:
-            untied = {f: self._masters[f] for f in self.owned if f not in self.tied}
-            self._hooks.follow(untied, self._slots)
+        masters = {f: self._masters[f] for f in self.owned if self.apart and f not in self.tied}
+        wanted = [(fqn, hook) for fqn, one in masters.items() for hook in gradient_hooks(one)]
+        if wanted == [pair for pair, _ in self._hooked]:
+            return
+        for handle in (handle for _, handles in self._hooked for handle in handles):
+            handle.remove()
+        self._hooked = [
+            ((fqn, hook), [hook.follow(slot, masters[fqn]) for slot in self._slots[fqn]])
+            for fqn, hook in wanted
+        ]
 
     def follow(self, fqn: str, owner: StageWeights) -> None:
         """A tied copy takes the newest values of its owner in this process."""
@@ -190,28 +197,6 @@ class StageWeights(StageGradients):
         for slot in self._slots.get(fqn, ()):
             slot.data.copy_(value)
         return fqn in self._slots
-
-
-class Hooks:
-    """Hooks on the gradients of Parameters that follow those on others."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[tuple[str, GradientHook], list[Any]]] = []  # and their handles
-
-    def follow(
-        self, masters: Mapping[str, nn.Parameter], slots: Mapping[str, list[nn.Parameter]]
-    ) -> None:
-        """Put the hooks that each master has now on all of its slots."""
-        wanted = [(fqn, hook) for fqn, one in masters.items() for hook in gradient_hooks(one)]
-        if wanted == [pair for pair, _ in self._held]:
-            return
-        for _, handles in self._held:
-            for handle in handles:
-                handle.remove()
-        self._held = [
-            ((fqn, hook), [hook.follow(slot, masters[fqn]) for slot in slots[fqn]])
-            for fqn, hook in wanted
-        ]
 
 
 def instance(

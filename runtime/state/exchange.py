@@ -47,16 +47,15 @@ class Exchange:
         world, text = self._session.world, json.dumps(value)
         if world is None:
             return [json.loads(text)]
-        self._number += 1
-        world.store.set(self._key(world.rank), text)
+        # Two keys in turn: who tells again has heard all, who told that after they heard the last.
+        self._number = 1 - self._number
+        keys = [f"told/{self._number}/{rank}" for rank in range(world.size)]
+        world.store.set(keys[world.rank], text)
         others = range(1, world.size)
         self._meet([Broadcast(Kind.STATE, _MEETING, rank, rank, (0,)) for rank in others])
         if others:
             self._meet([Broadcast(Kind.STATE, _MEETING, 0, 0, tuple(others))])
-        found = [json.loads(world.store.get(self._key(rank))) for rank in range(world.size)]
-        if self._number > 1:  # everybody has read what was told before this
-            world.store.delete_key(self._key(world.rank, self._number - 1))
-        return found
+        return [json.loads(world.store.get(key)) for key in keys]
 
     def of_first(self, make: Callable[[], Any], own: PdcompileError | None = None) -> Any:
         """The value that rank 0 makes, on every rank.
@@ -105,9 +104,6 @@ class Exchange:
                 raise
 
         return self.of_first(close, own)
-
-    def _key(self, rank: int, number: int | None = None) -> str:
-        return f"told/{self._number if number is None else number}/{rank}"
 
     def _meet(self, broadcasts: list[Broadcast]) -> None:
         own, other = torch.ones(1, dtype=torch.int64), Expected((1,), torch.int64, 0)
