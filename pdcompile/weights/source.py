@@ -12,10 +12,9 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -201,18 +200,13 @@ class Source:
     seeded by `seed` and the name before each call, so that every plan gets the same values.
     """
 
-    stored_in: TensorFiles | None = None
-    fill: Fill | None = None
-    seed: int = 0
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        """The file of every name in them."""
-        return {} if self.stored_in is None else self.stored_in.files
+    stored_in: TensorFiles
+    fill: Fill | None
+    seed: int
 
     def stored(self, slot: Slot) -> list[str]:
         """Names under which the checkpoint has a tensor of the model's state_dict."""
-        return [name for name in slot.names if name in self.files] if slot.persistent else []
+        return [n for n in slot.names if n in self.stored_in.files] if slot.persistent else []
 
 
 def open_source(given: Any, *, seed: int = 0) -> Source:
@@ -235,7 +229,7 @@ def open_source(given: Any, *, seed: int = 0) -> Source:
         remedy = "def fill(name, tensor): torch.nn.init.normal_(tensor, std=0.02)"
         with errors_as(ConfigError, said, "weights", remedy, Exception):
             inspect.signature(function).bind("name", None)
-    return Source(TensorFiles(places) if places else None, next(iter(functions), None), seed)
+    return Source(TensorFiles(places), next(iter(functions), None), seed)
 
 
 def read(
@@ -259,11 +253,10 @@ def read(
         asked = set(names)
         wanted = [slot for slot in wanted if not asked.isdisjoint(slot.names)]
     stored = [slot for slot in wanted if source.stored(slot)]
-    stored.sort(key=lambda slot: str(source.files[source.stored(slot)[0]]))
+    stored.sort(key=lambda slot: str(source.stored_in.files[source.stored(slot)[0]]))
     for slot in stored:
         yield slot.fqn, _from_checkpoint(slot, source)
-    if source.stored_in is not None:
-        source.stored_in.close()
+    source.stored_in.close()
     bare = [slot for slot in wanted if slot.tensor.is_meta and not source.stored(slot)]
     computed = _computed([slot for slot in bare if not slot.persistent], model, source.seed)
     for slot in bare:
@@ -312,7 +305,8 @@ def check(model: nn.Module, source: Source) -> None:
     """
     found = list(slots(model).values())
     _refuse_missing(found, source)
-    if source.stored_in is None and not any(slot.tensor.is_meta for slot in found):
+    alone = source.fill is not None and not source.stored_in.files
+    if alone and not any(slot.tensor.is_meta for slot in found):
         raise ConfigError(
             "weights= is a function, and every tensor of the model has its values",
             remedy="leave it out, or build the model on the meta device: "
@@ -321,12 +315,12 @@ def check(model: nn.Module, source: Source) -> None:
     if unexpected := _unexpected(found, source):
         _warn(f"not in the model, and left unread: {some(unexpected, 5)}")
     left = [s.fqn for s in found if s.persistent and s.tensor.is_meta and not source.stored(s)]
-    if source.stored_in is not None and left:
+    if source.stored_in.files and left:
         _warn(f"not in the checkpoint, and left to the function: {some(left, 5)}")
 
 
 def _refuse_missing(found: list[Slot], source: Source) -> None:
-    if source.stored_in is None or source.fill is not None:
+    if source.fill is not None:
         return
     saved = [slot for slot in found if slot.persistent]
     missing = [slot.fqn for slot in saved if not source.stored(slot)]
@@ -345,11 +339,10 @@ def _refuse_missing(found: list[Slot], source: Source) -> None:
 
 def _unexpected(found: list[Slot], source: Source) -> list[str]:
     known = {name for slot in found if slot.persistent for name in slot.names}
-    return [name for name in source.files if name not in known]
+    return [name for name in source.stored_in.files if name not in known]
 
 
 def _from_checkpoint(slot: Slot, source: Source) -> Tensor:
-    assert source.stored_in is not None
     first, *others = source.stored(slot)
     value = source.stored_in.tensor(first, slot.tensor)
     for name in others:
