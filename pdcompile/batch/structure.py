@@ -38,14 +38,12 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object of any class: its items, where it is a container, and its attributes."""
+    """An object of any class; its content: items, where it is a container, attributes, slots."""
 
     cls: type
     number: int
     base: Any  # the builtin class that it extends: object, dict, list or tuple
-    keys: tuple[Any, ...]  # of a dict
-    attributes: tuple[str, ...]
-    content: Tree  # a list: items first, then the values of attributes
+    content: Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +104,6 @@ def unflatten_output(leaves: Sequence[Any], structure: Tree) -> Any:
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same value with every tensor in it replaced."""
     leaves, structure = flatten_output(value)
-    if structure == _LEAF and not isinstance(value, Tensor):
-        return value
     changed = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return unflatten_output(changed, structure)
 
@@ -150,15 +146,12 @@ def _part(item: Any, taken: _Taken) -> Part | None:
     if base is None:
         return Constant(item, known=_atomic(item))
     number = taken.numbers[id(item)] = len(taken.numbers)
-    names = tuple(_attributes(item))
-    items: list[Any] = []
-    keys: tuple[Any, ...] = ()
+    items: Any = []
     if base is dict:
-        keys, items = tuple(dict.keys(item)), list(dict.values(item))
+        items = dict(dict.items(item))
     elif base is not object:
         items = list(base.__iter__(item))
-    content = _tree([*items, *(_read(item, name) for name in names)], taken)
-    return Instance(cls, number, base, keys, names, content)
+    return Instance(cls, number, base, _tree([items, *_state(item)], taken))
 
 
 def _atomic(item: Any) -> bool:
@@ -185,7 +178,7 @@ def _base(cls: Any) -> Any:
 def _builds(cls: Any, base: Any) -> bool:
     if any(entry.__module__ == "builtins" for entry in cls.__mro__ if entry not in (base, object)):
         return False  # functions, sets, iterators, exceptions
-    if not any("__dict__" in vars(entry) or _members(entry) for entry in cls.__mro__):
+    if not any({"__dict__", "__slots__"} & vars(entry).keys() for entry in cls.__mro__):
         return base is not object
     try:
         base.__new__(cls)
@@ -194,24 +187,11 @@ def _builds(cls: Any, base: Any) -> bool:
     return True
 
 
-def _members(cls: type) -> list[str]:
-    return [n for n, d in vars(cls).items() if isinstance(d, types.MemberDescriptorType)]
-
-
-def _attributes(item: Any) -> Iterator[str]:
-    yield from getattr(item, "__dict__", {})
-    for cls in type(item).__mro__:
-        for name in _members(cls):
-            try:
-                vars(cls)[name].__get__(item)
-            except AttributeError:  # a slot that was never filled
-                continue
-            yield name
-
-
-def _read(item: Any, name: str) -> Any:
-    own = getattr(item, "__dict__", {})
-    return own[name] if name in own else object.__getattribute__(item, name)
+def _state(item: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attributes, and slots that were filled, whatever the class itself gives to pickle."""
+    state: Any = object.__getstate__(item)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return attributes or {}, slots or {}
 
 
 def _put_together(leaves: Iterator[Any], structure: Tree, made: dict[int, Any]) -> Any:
@@ -226,32 +206,20 @@ def _make(leaves: Iterator[Any], part: Part, made: dict[int, Any]) -> Any:
         return part.value
     if isinstance(part, Again):
         return made[part.number]
+    found: Any = None
     if part.base is not tuple:
         # Entered before its content, which may refer back to it.
         found = made[part.number] = part.base.__new__(part.cls)
-        values = _put_together(leaves, part.content, made)
-    else:
-        values = _put_together(leaves, part.content, made)
-        count = len(values) - len(part.attributes)
+    items, attributes, slots = _put_together(leaves, part.content, made)
+    if part.base is tuple:
         new = torch.Size if part.cls is torch.Size else functools.partial(tuple.__new__, part.cls)
-        found = made[part.number] = new(values[:count])
-    count = len(values) - len(part.attributes)
-    if part.base is dict:
-        dict.update(found, zip(part.keys, values[:count], strict=True))
+        found = made[part.number] = new(items)
+    elif part.base is dict:
+        dict.update(found, items)
     elif part.base is list:
-        list.extend(found, values[:count])
-    own = getattr(found, "__dict__", None)
-    for name, value in zip(part.attributes, values[count:], strict=True):
-        if own is not None and not _is_slot(part.cls, name):
-            own[name] = value
-        else:
-            object.__setattr__(found, name, value)
+        list.extend(found, items)
+    if attributes:
+        vars(found).update(attributes)
+    for name, value in slots.items():
+        object.__setattr__(found, name, value)
     return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_slot(cls: type, name: str) -> bool:
-    return any(name in _members(entry) for entry in cls.__mro__)
-
-
-_LEAF = flatten_output(None)[1]

@@ -202,10 +202,11 @@ def _build(tree: Tree, leaves: Iterator[Argument]) -> Argument:
 def _build_part(part: Part, leaves: Iterator[Argument]) -> Argument:
     if not isinstance(part, Instance):
         return ()  # it has no leaves
-    content = _build(part.content, leaves)
-    items = content.items if isinstance(content, ListOf) else ()
-    names = [*map(str, range(len(items) - len(part.attributes))), *part.attributes]
-    return DictOf(tuple(zip(names, items, strict=True)))
+    content: Any = _build(part.content, leaves)
+    held, attributes, slots = content.items
+    items = held.items if isinstance(held, ListOf) else [item for _, item in held.items]
+    numbered = ((str(i), item) for i, item in enumerate(items))
+    return DictOf((*numbered, *attributes.items, *slots.items))
 
 
 def find_loss(
