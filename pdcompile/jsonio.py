@@ -101,28 +101,28 @@ def decode(kind: type[T], data: Any, *, where: str, error: type[PdcompileError] 
     return result
 
 
-def encode(value: Any) -> Any:
+def encode(value: Any, compact: type[dict[str, Any]] | None = None) -> Any:
     """Dataclasses to dicts (fields in order), tuples to lists; the inverse of `decode`.
 
     A field with the metadata `COMPACT` is left out where it has its default, and so are the
     fields below it: an infinite default, which JSON has no number for, is never written.
+    `compact`: what a dataclass below such a field becomes; None: it is not below one.
     """
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
+    below = _Row if compact else None
     if (own := _fields_of(kind)) is not None:
-        result = {}
-        for name, compact, default in own:
+        result = (compact or dict)()
+        for name, begins, default in own:
             part = getattr(value, name)
-            if not compact:
-                result[name] = encode(part)
-            elif part != default:
-                result[name] = _compact(part, dict)
+            if part != default or not (compact or begins):
+                result[name] = encode(part, dict if begins and not compact else below)
         return result
     if isinstance(value, tuple | list):
-        return [encode(part) for part in value]
+        return [encode(part, below) for part in value]
     if isinstance(value, dict) and kind is not _Row:
-        return {key: encode(part) for key, part in value.items()}
+        return {key: encode(part, below) for key, part in value.items()}
     return value
 
 
@@ -141,23 +141,8 @@ def dumps(value: Any) -> str:
 
 def canonical(value: Any) -> bytes:
     """One line, keys sorted: what hashes are taken of."""
-    return canonical_tree(encode(value))
-
-
-def canonical_tree(tree: Any) -> bytes:
-    """`canonical` of what is dicts, lists and plain values already."""
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(encode(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8")
-
-
-def _compact(value: Any, kind: type[dict[str, Any]] = _Row) -> Any:
-    if type(value) in _PLAIN:
-        return value
-    of: Any = type(value)
-    if (own := _fields_of(of)) is not None:
-        parts = ((name, getattr(value, name), default) for name, _, default in own)
-        return kind({name: _compact(part) for name, part, default in parts if part != default})
-    return [_compact(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

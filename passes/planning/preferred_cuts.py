@@ -36,7 +36,7 @@ from pdcompile.passes.planning.module_borders import (
 )
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.makespan import with_updates
+from pdcompile.plan.makespan import makespan
 from pdcompile.problem import PartitionProblem
 from pdcompile.units import format_bytes, format_seconds
 
@@ -241,7 +241,7 @@ class Search:
         problem, stage_of = plan.problem, plan.stage_of
         sizes = [sum(updated_sizes(problem, stage_of, s)) for s in plan.stages]
         updates = [self.update(size) / v for size, v in zip(sizes, on.speeds, strict=True)]
-        return with_updates(times.timing, plan.warmup, plan.m, on.schedule, updates)
+        return makespan(times.timing, plan.warmup, plan.m, on.schedule, updates)
 
     def choice(self, stage_of: tuple[int, ...]) -> Choice | None:
         """None where the assignment breaks a rule, its busiest stage alone takes too long, or time

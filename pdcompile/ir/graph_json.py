@@ -78,7 +78,7 @@ def fingerprint(graph: OpGraph) -> str:
     # The name of what is left out is no part of what is computed.
     output = rewritten(graph.output, lambda part: None if isinstance(part, LeftOut) else part)
     record = _record(replace(graph, ops=ops, output=output), frozenset(_NOT_IN_FINGERPRINT))
-    digest = hashlib.sha256(jsonio.canonical_tree(record)).hexdigest()
+    digest = hashlib.sha256(jsonio.canonical(record)).hexdigest()
     known["fingerprint"] = digest
     return digest
 

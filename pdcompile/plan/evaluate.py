@@ -15,11 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 
 from pdcompile.cluster import Link, slowest
 from pdcompile.plan.makespan import Path, critical_path, warmup_of
-from pdcompile.plan.times import Message, PipelineTimes
+from pdcompile.plan.times import Message, PipelineTimes, messages_of
 from pdcompile.problem import Partition, PartitionProblem
 
 
@@ -158,32 +157,18 @@ class Evaluation:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """Every hop of one microbatch: who sends what to whom.
-
-        A value goes directly from its stage to each stage that consumes it; its gradient goes
-        from the last of these to the one before, …, to the first, to the source.  A shared
-        trainable parameter's gradient is chained in the same way once a minibatch; its new
-        weights then go from the first holder to the others.
-        """
-        found, stage_of = [], self.stage_of
+        """Every hop of one microbatch."""
+        values, stage_of = [], self.stage_of
         for value in self.problem.traffic:
             source = stage_of[value.producer]
-            targets = {stage_of[c] for c in value.consumers}
-            targets.discard(source)
-            if not targets:
-                continue
-            chain = [source, *sorted(targets)]
-            found += [Message("forward", source, t, value.forward_bytes) for t in chain[1:]]
-            if value.backward_bytes:
-                size = value.backward_bytes
-                found += [Message("backward", far, near, size) for near, far in pairwise(chain)]
-        for one in self.problem.shared:
-            if one.trainable:
-                owner, *others = chain = sorted({stage_of[i] for i in one.items})
-                down = reversed([*pairwise(chain)])
-                found += [Message("final", far, near, one.bytes) for near, far in down]
-                found += [Message("final", owner, other, one.bytes) for other in others]
-        return found
+            targets = {stage_of[c] for c in value.consumers} - {source}
+            if targets:
+                sizes = value.forward_bytes, value.backward_bytes or None
+                values.append(([source, *sorted(targets)], *sizes))
+        shared = (one for one in self.problem.shared if one.trainable)
+        return messages_of(
+            values, ((sorted({stage_of[i] for i in one.items}), one.bytes) for one in shared)
+        )
 
     # -- bytes -------------------------------------------------------------------------------
 

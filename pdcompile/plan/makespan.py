@@ -109,40 +109,23 @@ def order_of(
 
 
 def makespan(
-    timing: Timing, warmup: Sequence[int], num_microbatches: int, schedule: str = DEFAULT
+    timing: Timing,
+    warmup: Sequence[int],
+    num_microbatches: int,
+    schedule: str = DEFAULT,
+    updates: Sequence[float] = (),
 ) -> float:
     """Seconds from the first forward to the last backward (or final hop) of one minibatch.
+
+    `updates`: seconds of the update of each stage, before it sends new weights; empty: none.
 
     Raises:
         ValueError: the stages wait for each other for ever (warm-up too small for the hops).
     """
     walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=timing.full_duplex)
-    return walk.finished(timing)[0]
-
-
-def with_updates(
-    timing: Timing,
-    warmup: Sequence[int],
-    num_microbatches: int,
-    schedule: str,
-    updates: Sequence[float],
-) -> float:
-    """`makespan` and then updates, of so many seconds each stage; final hops follow them."""
-    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=timing.full_duplex)
-    ends = [now + seconds for now, seconds in zip(summed(timing, walk.done), updates, strict=True)]
-    finals = (
-        max(ends[a], ends[b]) + seconds for (a, b), seconds in timing.final_hops.items() if a < b
-    )
-    return max(*ends, *finals)
-
-
-def summed(timing: Timing, done: Sequence[float]) -> list[float]:
-    """When each stage has its gradients and the sums of later holders of its tied parameters."""
-    found = list(done)
-    for (a, b), seconds in sorted(timing.final_hops.items(), reverse=True):
-        if a > b:
-            found[b] = max(found[b], found[a] + seconds)
-    return found
+    hops = sorted(timing.final_hops.items(), reverse=True)
+    finals = [(hop, hop, seconds) for hop, seconds in hops]
+    return walk.updated(updates or (0.0,) * len(timing.forward), None, finals)
 
 
 def critical_path(
@@ -155,8 +138,7 @@ def critical_path(
     is fixed.  Half-duplex links, where it is not, are treated as full duplex.
     """
     walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=True)
-    _, event, finals = walk.finished(timing)
-    return walk.path(event, finals)
+    return walk.path(*walk.last(timing))
 
 
 def _walk(
@@ -276,18 +258,8 @@ class EventWalk:
         at = wire.arrived[i]
         return (at, (wire, i)) if at > now else (now, because)
 
-    def computed(self, event: ComputeEvent, now: float, because: Event) -> tuple[float, Event]:
-        """The end of what a rank begins now."""
-        self.cause[event] = because
-        return now + self.seconds[event[1]][event[0]], event
-
-    def ended(self, s: int, now: float, because: Event) -> None:
-        """A rank of the stage comes to its update."""
-        if now > self.done[s] or self.because[s] is None:
-            self.done[s], self.because[s] = now, because
-
-    def finished(self, timing: Timing) -> tuple[float, Event, tuple[StagePair, ...]]:
-        """When the last stage or final hop is done, the event that decides it, and the hops."""
+    def last(self, timing: Timing) -> tuple[Event, tuple[StagePair, ...]]:
+        """The event that decides when the last stage or final hop is done, and the final hops."""
         no_hops: tuple[StagePair, ...] = ()
         ends = [
             (now, because, no_hops) for now, because in zip(self.done, self.because, strict=True)
@@ -301,18 +273,19 @@ class EventWalk:
             if a < b:
                 now, event, hops = max(ends[a], ends[b], key=lambda one: one[0])
                 ends.append((now + seconds, event, (*hops, (a, b))))
-        return max(ends, key=lambda one: one[0])
+        return max(ends, key=lambda one: one[0])[1:]
 
     def updated(
         self,
-        reductions: Sequence[float],
+        updates: Sequence[float],
         norms: float | None,
         finals: Sequence[tuple[StagePair, tuple[int, int], float]],
     ) -> float:
         """When the last stage has stepped and the last copy of a tied parameter has arrived.
 
-        `finals`: stages, ranks and seconds of each message with a sum of tied gradients, in the
-        order in which they are passed on, or with new weights.
+        `updates`: seconds from a stage's sums to its step.  `finals`: stages, ranks and seconds of
+        each message with a sum of tied gradients, in the order in which they are passed on, or
+        with new weights.
         """
         free: dict[StagePair, float] = defaultdict(float)
         summed = list(self.summed)
@@ -320,7 +293,7 @@ class EventWalk:
             if a > b:
                 free[link] = max(free[link], summed[a]) + seconds
                 summed[b] = max(summed[b], free[link])
-        step = [now + seconds for now, seconds in zip(summed, reductions, strict=True)]
+        step = [now + seconds for now, seconds in zip(summed, updates, strict=True)]
         for own in self.held.values():  # one after the other
             last = 0.0
             for s in own:
@@ -377,7 +350,8 @@ class EventWalk:
             own = held[n]
             s = own.index
             if action is Action.STEP:
-                self.ended(s, now, because)
+                if now > self.done[s] or self.because[s] is None:
+                    self.done[s], self.because[s] = now, because
                 continue
             kind = action is Action.FORWARD
             moves = action is not Action.BACKWARD_WEIGHT
@@ -387,7 +361,9 @@ class EventWalk:
                 while len(wire.arrived) <= last:
                     yield wire
                 now, because = self.later(now, because, wire, last)
-            now, because = self.computed((s, action, k), now, because)
+            event = s, action, k
+            self.cause[event] = because
+            now, because = now + self.seconds[action][s], event
             for lane, place in own.out[kind] if moves else ():
                 wire = lane.wires[k % lane.turns]
                 early = k // lane.turns * lane.messages + place - lane.window

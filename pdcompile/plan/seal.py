@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 from pdcompile.errors import PlanError
-from pdcompile.jsonio import canonical_tree
+from pdcompile.jsonio import canonical
 
 DIGITS = 32
 CLAIMED = ("bound_seconds", "fastest_seconds", "prover", "scope")  # of the certificate
@@ -22,7 +22,7 @@ def seal_of(plan: dict[str, Any]) -> str:
     deciding = [plan["training"].get(name) for name in DECIDING]
     claimed = [plan["certificate"].get(name) for name in CLAIMED]
     sealed = [plan.get("problem"), deciding], [claimed, deciding]
-    return ".".join(sha256(canonical_tree(one)).hexdigest()[:DIGITS] for one in sealed)
+    return ".".join(sha256(canonical(one)).hexdigest()[:DIGITS] for one in sealed)
 
 
 def check_seal(plan: dict[str, Any], seal: Any, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -27,6 +27,32 @@ class Message(NamedTuple):
     source: int
     target: int
     bytes: int
+
+
+def messages_of(
+    values: Iterable[tuple[Sequence[int], int, int | None]],
+    tied: Iterable[tuple[Sequence[int], int]],
+) -> list[Message]:
+    """Every hop of one microbatch: who sends what to whom.
+
+    A value goes directly from its stage to each stage that consumes it; its gradient goes from the
+    last of these to the one before, …, to the first, to the source.  A tied parameter's gradient is
+    chained in the same way once a minibatch; its new weights then go from the first holder to the
+    others.
+
+    Args:
+        values: stages of each, its own first, bytes, and those of its gradient (None: none).
+        tied: stages that hold each parameter, and its bytes.
+    """
+    found: list[Message] = []
+    for chain, size, gradient in values:
+        found += [Message("forward", chain[0], target, size) for target in chain[1:]]
+        if gradient is not None:
+            found += [Message("backward", b, a, gradient) for a, b in pairwise(chain)]
+    for chain, size in tied:
+        found += [Message("final", b, a, size) for a, b in reversed([*pairwise(chain)])]
+        found += [Message("final", chain[0], other, size) for other in chain[1:]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -210,16 +236,12 @@ class PipelineTimes:
 
 def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
     """The seconds of a plan's stages and edges; `returning`: values whose gradients travel."""
-    messages, ranks = [], plan.ranks
-    for edge in plan.edges:
-        messages += [Message("forward", edge.source, t, edge.bytes) for t in edge.targets]
-        chain = (edge.source, *edge.targets) if edge.value in returning else ()
-        messages += [Message("backward", b, a, edge.bytes) for a, b in pairwise(chain)]
-    for one in plan.tied:
-        owner, *others = one.stages
-        down = reversed([*pairwise(one.stages)])
-        messages += [Message("final", b, a, one.bytes) for a, b in down]
-        messages += [Message("final", owner, other, one.bytes) for other in others]
+    ranks = plan.ranks
+    chains = (
+        ((edge.source, *edge.targets), edge.bytes, edge.bytes if edge.value in returning else None)
+        for edge in plan.edges
+    )
+    messages = messages_of(chains, ((one.stages, one.bytes) for one in plan.tied))
     return PipelineTimes(
         [stage.forward_seconds for stage in plan.stages],
         [stage.backward_pass_seconds for stage in plan.stages],
