@@ -36,7 +36,6 @@ from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
-from pdcompile.plan.other_model import absent_weight, made_of
 from pdcompile.problem.constraints import Pin
 from pdcompile.runtime.pipeline import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
@@ -193,14 +192,17 @@ def check_minibatch(options: Options, layout: BatchLayout, model: nn.Module) -> 
 
 def _refuse_another_model(plan: Plan, model: nn.Module, file: str) -> None:
     """Raise PlanError where the model lacks a parameter of the plan; known before capture."""
-    if (absent := absent_weight(plan, model)) is not None:
-        fqn, stage = absent
-        raise PlanError(
-            f"the plan is of another model: {made_of(plan)}, and this is "
-            f"{type(model).__name__}: the parameter {fqn!r} on stage {stage} is only in the plan",
-            where=file,
-            remedy=ANOTHER_MODEL,
-        ) from None
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held = ((fqn, stage.index) for stage in plan.stages for fqn in stage.parameters)
+    for fqn, stage in held:
+        if fqn not in known:
+            raise PlanError(
+                f"the plan is of another model: {plan.made_of}, and this is "
+                f"{type(model).__name__}: the parameter {fqn!r} on stage {stage} is only in the "
+                "plan",
+                where=file,
+                remedy=ANOTHER_MODEL,
+            ) from None
 
 
 def user_plan(
@@ -222,7 +224,7 @@ def user_plan(
         if plan.fingerprint.split(".")[0] == fingerprint(needed)[:FINGERPRINT_DIGITS]:
             raise
         raise PlanError(
-            f"the plan is of another model: {made_of(plan)}, and this is {graph.model}: "
+            f"the plan is of another model: {plan.made_of}, and this is {graph.model}: "
             f"{error.message}",
             where=error.where,
             remedy=ANOTHER_MODEL,

@@ -14,7 +14,6 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.plan import Plan
 from pdcompile.plan.diff import Changed, Moved, diff
 from pdcompile.problem.constraints import Pin
-from pdcompile.report.diff_table import shortened
 from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
@@ -44,8 +43,7 @@ def test_moved_ops_are_grouped_by_the_way_they_go() -> None:
     found = diff(plan, moved(plan, free, 1))
     assert not found.identical
     assert found.prints == ()
-    modules = tuple(f"layers.{op.rpartition('_')[2]}" for op in free)
-    assert found.moved == (Moved(free, 0, 1, modules),)
+    assert found.moved == (Moved(free, 0, 1),)
     back = diff(moved(plan, free, 1), plan)
     assert [(one.ops, one.source, one.target) for one in back.moved] == [(free, 1, 0)]
 
@@ -131,14 +129,6 @@ def test_what_no_list_shows_is_said(tmp_path: Path, call: Call) -> None:
     assert found.says_nothing
     code, out, _ = call("diff", *files(tmp_path, a, replace(a, problem=None)))
     assert (code, "only figures inside differ" in out) == (0, True)
-
-
-def test_many_ops_are_shortened_by_module() -> None:
-    few = Moved(("a", "b"), 0, 1)
-    assert shortened(few) == "a, b"
-    many = Moved(("a", "b", "c", "d"), 0, 1, ("h.1", "h.2", "h.3"))
-    assert shortened(many) == "h.1–3 (a … d)"
-    assert shortened(replace(many, modules=())) == "a … d"
 
 
 def test_the_verb(tmp_path: Path, call: Call) -> None:

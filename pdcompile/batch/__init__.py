@@ -7,8 +7,6 @@ losses, for the eager reference and the pipeline alike.
 """
 
 from pdcompile.batch.call import EVALUATION as EVALUATION
-from pdcompile.batch.call import Argument as Argument
-from pdcompile.batch.call import CallSpec as CallSpec
 from pdcompile.batch.call import FlatCall as FlatCall
 from pdcompile.batch.call import Whole as Whole
 from pdcompile.batch.call import as_one_argument as as_one_argument

@@ -24,7 +24,6 @@ from pdcompile.options.row import Flag, Row, rows_of
 from pdcompile.options.table import ROWS
 from pdcompile.pass_runner import collecting_seldom
 from pdcompile.plan import Plan
-from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
 from pdcompile.problem.constraints import Constraint, parsed
 from pdcompile.workload import Workload
@@ -227,7 +226,7 @@ def _planned(more: Mapping[str, Any]) -> str | None:
     """The loss reduction that a plan's command named, where it is a function in the very file that
     this command runs; another file is not run because a plan names it."""
     plan, place = more.get("plan"), str(more.get("command_target", "")).rpartition(":")[0]
-    word = recorded_reduction(plan) if isinstance(plan, Plan) else ""
+    word = plan.named_reduction if isinstance(plan, Plan) else ""
     return word if word and word.rpartition(":")[0] == place else None
 
 

@@ -12,43 +12,33 @@ from typing import Any
 
 from pdcompile import jsonio
 from pdcompile.ir import graph_json
-from pdcompile.ir.graph_json import fingerprint
+from pdcompile.ir.graph_json import fingerprint as fingerprint
 from pdcompile.ir.graph_text import format_graph
-from pdcompile.ir.records import (
-    CHECK,
-    DTYPE_BYTES,
-    GRADIENT,
-    Affine,
-    Argument,
-    Attr,
-    DictOf,
-    GraphInput,
-    LeftOut,
-    ListOf,
-    Op,
-    OpCost,
-    Ref,
-    Size,
-    SizeRange,
-    Slice,
-    TensorInfo,
-    TorchLiteral,
-    Value,
-    leaves,
-    named_leaves,
-    rewritten,
-    size_at,
-    walk,
-    written_buffers,
-)
-
-__all__ = [
-    "CHECK", "DTYPE_BYTES", "GRADIENT", "Affine", "Argument", "Attr", "Capture", "DictOf",
-    "GraphInput", "LeftOut", "ListOf", "Op", "OpCost", "OpGraph", "Ref", "Size", "SizeRange",
-    "Slice", "TensorInfo", "TorchLiteral", "Value", "fingerprint", "leaves", "named_leaves",
-    "rewritten", "size_at", "walk",
-    "written_buffers",
-]  # fmt: skip
+from pdcompile.ir.records import CHECK as CHECK
+from pdcompile.ir.records import DTYPE_BYTES as DTYPE_BYTES
+from pdcompile.ir.records import GRADIENT as GRADIENT
+from pdcompile.ir.records import Affine as Affine
+from pdcompile.ir.records import Argument as Argument
+from pdcompile.ir.records import Attr as Attr
+from pdcompile.ir.records import DictOf as DictOf
+from pdcompile.ir.records import GraphInput as GraphInput
+from pdcompile.ir.records import LeftOut as LeftOut
+from pdcompile.ir.records import ListOf as ListOf
+from pdcompile.ir.records import Op as Op
+from pdcompile.ir.records import OpCost as OpCost
+from pdcompile.ir.records import Ref as Ref
+from pdcompile.ir.records import Size as Size
+from pdcompile.ir.records import SizeRange as SizeRange
+from pdcompile.ir.records import Slice as Slice
+from pdcompile.ir.records import TensorInfo as TensorInfo
+from pdcompile.ir.records import TorchLiteral as TorchLiteral
+from pdcompile.ir.records import Value as Value
+from pdcompile.ir.records import leaves as leaves
+from pdcompile.ir.records import named_leaves as named_leaves
+from pdcompile.ir.records import rewritten as rewritten
+from pdcompile.ir.records import size_at as size_at
+from pdcompile.ir.records import walk as walk
+from pdcompile.ir.records import written_buffers as written_buffers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.table import ROWS
 from pdcompile.plan import Plan
-from pdcompile.plan.other_model import recorded_reduction
 from pdcompile.schedule.registry import name_of
 
 
@@ -36,7 +35,7 @@ def refuse_others(options: Options, plan: Plan) -> None:
             "the plan was made with a function as loss_reduction, which a plan does not hold",
             where="plan: training.loss_reduction",
             remedy="give the same function: loss_reduction=… of compile or Workload "
-            f"(--loss-reduction {recorded_reduction(plan) or 'FILE:FUNCTION'})",
+            f"(--loss-reduction {plan.named_reduction or 'FILE:FUNCTION'})",
         )
     differing = [name for name in has if name != "outputs" and asked[name] != has[name]]
     for name in differing[:1]:

@@ -27,15 +27,11 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Ops that go together from one stage to another; a None stage: the op is not in that plan.
-
-    `modules`: the paths of the ops' modules, where a plan holds its problem and they have one.
-    """
+    """Ops that go together from one stage to another; a None stage: the op is not in that plan."""
 
     ops: tuple[str, ...]
     source: int | None
     target: int | None
-    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,20 +200,8 @@ def _moved(a: Plan, b: Plan) -> tuple[Moved, ...]:
         source, target = ours.get(op), theirs.get(op)
         if source != target:
             groups[source, target].append(op)
-    module = _modules(a) | _modules(b)
-    found = []
-    for pair in sorted(groups, key=lambda pair: [(s is None, s or 0) for s in pair]):
-        ops = groups[pair]
-        paths = dict.fromkeys(module[op] for op in ops if op in module)
-        found.append(Moved(tuple(ops), *pair, modules=tuple(paths)))
-    return tuple(found)
-
-
-def _modules(plan: Plan) -> dict[str, str]:
-    """The module path of each op's item; an item without one is named as its op."""
-    items = () if plan.problem is None else plan.problem.items
-    paths = ((item, item.name.partition(":")[0]) for item in items)
-    return {op: path for item, path in paths if "." in path for op in item.ops}
+    pairs = sorted(groups, key=lambda pair: [(s is None, s or 0) for s in pair])
+    return tuple(Moved(tuple(groups[pair]), *pair) for pair in pairs)
 
 
 def _traffic(plan: Plan) -> dict[str, int]:

@@ -282,6 +282,19 @@ class Plan:
         )
 
     @property
+    def made_of(self) -> str:
+        """The model's class, and the target as the command line had it."""
+        target = f" of {self.command[0]}" if self.command else ""
+        return f"{self.model or 'a model'}{target}"
+
+    @property
+    def named_reduction(self) -> str:
+        """The function that the command which made it named as the loss reduction; "": none."""
+        name = "--loss-reduction="
+        found = (word.removeprefix(name) for word in self.command if word.startswith(name))
+        return next(found, "")
+
+    @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage; where a plan names none, they follow each other."""
         return tuple(ranks_of(self.stages))

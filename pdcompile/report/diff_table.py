@@ -75,7 +75,8 @@ def moved_table(moved: Sequence[Moved]) -> Table:
     """One row for all ops that go the same way."""
     table = labels.table("ops on another stage", "from", "to", "ops")
     for one in moved:
-        table.add_row(shortened(one), _stage(one.source), _stage(one.target), str(len(one.ops)))
+        ops = one.ops if len(one.ops) <= SHOWN else (f"{one.ops[0]} … {one.ops[-1]}",)
+        table.add_row(", ".join(ops), _stage(one.source), _stage(one.target), str(len(one.ops)))
     return table
 
 
@@ -88,15 +89,6 @@ def changed_table(rows: Sequence[tuple[str, Changed]]) -> Table:
     if len(rows) > MOST_ROWS:
         table.add_row("…", f"{len(rows) - MOST_ROWS} more: --json lists them", "", "", "")
     return table
-
-
-def shortened(moved: Moved) -> str:
-    """A few ops by name, more of them by module: ``blocks.2–3 (blocks_2_up … blocks_3_ln_1)``."""
-    ops = moved.ops
-    if len(ops) <= SHOWN:
-        return ", ".join(ops)
-    ends = f"{ops[0]} … {ops[-1]}"
-    return f"{labels.modules(moved.modules)} ({ends})" if moved.modules else ends
 
 
 def _label(what: str) -> str:
