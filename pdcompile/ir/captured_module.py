@@ -98,13 +98,6 @@ class CapturedModule(nn.Module):
         output: Any = unflatten_output(found, graph.output_spec)
         return output
 
-    def __deepcopy__(self, memo: Any = None) -> CapturedModule:
-        memo = {} if memo is None else memo
-        twin = memo[id(self)] = CapturedModule.__new__(CapturedModule)
-        memo |= {id(one): one for one in (self._graphs, self._signature)}
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
-
 
 def to_module(graph: OpGraph, model: nn.Module | None = None) -> CapturedModule:
     """A module that computes what the captured model computes, op by op.

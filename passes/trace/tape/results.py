@@ -204,9 +204,8 @@ def _build_part(part: Part, leaves: Iterator[Argument]) -> Argument:
         return ()  # it has no leaves
     content: Any = _build(part.content, leaves)
     held, attributes, slots = content.items
-    items = held.items if isinstance(held, ListOf) else [item for _, item in held.items]
-    numbered = ((str(i), item) for i, item in enumerate(items))
-    return DictOf((*numbered, *attributes.items, *slots.items))
+    items = enumerate(held.items if isinstance(held, ListOf) else dict(held.items).values())
+    return DictOf(tuple((str(k), x) for k, x in (*items, *attributes.items, *slots.items)))
 
 
 def find_loss(
