@@ -213,8 +213,5 @@ def _other_dims(tensor: Tensor, dim: int) -> tuple[int, ...]:
 
 def _take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:
     rows = torch.arange(size, device=leaf.device) % leaf.shape[dim]
-    order = memory_order(leaf)
-    with torch.no_grad():
-        taken = leaf.detach().permute(order).index_select(order.index(dim), rows)
-    back = [order.index(d) for d in range(leaf.ndim)]
-    return taken.permute(back).requires_grad_(leaf.requires_grad)
+    taken = dense(leaf.detach().index_select(dim, rows), memory_order(leaf))
+    return taken.requires_grad_(leaf.requires_grad)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from pdcompile.eager.snapshot import is_array
@@ -77,16 +78,12 @@ def begin() -> None:
         if _before and _before[-1] is None:
             _before[-1] = states()
         random.seed(_announced)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(_announced & 0xFFFFFFFF)
+        np.random.seed(_announced & 0xFFFFFFFF)
 
 
 def states() -> tuple[Any, Any]:
     """The states of both generators, to be compared or restored."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    found = numpy.random.get_state(legacy=False)
+    found: Any = np.random.get_state(legacy=False)
     if found["bit_generator"] != "MT19937":  # the user's, by set_bit_generator
         return random.getstate(), None
     key, position = found["state"]["key"].tobytes(), int(found["state"]["pos"])
@@ -98,9 +95,8 @@ def restore(found: tuple[Any, Any]) -> None:
     announce(None)
     random.setstate(found[0])
     if found[1] is not None:
-        numpy = sys.modules["numpy"]
-        key = numpy.frombuffer(found[1][0], dtype=numpy.uint32)
-        numpy.random.set_state(("MT19937", key, *found[1][1:]))
+        key = np.frombuffer(found[1][0], dtype=np.uint32)
+        np.random.set_state(("MT19937", key, *found[1][1:]))
 
 
 @contextmanager
@@ -128,7 +124,7 @@ def preserved(*, from_ops: bool = False) -> Iterator[None]:
 def watched(call: Call) -> Iterator[None]:
     """Calls ``call(name, function, args, kwargs)`` in place of each function that draws."""
     held: list[tuple[ModuleType, str, Any]] = []
-    for home in filter(None, map(sys.modules.get, HOMES)):
+    for home in (np.random, random):
         for name, function in drawing_functions(home.__name__).items():
             held.append((home, name, vars(home)[name]))
             own = f"{home.__name__}.{name}"

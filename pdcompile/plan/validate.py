@@ -194,15 +194,6 @@ def _as_written(plan: Plan) -> Iterator[Finding]:
             yield f"stages[{s}].ranks", f"{message}stage {s} on rank {rank}", remedy
 
 
-def _unwritten(schedule: str) -> Iterator[Finding]:
-    """Finding of what is wrong with the tasks in the place of a schedule's name."""
-    try:
-        kind_of(schedule, "training.schedule")
-    except ScheduleError as error:
-        place = (error.where or "").removeprefix("training.schedule")
-        yield f"training.schedule{place}", error.message, error.remedy or "make the plan again"
-
-
 def _updates(plan: Plan) -> Iterator[Finding]:
     """Findings of what a schedule cannot do whose weights are as old as its warm-up is deep."""
     kind, training = find(plan.training.schedule), plan.training
@@ -272,12 +263,11 @@ def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[
 
 def _training(plan: Plan) -> Iterator[Finding]:
     training, num_stages = plan.training, len(plan.stages)
-    kind = find(training.schedule)
-    if kind is None and ":" in training.schedule:
-        yield from _unwritten(training.schedule)
-    elif kind is None:
-        message = f"unknown schedule {training.schedule!r}"
-        yield "training.schedule", message, f"write one of {', '.join(KINDS)}"
+    kind = None
+    try:
+        kind = kind_of(training.schedule, "training.schedule")
+    except ScheduleError as error:
+        yield error.where or "", error.message, error.remedy or "make the plan again"
     for name in ("num_microbatches", "batch_size"):
         if getattr(training, name) < 1:
             yield f"training.{name}", f"{name} is 0", "write 1 or more"
