@@ -181,8 +181,9 @@ class Planner:
             seed=self.training.seed, listener=self.listener,
         )  # fmt: skip
         if self._by_rule:
-            near = ",".join(map(str, plan.training.near_counts))
-            rule = f"{plan.training.num_microbatches} {BY_RULE} (--microbatches {near} compares)"
+            m = plan.training.num_microbatches
+            near = sorted({max(1, m // 2), m, min(2 * m, plan.training.batch_size)})
+            rule = f"{m} {BY_RULE} (--microbatches {','.join(map(str, near))} compares)"
             certificate = replace(plan.certificate, scope=f"{plan.certificate.scope}; {rule}")
             plan = replace(plan, certificate=certificate)
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)

@@ -210,13 +210,11 @@ def _argument(
 ) -> Argument:
     found = [(path, leaf) for path, leaf, _ in walk(value, root, DEFAULT)]
     for path, leaf in found:
+        wrong = _unusable(leaf)
         if path in leaves:
-            raise InputError(
-                "two inputs have the same path",
-                where=path,
-                remedy="give one of the keys another name",
-            )
-        _refuse_hidden_tensors(path, leaf)
+            wrong = "two inputs have the same path", "give one of the keys another name"
+        if wrong is not None:
+            raise InputError(wrong[0], where=path, remedy=wrong[1])
         leaves[path] = leaf
     tree = pytree.tree_structure(value)
     return Argument(parameter, key, root, tree, tuple(path for path, _ in found))
@@ -278,42 +276,34 @@ def rebuild(argument: Argument, leaves: Mapping[str, Any]) -> Any:
     return pytree.tree_unflatten([leaves[path] for path in argument.paths], argument.tree)
 
 
-def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
+def _unusable(leaf: Any) -> tuple[str, str] | None:
+    """What is wrong with a leaf that is no plain tensor, or hides tensors, and the remedy."""
     if isinstance(leaf, Tensor):
         if leaf.is_nested or leaf.is_quantized:
-            raise InputError(
-                f"a {'nested' if leaf.is_nested else 'quantized'} tensor cannot be captured",
-                where=path,
-                remedy="pass a plain one: padded with a mask, or dequantized",
-            )
+            found = f"a {'nested' if leaf.is_nested else 'quantized'} tensor cannot be captured"
+            return found, "pass a plain one: padded with a mask, or dequantized"
         if leaf.layout is not torch.strided:
-            raise InputError(
-                f"a tensor of layout {leaf.layout} cannot be split into microbatches",
-                where=path,
-                remedy="pass its values and indices as dense tensors and build it in forward",
-            )
-        return
+            found = f"a tensor of layout {leaf.layout} cannot be split into microbatches"
+            return found, "pass its values and indices as dense tensors and build it in forward"
+        return None
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and leaf.ndim > 0:
+        found = f"a numpy array of shape {leaf.shape} cannot be split or differentiated"
+        return found, "pass torch.from_numpy(array)"
     inside: list[Any] = []
     mapping = isinstance(leaf, Mapping)
     if mapping:
         inside = list(leaf.values())
     elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         inside = [getattr(leaf, one.name, None) for one in dataclasses.fields(leaf)]
-    if type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and leaf.ndim > 0:
-        raise InputError(
-            f"a numpy array of shape {leaf.shape} cannot be split or differentiated",
-            where=path,
-            remedy="pass torch.from_numpy(array)",
-        )
-    if any(isinstance(part, Tensor) for part in inside):
-        kind = type(leaf).__qualname__
-        whole = "step(**batch) passes its entries by keyword; or " if mapping else ""
-        raise InputError(
-            f"tensors are hidden inside an object of class {kind}",
-            where=path,
-            remedy=f"{whole}pass a plain dict or tuple, or register {kind} with "
-            "torch.utils._pytree.register_pytree_node",
-        )
+    if not any(isinstance(part, Tensor) for part in inside):
+        return None
+    kind = type(leaf).__qualname__
+    whole = "step(**batch) passes its entries by keyword; or " if mapping else ""
+    return (
+        f"tensors are hidden inside an object of class {kind}",
+        f"{whole}pass a plain dict or tuple, or register {kind} with "
+        "torch.utils._pytree.register_pytree_node",
+    )
 
 
 def is_dim(prefix: Any) -> bool:

@@ -166,24 +166,17 @@ def check_loss(loss: Any, where: str) -> Tensor:
         ConfigError: it is something else.
     """
     if not isinstance(loss, Tensor):
-        raise ConfigError(
-            f"the loss is of type {type(loss).__name__}, expected a 0-dim tensor",
-            where=where,
-            remedy="return the loss alone, as a tensor",
-        )
-    if loss.ndim != 0:
-        raise ConfigError(
-            f"the loss has shape {tuple(loss.shape)}, expected a 0-dim tensor",
-            where=where,
-            remedy="reduce it: .mean() or .sum() (and set loss_reduction to match)",
-        )
-    if not loss.is_floating_point():
-        raise ConfigError(
-            f"the loss is of {str(loss.dtype).removeprefix('torch.')}, expected floating point",
-            where=where,
-            remedy="compute it from the output: .float() of whole numbers has no gradient",
-        )
-    return loss
+        found = f"is of type {type(loss).__name__}, expected a 0-dim tensor"
+        remedy = "return the loss alone, as a tensor"
+    elif loss.ndim != 0:
+        found = f"has shape {tuple(loss.shape)}, expected a 0-dim tensor"
+        remedy = "reduce it: .mean() or .sum() (and set loss_reduction to match)"
+    elif not loss.is_floating_point():
+        found = f"is of {str(loss.dtype).removeprefix('torch.')}, expected floating point"
+        remedy = "compute it from the output: .float() of whole numbers has no gradient"
+    else:
+        return loss
+    raise ConfigError(f"the loss {found}", where=where, remedy=remedy)
 
 
 def scaled_loss(loss: Tensor, weight: float) -> Tensor:

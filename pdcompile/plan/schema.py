@@ -190,12 +190,6 @@ class Training:
         """True if an update waits for all stages: for their norms, or until all are finite."""
         return self.max_grad_norm is not None or self.loss_scaling
 
-    @property
-    def near_counts(self) -> tuple[int, ...]:
-        """Half as many microbatches, as many, and twice as many, as far as there are samples."""
-        m = self.num_microbatches
-        return tuple(sorted({max(1, m // 2), m, min(2 * m, self.batch_size)}))
-
     def step_bytes(self, sizes: Iterable[int]) -> int:
         """Temporaries of an update of parameters of these sizes in bytes, in this order."""
         of_one, of_previous, of_all = self.step
