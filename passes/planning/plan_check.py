@@ -20,7 +20,7 @@ from pdcompile.errors import PlanError, some
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.spans import Groups, join_spans
 from pdcompile.passes.stages.assemble import plan_of_cut
-from pdcompile.plan import Plan, StagePlan
+from pdcompile.plan import Plan
 from pdcompile.plan.diff import CLOSE, differences, named, other_prints
 from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
@@ -52,8 +52,11 @@ def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
             keeps together.  `where` is the place in the plan.
     """
     validate(plan, "plan")
-    stage_of = _stage_of(plan, graph)
+    # Ops of an outside loss are on the last stage, listed or not.
+    stage_of = {op.name: len(plan.stages) - 1 for op in graph.ops if op.region == "loss"}
+    stage_of |= {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
     for path, message, remedy in chain(
+        _misplaced(plan, graph, stage_of),
         _together(graph, stage_of),
         _summed(plan, graph, stage_of),
         _cut(plan, graph, stage_of, cluster),
@@ -63,42 +66,25 @@ def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
         raise PlanError(message, where=f"plan: {path}", remedy=remedy)
 
 
-def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
-    """Stage of every op; ops of an outside loss are on the last stage, listed or not."""
-    last = len(plan.stages) - 1
-    ops = {op.name: op for op in graph.ops}
+def _misplaced(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    """Ops that are missing, unknown, or not in the order of the graph."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    placed = {}
+    last = len(plan.stages) - 1
     for s, stage in enumerate(plan.stages):
+        path = f"stages[{s}].ops"
         for i, name in enumerate(stage.ops):
-            where = f"plan: stages[{s}].ops[{i}]"
-            if name not in ops:
-                raise PlanError(f"the graph has no op {name!r}", where=where, remedy=AGAIN)
-            if ops[name].region == "loss" and s != last:
-                remedy = f"move it to stage {last}"
-                raise PlanError(f"op {name!r} of the loss", where=where, remedy=remedy)
-            placed[name] = s
-        _in_order(stage, s, position)
+            if name not in position:
+                yield f"{path}[{i}]", f"the graph has no op {name!r}", AGAIN
+            elif graph.ops[position[name]].region == "loss" and s != last:
+                yield f"{path}[{i}]", f"op {name!r} of the loss", f"move it to stage {last}"
+        for i, (before, name) in enumerate(pairwise(stage.ops), 1):
+            if position[before] > position[name]:
+                remedy = "list the ops of a stage in the order of the graph"
+                yield f"{path}[{i}]", f"op {name!r} comes before {before!r} in the graph", remedy
     for op in graph.ops:
-        if op.region == "loss":
-            placed.setdefault(op.name, last)
-        if op.name not in placed:
-            raise PlanError(
-                f"op {op.name!r} ({op.source}) is on no stage",
-                where="plan: stages",
-                remedy="add it to the ops of one stage",
-            )
-    return placed
-
-
-def _in_order(stage: StagePlan, s: int, position: Mapping[str, int]) -> None:
-    for i, (before, name) in enumerate(pairwise(stage.ops), 1):
-        if position[before] > position[name]:
-            raise PlanError(
-                f"op {name!r} comes before {before!r} in the graph",
-                where=f"plan: stages[{s}].ops[{i}]",
-                remedy="list the ops of a stage in the order of the graph",
-            )
+        if op.name not in stage_of:
+            message = f"op {op.name!r} ({op.source}) is on no stage"
+            yield "stages", message, "add it to the ops of one stage"
 
 
 def _together(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
