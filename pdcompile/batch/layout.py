@@ -179,25 +179,19 @@ def nothing_splits(microbatches: int) -> ConfigError:
 
 def check_batch_dims(batch_dims: Any) -> None:
     """Raises ConfigError for batch_dims that fit no call: other than dimensions in containers."""
-    if not (isinstance(batch_dims, Mapping) or is_dim(batch_dims)):
-        raise _no_meaning(batch_dims)
     inside = [batch_dims]
     while inside:
         part = inside.pop()
         if isinstance(part, Mapping):
             inside.extend(part.values())
-        elif isinstance(part, tuple | list):
+        elif isinstance(part, tuple | list) and part is not batch_dims:
             inside.extend(part)
         elif not is_dim(part):
-            raise _no_meaning(batch_dims)
-
-
-def _no_meaning(batch_dims: Any) -> ConfigError:
-    return ConfigError(
-        f"batch_dims={batch_dims!r} is not a valid value",
-        remedy="an int, None, or a dict from argument names (and 'target') to ints, Nones and "
-        "containers of them",
-    )
+            raise ConfigError(
+                f"batch_dims={batch_dims!r} is not a valid value",
+                remedy="an int, None, or a dict from argument names (and 'target') to ints, Nones "
+                "and containers of them",
+            )
 
 
 def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, Any]:
