@@ -34,7 +34,7 @@ from pdcompile.options import Options  # noqa: E402
 from pdcompile.options.configuration import configure  # noqa: E402
 from pdcompile.pass_runner import PassRunner  # noqa: E402
 from pdcompile.passes.costs import Resident, estimate, forecast  # noqa: E402
-from pdcompile.passes.costs.symbolic import symbolic  # noqa: E402
+from pdcompile.passes.costs.symbolic import symbolic_costs  # noqa: E402
 from pdcompile.passes.stages.boundaries import as_planned, stage_of_ops  # noqa: E402
 from pdcompile.passes.trace import capture  # noqa: E402
 from pdcompile.plan import Plan  # noqa: E402
@@ -164,8 +164,7 @@ def _planned(
 def closed_form(name: str) -> list[str]:
     """Model, symbols, bytes in closed form, and the sums."""
     one = sample(name)
-    flat, layout = _call(one)
-    costs = symbolic(one.model, flat, layout, one.loss_fn)
+    costs = symbolic_costs(one.model, one.inputs, example_target=one.target, loss_fn=one.loss_fn)
     return [
         name, ", ".join(costs.symbols), f"{costs.symbolic_share:.2%}", str(costs.flops),
         str(costs.saved_bytes), costs.without,

@@ -9,7 +9,7 @@ multiple) is a number, and marked as that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import ConfigError, TraceError
-from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import forward_flops
@@ -76,20 +75,10 @@ def with_length(flat: FlatCall, dims: Dims, length: int) -> FlatCall:
     for path, which in dims.items():
         for dim in which:
             leaf = leaves[path]
-            places = torch.arange(length, device=_device(leaf)) % leaf.shape[dim]
-            leaves[path] = _taken(leaf, dim, places)
+            places = torch.arange(length, device=leaf.device) % leaf.shape[dim]
+            taken = leaf.detach().index_select(dim, places)
+            leaves[path] = taken.requires_grad_(leaf.requires_grad)
     return FlatCall(leaves, flat.spec)
-
-
-def _device(leaf: Tensor) -> torch.device:
-    return devices.HOST if leaf.is_meta else leaf.device
-
-
-def _taken(leaf: Tensor, dim: int, places: Tensor) -> Tensor:
-    if leaf.is_meta:
-        shape: Sequence[int] = [*leaf.shape[:dim], len(places), *leaf.shape[dim + 1 :]]
-        return leaf.new_empty(shape)
-    return leaf.detach().index_select(dim, places).requires_grad_(leaf.requires_grad)
 
 
 Point = tuple[int, ...]  # (b,) or (b, s)
@@ -107,18 +96,12 @@ def polynomial_through(samples: Mapping[Point, int]) -> Any | None:
     """The sympy polynomial through all samples; None where no polynomial of low degree fits.
 
     Args:
-        samples: integers on a grid; at least one more value of each symbol than its degree
+        samples: integers on a grid, with at least one more value of each symbol than its degree
             needs, so that a wrong form is noticed.
-
-    Raises:
-        ValueError: there are fewer.
     """
     import sympy
 
     axes = [sorted(set(axis)) for axis in zip(*samples, strict=True)]
-    for axis, degree in zip(axes, DEGREES, strict=False):
-        if len(axis) < degree + 2:
-            raise ValueError(f"a fit of degree {degree} needs {degree + 2} sizes, not {axis}")
     nodes = tuple(product(*(axis[: n + 1] for axis, n in zip(axes, DEGREES, strict=False))))
     found = _solver(nodes) * sympy.Matrix([samples[node] for node in nodes])
     if any(found.dot(_monomials(point)) != number for point, number in samples.items()):
@@ -157,6 +140,18 @@ class SymbolicOp:
     saved_bytes: Any
     symbolic: bool
 
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """All that depends on b and s."""
+        return (*self.shape, self.flops, self.output_bytes, self.saved_bytes)
+
+    def with_sizes(self, sizes: Iterable[Any], **others: Any) -> SymbolicOp:
+        """The same with other `sizes`."""
+        *shape, flops, written, saved = sizes
+        return replace(
+            self, shape=tuple(shape), flops=flops, output_bytes=written, saved_bytes=saved, **others
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SymbolicCosts:
@@ -191,16 +186,10 @@ class SymbolicCosts:
     @property
     def symbolic_share(self) -> float:
         """Part of the example's bytes (outputs and saved) that is in entries marked symbolic."""
-        sizes = [
-            (op.symbolic, _at(op.output_bytes, self._point) + _at(op.saved_bytes, self._point))
-            for op in self.ops
-        ]
+        numbers = self.at(*self.example).ops if self.symbols else self.ops
+        sizes = [(op.symbolic, op.output_bytes + op.saved_bytes) for op in numbers]
         total = sum(size for _, size in sizes)
         return sum(size for known, size in sizes if known) / total if total else 1.0
-
-    @property
-    def _point(self) -> dict[str, int]:
-        return dict(zip(self.symbols, self.example, strict=False))
 
     def at(self, b: int, s: int | None = None) -> SymbolicCosts:
         """The same with numbers for the symbols.
@@ -214,35 +203,16 @@ class SymbolicCosts:
                 f"the sizes {given} do not fit the symbols {', '.join(self.symbols) or 'none'}",
                 remedy=self.without or "give every symbol a positive number",
             )
-        ops = tuple(
-            replace(
-                op,
-                shape=tuple(_at(size, given) for size in op.shape),
-                flops=_at(op.flops, given),
-                output_bytes=_at(op.output_bytes, given),
-                saved_bytes=_at(op.saved_bytes, given),
-            )
-            for op in self.ops
-        )
+        ops = tuple(op.with_sizes(_at(size, given) for size in op.sizes) for op in self.ops)
         return replace(self, ops=ops, symbols=(), example=tuple(given.values()))
 
     def to_json(self) -> str:
         """Expressions as text, in Python's syntax."""
-        sums = ("flops", "output_bytes", "saved_bytes")
-        ops = [
-            asdict(op) | {"shape": [str(size) for size in op.shape]}
-            | {name: str(getattr(op, name)) for name in sums}
-            for op in self.ops
-        ]  # fmt: skip
-        found = {
-            "symbols": self.symbols,
+        found = asdict(self) | {
             "sequence": dict(self.sequence),
-            "without": self.without,
-            "example": self.example,
-            "fitted": self.fitted,
-            **{name: str(getattr(self, name)) for name in sums},
+            **{name: str(getattr(self, name)) for name in ("flops", "output_bytes", "saved_bytes")},
             "symbolic_share": self.symbolic_share,
-            "ops": ops,
+            "ops": [asdict(op.with_sizes(map(str, op.sizes))) for op in self.ops],
         }
         return json.dumps(found, indent=2)
 
@@ -305,18 +275,10 @@ def symbolic_costs(
     Raises:
         ConfigError, InputError: the inputs do not fit the model.
     """
-    flat = example_call(model, example_inputs, example_target)
-    return symbolic(model, flat, resolve_batch(flat, batch_dims), loss_fn)
-
-
-def symbolic(
-    model: nn.Module,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-) -> SymbolicCosts:
-    """`symbolic_costs` for a call that is flat already."""
     from pdcompile.passes.trace import capture
+
+    flat = example_call(model, example_inputs, example_target)
+    layout = resolve_batch(flat, batch_dims)
 
     def captured(call: FlatCall) -> OpGraph:
         return capture(model, call, layout, loss_fn).train
@@ -385,13 +347,12 @@ def _diverges(one: OpGraph, other: OpGraph) -> str:
 
 
 def _batch_sizes(own: OpGraph, others: Sequence[OpGraph]) -> list[int]:
-    """Three microbatch sizes that all captures are valid for."""
+    """The example's microbatch size and three others that all captures are valid for."""
     graphs = [own, *others]
     low = max(graph.sizes.smallest for graph in graphs)
     high = min((g.sizes.largest for g in graphs if g.sizes.largest is not None), default=None)
-    wanted = sorted({own.batch_size, *(n for n in (2, 3, 5, 7) if n >= low)})
-    fitting = [n for n in wanted if n >= low and (high is None or n <= high)]
-    return sorted({own.batch_size, *fitting[:3]})[:4]
+    fitting = [n for n in (2, 3, 5, 7) if n >= low and (high is None or n <= high)]
+    return sorted({own.batch_size, *fitting[:3]})
 
 
 def _numbers(graph: OpGraph, b: int) -> list[SymbolicOp]:
@@ -410,28 +371,18 @@ def _numbers(graph: OpGraph, b: int) -> list[SymbolicOp]:
 
 
 def _op(samples: Mapping[Point, SymbolicOp], example: Point) -> SymbolicOp:
+    """Forms of an op's sizes; numbers of the example where they follow none."""
     own = samples[example]
-    known = own.symbolic
-
-    def form(number: Callable[[SymbolicOp], int]) -> Any:
-        nonlocal known
-        values = {point: number(op) for point, op in samples.items()}
-        if len(set(values.values())) == 1:
-            return values[example]
-        found = polynomial_through(values)
-        known = known and found is not None
-        return values[example] if found is None else found
-
-    shape = own.shape
     if len({len(op.shape) for op in samples.values()}) > 1:
-        known = False
-    else:
-        shape = tuple(form(lambda op, i=i: op.shape[i]) for i in range(len(shape)))  # type: ignore[misc]
-    flops, written = form(lambda op: op.flops), form(lambda op: op.output_bytes)
-    saved = form(lambda op: op.saved_bytes)
-    return replace(
-        own, shape=shape, flops=flops, output_bytes=written, saved_bytes=saved, symbolic=known
-    )
+        return replace(own, symbolic=False)
+    found, known = [], own.symbolic
+    for number, *each in zip(own.sizes, *(op.sizes for op in samples.values()), strict=True):
+        form = number
+        if len(set(each)) > 1:
+            form = polynomial_through(dict(zip(samples, each, strict=True)))
+        known = known and form is not None
+        found.append(number if form is None else form)
+    return own.with_sizes(found, symbolic=known)
 
 
 def _concrete(graph: OpGraph, reason: str) -> SymbolicCosts:
