@@ -17,11 +17,11 @@ orders wait for each other; a device that queues them instead waits for less.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Literal, NoReturn
+from typing import Literal
 
+from pdcompile.passes.check.transfers import Violation
 from pdcompile.passes.schedules.program_walk import Operation, ProgramWalk, Step, Visitor
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS, POST_RECV, SEND, WAIT_RECV, WAIT_SEND
@@ -32,31 +32,6 @@ ChannelModel = Literal["per_direction", "device_order"]
 Told = tuple[int, Action, int, int, int]
 BROADCAST = (Kind.LOSS, Kind.OUTPUT, Kind.STATE)
 EXCHANGED = (Kind.NORMS, Kind.BUFFERS)  # between calls
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """A rank that cannot go on, and the ranks that it waits for."""
-
-    position: int
-    instruction: Instruction
-    ranks: tuple[int, ...]
-
-
-class Stuck(Exception):
-    """No rank can go on."""
-
-    def __init__(self, blocked: dict[int, Blocked]):
-        self.blocked = blocked
-        super().__init__()
-
-
-class Misfit(Exception):
-    """The two ends of a transfer disagree."""
-
-    def __init__(self, rank: int, position: int, message: str):
-        self.rank, self.position, self.message = rank, position, message
-        super().__init__(message)
 
 
 class Exchange(Visitor):
@@ -71,19 +46,17 @@ class Exchange(Visitor):
         self.told: Counter[Told] = Counter()  # this program's parts in what is between calls
 
     def run(self, program: Schedule, base: int) -> None:
-        """Execute to the end.  Raises Stuck or Misfit."""
+        """Execute as far as ranks come: those that come to no end are left standing (`walk`).
+
+        Raises Violation.
+        """
         self.told.clear()
         self.walk.run([(base, program)])
         if self.walk.standing:
-            raise Stuck({rank: _blocked(*one) for rank, one in self.walk.standing.items()})
+            return
         for rank, begun in self.unfinished.items():
             for operation in begun:
-                self._at_end(program, rank, f"{operation.ends[rank].one} was not waited for")
-
-    @staticmethod
-    def _at_end(program: Schedule, rank: int, message: str) -> NoReturn:
-        column = program.columns[rank] if rank < len(program.columns) else ()
-        raise Misfit(rank, max(0, len(column) - 1), message)
+                raise Violation(f"{operation.ends[rank].one} was not waited for", rank)
 
     def came(self, step: Step, operation: Operation) -> None:
         """Refuse ends of unlike microbatches."""
@@ -94,11 +67,11 @@ class Exchange(Visitor):
         if len(ends) == 2 and ends[rank].label != ends[one.peer].label:
             sender, receiver = operation.members
             (t, i), (due, for_) = ends[sender].label, ends[receiver].label
-            raise Misfit(
-                rank,
-                step.position,
+            raise Violation(
                 f"rank {receiver} would receive microbatch {i} of minibatch {t} for microbatch "
                 f"{for_} of minibatch {due}",
+                rank,
+                step.position,
             )
 
     def stray(self, step: Step) -> None:
@@ -110,7 +83,7 @@ class Exchange(Visitor):
             sends = step.one.action.phase is Phase.WAIT_SEND
             of = "sends" if sends else "receives"
             message = f"{of} of a channel are waited for out of order"
-        raise Misfit(step.rank, step.position, message)
+        raise Violation(message, step.rank, step.position)
 
     def executed(self, step: Step, operation: Operation | None) -> float:
         rank, one = step.rank, step.one
@@ -130,19 +103,17 @@ class Exchange(Visitor):
             mine.remove(operation)
             return
         if len(mine) >= OPERATIONS:
-            raise Misfit(
-                step.rank,
-                step.position,
+            raise Violation(
                 f"begins while {mine[0].ends[step.rank].one} is unfinished, and occupies the "
                 f"device: {OPERATIONS} at a time in device order",
+                step.rank,
+                step.position,
             )
         mine.append(operation)
 
-    def expect(
-        self, program: Schedule, broadcasts: Sequence[Broadcast], exchanged: Kind | None
-    ) -> None:
-        """Raise Misfit unless the program had these broadcasts, and between calls this exchange of
-        all its members, each once, and no others."""
+    def expect(self, broadcasts: Sequence[Broadcast], exchanged: Kind | None) -> None:
+        """Raise Violation unless the program had these broadcasts, and between calls this exchange
+        of all its members, each once, and no others."""
         due: Counter[Told] = Counter()
         for kind, item, microbatch, root, receivers in broadcasts:
             told: tuple[dict[Kind, Action], ...] = (SEND, WAIT_SEND)
@@ -165,7 +136,7 @@ class Exchange(Visitor):
             for rank, action, item, microbatch, peer in wrong:
                 stage, edge = (item, -1) if action.kind in EXCHANGED else (-1, item)
                 one = Instruction(action, stage, 0, microbatch, edge, peer)
-                self._at_end(program, rank, f"{one.text(-1)} {text}")
+                raise Violation(f"{one.text(-1)} {text}", rank)
 
     def state(self, base: int) -> tuple[object, ...]:
         """All that the future depends on, relative to the next call."""
@@ -184,22 +155,21 @@ class Exchange(Visitor):
         )
 
 
-def _blocked(step: Step, operation: Operation) -> Blocked:
-    """A rank waits for the other end, or for those that have not come to a collective."""
+def waited_for(step: Step, operation: Operation) -> tuple[int, ...]:
+    """Ranks that one waits for: the other end, or those that have not come to a collective."""
     missing = tuple(rank for rank in operation.members if rank not in operation.ends)
-    one = step.one
-    return Blocked(step.position, one, missing if one.peer < 0 else (one.peer,))
+    return missing if step.one.peer < 0 else (step.one.peer,)
 
 
-def shortest_cycle(blocked: dict[int, Blocked]) -> list[int]:
+def shortest_cycle(waits: Mapping[int, Sequence[int]]) -> list[int]:
     """Ranks that wait for each other in a circle; or a chain that ends at a finished rank."""
     best: list[int] = []
-    for start in sorted(blocked):
+    for start in sorted(waits):
         paths = deque([[start]])
         seen = {start}
         while paths:
             path = paths.popleft()
-            for other in blocked[path[-1]].ranks if path[-1] in blocked else ():
+            for other in waits.get(path[-1], ()):
                 if other == start and (not best or len(path) < len(best)):
                     best = path
                 if other not in seen:
@@ -207,7 +177,7 @@ def shortest_cycle(blocked: dict[int, Blocked]) -> list[int]:
                     paths.append([*path, other])
     if best:
         return best
-    chain = [min(blocked)]
-    while chain[-1] in blocked:
-        chain.append(blocked[chain[-1]].ranks[0])
+    chain = [min(waits)]
+    while chain[-1] in waits:
+        chain.append(waits[chain[-1]][0])
     return chain

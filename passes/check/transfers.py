@@ -14,7 +14,14 @@ from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops
 
 
 class Violation(Exception):
-    """Fault of one instruction, in words."""
+    """Fault of one instruction, in words: of the one that is walked, or of this one of a rank.
+
+    Position −1 is the last one of the rank.
+    """
+
+    def __init__(self, message: str, rank: int = -1, position: int = -1) -> None:
+        super().__init__(message)
+        self.rank, self.position = rank, position
 
 
 @dataclass(slots=True)

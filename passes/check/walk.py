@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.passes.check.exchange import ChannelModel, Exchange, Misfit, Stuck, shortest_cycle
+from pdcompile.passes.check.exchange import ChannelModel, Exchange, shortest_cycle, waited_for
 from pdcompile.passes.check.tokens import Tokens
 from pdcompile.passes.check.transfers import Violation
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
@@ -72,15 +72,15 @@ class Walk:
             self._run_column(program, rank, column)
         try:
             self.exchange.run(program, self.base)
-            count = self._coverage(program) if kind in (STEP, GRADIENTS, EVALUATION) else 0
+            if self.exchange.walk.standing:
+                raise self._deadlock(program)
+            count = self._coverage() if kind in (STEP, GRADIENTS, EVALUATION) else 0
             tells = any(tokens.loss_after for _, tokens in self.each())
             losses = self.spec.losses(count, self.base) if tells else []
-            self.exchange.expect(program, [*broadcasts, *losses], COLLECTIVES.get(kind))
+            self.exchange.expect([*broadcasts, *losses], COLLECTIVES.get(kind))
             self._end(program, kind)
-        except Misfit as error:
-            raise self._error(program, error.rank, error.position, error.message) from None
-        except Stuck as stuck:
-            raise self._deadlock(program, stuck) from None
+        except Violation as error:
+            raise self._error(program, error.rank, error.position, str(error)) from None
         self.num_programs += 1
         self.num_instructions += sum(map(len, program.columns))
         if kind == STEP:
@@ -94,7 +94,7 @@ class Walk:
                 tokens.end_call(base, drained=drained, updates=updates)
             except Violation as error:
                 message = f"at the end of the program: {error}"
-                raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
+                raise self._error(program, rank, -1, message) from None
 
     def copy(self) -> Walk:
         """The same state, to prove another continuation from it."""
@@ -143,7 +143,7 @@ class Walk:
         if not shares or one.minibatch or one.target >= 0:
             raise Violation(f"stage {one.stage} does not run on this rank")
 
-    def _coverage(self, program: Schedule) -> int:
+    def _coverage(self) -> int:
         """Every microbatch forward once on every stage (backward: nothing is left over)."""
         done = [
             sorted(i for rank in ranks for i in self.tokens[rank][stage].done)
@@ -154,18 +154,16 @@ class Walk:
             wrong = [i for i in range(most) if one.count(i) != 1] if one != [*range(most)] else []
             if wrong or most == 0:
                 times = one.count(wrong[0]) if wrong else 0
-                rank = self.spec.ranks[stage][0]
-                raise Misfit(
-                    rank,
-                    max(0, len(program.columns[rank]) - 1),
+                raise Violation(
                     f"stage {stage} runs forward of microbatch {wrong[0] if wrong else 0} "
                     f"{times} times, expected once",
+                    self.spec.ranks[stage][0],
                 )
         return most
 
     def _error(self, program: Schedule, rank: int, position: int, message: str) -> ScheduleError:
         column = program.columns[rank]
-        position = max(0, min(position, len(column) - 1))
+        position = position % len(column) if column else 0
         named = f" ({column[position]})" if column else ""
         return ScheduleError(
             f"rank {rank}, instruction {position}{named}: {message}",
@@ -173,23 +171,21 @@ class Walk:
             + excerpt(program, {rank: position}),
         )
 
-    def _deadlock(self, program: Schedule, stuck: Stuck) -> DeadlockError:
-        cycle = shortest_cycle(stuck.blocked)
-        links = []
+    def _deadlock(self, program: Schedule) -> DeadlockError:
+        standing = self.exchange.walk.standing
+        cycle = shortest_cycle({rank: waited_for(*one) for rank, one in standing.items()})
+        links, marks = [], {}
         for rank in cycle:
-            if rank not in stuck.blocked:
-                links.append(f"rank {rank} ({self._stage(rank)}), which has finished")
-                continue
-            one = stuck.blocked[rank].instruction
-            links.append(f"rank {rank} ({self._stage(rank)}) at {one}, {_of(one)}")
-        if cycle[-1] in stuck.blocked:
+            link = f"rank {rank} ({self._stage(rank)})"
+            if rank in standing:
+                step, _ = standing[rank]
+                links.append(f"{link} at {step.one}, {_of(step.one)}")
+                marks[rank] = step.position
+            else:
+                links.append(f"{link}, which has finished")
+                marks[rank] = max(0, len(program.columns[rank]) - 1)
+        if cycle[-1] in standing:
             links.append(f"rank {cycle[0]}")
-        marks = {
-            rank: stuck.blocked[rank].position
-            if rank in stuck.blocked
-            else max(0, len(program.columns[rank]) - 1)
-            for rank in cycle
-        }
         return DeadlockError(
             "deadlock: " + " waits for ".join(links),
             where=f"{program.name}, program {self.num_programs}\n" + excerpt(program, marks),
