@@ -22,6 +22,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +125,7 @@ class Written:
 
     def to_csv(self) -> str:
         """The text of a file, with a column for each unit of time if every task takes one."""
-        begin, _ = _begins(self.rows)
+        begin = _begins(self.rows)
         lines = []
         for row in self.rows:
             slots = [""] * (begin[row[-1]] + 1)
@@ -229,9 +231,10 @@ def read_rows(name: str, texts: Sequence[Sequence[str]], where: str) -> Written:
     _refuse(_microbatches(stages), where)
     _refuse(_order(stages), where)
     made = Written(name, tuple(tuple(cell for _, cell in row) for row in rows))
-    _, standing = _begins(made.rows)
-    if standing:
-        raise _deadlock(standing, stages, where)
+    try:
+        _begins(made.rows)
+    except CycleError as error:
+        raise _deadlock(error.args[1], stages, where) from None
     return made
 
 
@@ -342,48 +345,38 @@ def _order(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
                     yield cells[cell], f"{message}{microbatch}", remedy
 
 
-def _begins(rows: Sequence[Row]) -> tuple[dict[Cell, int], dict[Cell, Cell]]:
-    """Time at which each task begins if all take one unit; and, where ranks come to no end, the
-    tasks that they stand at, each with that of another stage which it waits for."""
-    tasks = {cell for row in rows for cell in row}
+def _begins(rows: Sequence[Row]) -> dict[Cell, int]:
+    """Time at which each task begins if all take one unit.  Raises CycleError."""
+    before: dict[Cell, list[Cell]] = {cell: [] for row in rows for cell in row}
+    for cell, needed in before.items():
+        needed += [one for one in _needed(cell) if one in before]
+    for row in rows:
+        for one, following in pairwise(row):
+            before[following].append(one)
     begin: dict[Cell, int] = {}
-    at, moved = [0] * len(rows), True
-    while moved:
-        moved, standing = False, dict[Cell, Cell]()
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                cell = row[at[rank]]
-                before = {row[at[rank] - 1]} if at[rank] else set()
-                needed = _needed(cell) & tasks
-                if not needed <= begin.keys():
-                    standing[cell] = needed.pop()
-                    break
-                begin[cell] = max((begin[one] + 1 for one in before | needed), default=0)
-                at[rank] += 1
-                moved = True
-    return begin, standing
+    for cell in TopologicalSorter(before).static_order():
+        begin[cell] = max((begin[one] + 1 for one in before[cell]), default=0)
+    return begin
 
 
-def _needed(cell: Cell) -> set[Cell]:
+def _needed(cell: Cell) -> list[Cell]:
     """The tasks of other stages of which one has to be done before, if it is there."""
     stage, action, microbatch = cell
     if action is Action.FORWARD:
-        return {Cell(stage - 1, action, microbatch)}
-    return {Cell(stage + 1, one, microbatch) for one in TO_INPUTS if action in TO_INPUTS}
+        return [Cell(stage - 1, action, microbatch)]
+    return [Cell(stage + 1, one, microbatch) for one in BACKWARDS if {one, action} <= TO_INPUTS]
 
 
 def _deadlock(
-    standing: dict[Cell, Cell], placed: Sequence[dict[Cell, Place]], where: str
+    cycle: Sequence[Cell], placed: Sequence[dict[Cell, Place]], where: str
 ) -> DeadlockError:
-    """The ranks that wait for each other in a circle."""
+    """The tasks that wait for each other in a circle, of which each is needed by the next one."""
     places = {cell: place for cells in placed for cell, place in cells.items()}
-    at = {places[cell].row: cell for cell in standing}
-    cell, circle = at[min(at)], list[Cell]()
-    while cell not in circle:
-        circle.append(cell)
-        cell = at[places[standing[cell]].row]
-    circle = circle[circle.index(cell) :]
-    words = [f"{one} ({places[one]}) waits for {standing[one]}" for one in circle]
+    waits = [(one, due) for due, one in pairwise(cycle) if due in _needed(one)][::-1]
+    first = min(range(len(waits)), key=lambda n: places[waits[n][0]])
+    waits = waits[first:] + waits[:first]
+    words = [f"{one} ({places[one]}) waits for {due}" for one, due in waits]
+    cell = waits[0][0]
     return DeadlockError(
         "deadlock: " + ", which comes after ".join([*words, str(cell)]),
         where=f"{where}: {places[cell]}",
