@@ -143,7 +143,6 @@ def test_stash_with_replicas_is_its_picture() -> None:
 def test_warm_up_without_replicas() -> None:
     assert warmup("1f1b", 4, 8) == (3, 2, 1, 0)
     assert warmup("1f1b", 4, 8, extra=1) == (6, 4, 2, 0)
-    assert warmup("1f1b", 4, 8, extra=(1, 1, 1, 0)) == (4, 3, 2, 0)
     assert warmup("1f1b", 4, 2) == (1, 1, 1, 0)
     assert warmup("gpipe", 4, 8) == (7, 7, 7, 7)
     assert warmup("2bw", 4, 8) == (3, 2, 1, 0)
@@ -208,7 +207,6 @@ def test_depths_never_deadlock_and_respect_the_cap(
         (("1f1b", 0, 2), "0 stages"),
         (("1f1b", 2, 0), "0 microbatches"),
         (("1f1b", 2, 2, (1,)), "replicas"),
-        (("1f1b", 2, 2, (), (1,)), "extra warm-up"),
         (("1f1b", 2, 2, (), -1), "negative"),
         (("interleaved", 3, 2, (), 0, (0, 1)), r"3 stages on ranks \[0, 1\]"),
     ],

@@ -36,7 +36,7 @@ def test_transfers_are_hidden_by_a_deeper_warm_up() -> None:
     assert per_microbatch(make_plan("2bw", 4, 8), 0.75) == pytest.approx(4.125)
     assert per_microbatch(make_plan("2bw", 4, 8, extra=1), 0.75) == pytest.approx(3.0)
     for uniform in (1, 2):
-        plan = make_plan("2bw", 4, 8, extra=(uniform,) * 4)
+        plan = make_plan("2bw", 4, 8, depths=tuple(depth + uniform for depth in (3, 2, 1, 0)))
         assert per_microbatch(plan, 0.75) > 4.0
 
 

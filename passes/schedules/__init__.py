@@ -23,7 +23,7 @@ def warmup(
     num_stages: int,
     num_microbatches: int,
     replicas: tuple[int, ...] = (),
-    extra: int | tuple[int, ...] = 0,
+    extra: int = 0,
     placement: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
     """Warm-up depth w_s of a replica of each stage: forwards before its first backward − 1.
@@ -38,8 +38,7 @@ def warmup(
 
     Args:
         replicas: r_s, one each when empty.
-        extra: an int e puts 1 + e in place of the 1 (1 hides transfers up to a stage's own
-            time); a tuple adds to each stage.
+        extra: e puts 1 + e in place of the 1 (1 hides transfers up to a stage's own time).
         placement: the rank of each stage, where ranks hold several: their order then leaves no
             choice, and the depth is what a stage holds at most, counted from it, less one.
 
@@ -57,9 +56,7 @@ def warmup(
         raise ScheduleError(
             f"{num_stages} stages, {num_microbatches} microbatches, replicas {counts}"
         )
-    if isinstance(extra, tuple) and len(extra) != num_stages:
-        raise ScheduleError(f"extra warm-up {extra} for {num_stages} stages")
-    if min(extra if isinstance(extra, tuple) else (extra,)) < 0:
+    if extra < 0:
         raise ScheduleError(f"extra warm-up {extra} is negative")
     most = [kind.most_warmup(num_microbatches, count) for count in counts]
     if kind.warmup == "all":
@@ -72,13 +69,10 @@ def warmup(
         share = StageDeployment(counts[0]).share(num_microbatches)
         return tuple(count - 1 for count in _held(kind, share, placement))
     depths = [0] * num_stages
-    apart = 1 if isinstance(extra, tuple) else 1 + extra
     for stage in range(num_stages - 2, -1, -1):
         here, there = counts[stage], counts[stage + 1]
         together = here + there - 2 * gcd(here, there) if kind.updates_each else 0
-        depths[stage] = -(-((depths[stage + 1] + apart) * there + together) // here)
-    if isinstance(extra, tuple):
-        depths = [depth + more for depth, more in zip(depths, extra, strict=True)]
+        depths[stage] = -(-((depths[stage + 1] + 1 + extra) * there + together) // here)
     return _scaled(depths, most) if kind.stream else tuple(map(min, depths, most))
 
 

@@ -17,6 +17,7 @@ from pdcompile.schedule.spec import BUCKET_BYTES, PipelineSpec
 
 _TRANSFER = frozenset((Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND))
 _Microbatch = tuple[int, int]  # minibatch, microbatch
+_Parts = tuple[int, ...]  # the lines of a ledger
 
 
 def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...]:
@@ -42,10 +43,9 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     spec = plan.spec
     found = [MemoryLedger()] * spec.num_ranks
     for rank, stages in spec.holders:
-        held = _begun(plan, spec, rank, stages)
-        for _ in _walked(spec, programs, rank, held):
-            pass
-        found[rank] = max((walk.peak for walk in held.values()), key=lambda one: one.total_bytes)
+        notes: list[_Parts] = []
+        peaks = [max(notes, key=sum) for _ in _walked(plan, programs, rank, stages, notes)]
+        found[rank] = MemoryLedger(*max([*peaks, *notes], key=sum))
     return tuple(found)
 
 
@@ -69,21 +69,17 @@ def held_over_time(
     spec = plan.spec
     found: list[tuple[Held, ...]] = [()] * spec.num_ranks
     for rank, stages in spec.holders:
-        held = _begun(plan, spec, rank, stages)
-        notes: list[tuple[int, ...]] = [next(iter(held.values())).all_parts()]
-        for walk in held.values():
-            walk.notes = notes
+        notes: list[_Parts] = []
+        walked = _walked(plan, programs, rank, stages, notes)
         curve, begin = [], 0.0
-        moments = zip(_walked(spec, programs, rank, held), passed_seconds[rank], strict=True)
-        for _, end in moments:
+        for _, end in zip(walked, passed_seconds[rank], strict=True):
             curve += [(begin, max(notes, key=sum)), (end, notes[-1])]
-            del notes[:-1]
             begin = end
         found[rank] = tuple(_changes(curve))
     return tuple(found)
 
 
-def _changes(curve: Iterable[tuple[float, tuple[int, ...]]]) -> Iterator[Held]:
+def _changes(curve: Iterable[tuple[float, _Parts]]) -> Iterator[Held]:
     """The most of each second, if it is more than what comes before and after, and the last."""
     for seconds, group in groupby(curve, key=lambda one: one[0]):
         parts = [one for _, one in group]
@@ -92,33 +88,31 @@ def _changes(curve: Iterable[tuple[float, tuple[int, ...]]]) -> Iterator[Held]:
             yield Held(seconds, MemoryLedger(*one))
 
 
-def _begun(
-    plan: Plan, spec: PipelineSpec, rank: int, stages: Iterable[int]
-) -> dict[int, _StageLedger]:
-    held: dict[int, _StageLedger] = {}
-    for stage in stages:
-        held[stage] = _StageLedger(plan, spec, stage, rank, held)
-    return held
-
-
 def _walked(
-    spec: PipelineSpec, programs: Sequence[Schedule], rank: int, held: dict[int, _StageLedger]
+    plan: Plan,
+    programs: Sequence[Schedule],
+    rank: int,
+    stages: Iterable[int],
+    notes: list[_Parts],
 ) -> Iterator[Instruction]:
-    """Execute a rank's instructions, and give each one afterwards."""
+    """Execute a rank's instructions, and give each one while `notes` has what it held for it."""
+    spec, held = plan.spec, dict[int, _StageLedger]()
+    for stage in stages:
+        held[stage] = _StageLedger(plan, spec, stage, rank, held, notes)
     for base, program in numbered(spec, programs):
         for walk in held.values():
             walk.begin(base, trains=program.name == spec.name)
         for one in program.columns[rank]:
             held[one.stage].execute(one, base)
             yield one
+            del notes[:-1]
 
 
 @dataclass
 class _StageLedger:
     """Bytes that one stage holds on one rank, instruction by instruction.
 
-    `held` are the walks of all stages of the rank, `peak` the most that they held together while
-    this one ran.
+    `held` are the walks of all stages of the rank, `notes` what they held together, note by note.
     """
 
     plan: Plan
@@ -126,6 +120,7 @@ class _StageLedger:
     index: int
     rank: int
     held: dict[int, _StageLedger]
+    notes: list[_Parts]
     in_flight: int = 0
     split: int = 0  # of them, between the two parts of their backward
     buffers: set[int] = field(default_factory=set)  # updates to come that have gradients
@@ -140,9 +135,6 @@ class _StageLedger:
     sending: int = 0  # bytes that only a send still needs
     inputs: Counter[int] = field(default_factory=Counter)  # microbatches to come, by minibatch
     outputs: Counter[int] = field(default_factory=Counter)  # microbatches made, by minibatch
-    most: int = -1
-    peak: MemoryLedger = field(default_factory=MemoryLedger)
-    notes: list[tuple[int, ...]] | None = None  # what the rank held, note by note, if wanted
 
     def __post_init__(self) -> None:
         stage, training = self.plan.stages[self.index], self.plan.training
@@ -311,28 +303,16 @@ class _StageLedger:
     def _note(
         self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False
     ) -> None:
-        """Keep what is held now if it is the most."""
-        parts = self.all_parts(workspace, to_come, temporaries, running=running)
-        if self.notes is not None:
-            self.notes.append(parts)
-        total = sum(parts)
-        if total > self.most:
-            self.most = total
-            self.peak = MemoryLedger(*parts)
-
-    def all_parts(
-        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False
-    ) -> tuple[int, ...]:
-        """The lines of a ledger, of all stages of the rank."""
+        """Note what is held now, by all stages of the rank."""
         parts = self._parts(workspace, to_come, temporaries, running=running)
         if len(self.held) > 1:
             others = [one._parts() for one in self.held.values() if one is not self]
             parts = tuple(map(sum, zip(parts, *others, strict=True)))
-        return parts
+        self.notes.append(parts)
 
     def _parts(
         self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False
-    ) -> tuple[int, ...]:
+    ) -> _Parts:
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
         sets = int(running) if self.stage.recompute else self.in_flight - self.split
         gradients = len(self.buffers) * self.owned + self.copied.total() - to_come

@@ -32,7 +32,7 @@ def make_plan(
     tied: tuple[TiedParameter, ...] = (),
     clip: float | None = None,
     replicas: tuple[int, ...] = (),
-    extra: int | tuple[int, ...] = 0,
+    extra: int = 0,
     depths: tuple[int, ...] | None = None,
     per_rank: int = 1,
     seconds: Sequence[tuple[float, float]] | None = None,
