@@ -51,7 +51,7 @@ class _Order(Visitor):
 
     def __init__(self, spec: PipelineSpec, program: Schedule, before: HalfBegun):
         self.program = program
-        self.walk = ProgramWalk(spec, self, in_turns=True)
+        self.walk = ProgramWalk(spec, self)
         self.operations: list[Operation] = []
         self.forward_only = program.name.endswith("+eval")
         self.sends: dict[Label, list[Operation]] = {}

@@ -105,22 +105,11 @@ class Visitor:
 class ProgramWalk:
     """Transfers that are begun and not waited for; `run` executes programs that follow each other.
 
-    `rendezvous`: waiting for a send ends only when its receiver has come to the wait.  `in_turns`:
-    of the ranks that can go on at one second each has its turn, instead of those first that could
-    first.
+    `rendezvous`: waiting for a send ends only when its receiver has come to the wait.
     """
 
-    def __init__(
-        self,
-        spec: PipelineSpec,
-        visitor: Visitor,
-        *,
-        rendezvous: bool = False,
-        in_turns: bool = False,
-    ):
-        self.spec, self.visitor = spec, visitor
-        self.rendezvous, self.in_turns = rendezvous, in_turns
-        self.turn, self.rank = 0, -1  # of whom it is, where they take turns
+    def __init__(self, spec: PipelineSpec, visitor: Visitor, *, rendezvous: bool = False):
+        self.spec, self.visitor, self.rendezvous = spec, visitor, rendezvous
         visitor.walk = self
         self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.incomplete: dict[Key, deque[Operation]] = {}
@@ -137,8 +126,7 @@ class ProgramWalk:
         for rank in ranks:
             self._at(self.now, rank)
         while self.agenda:
-            self.now, self.turn, rank, arriving = heapq.heappop(self.agenda)
-            self.rank = rank
+            self.now, _, rank, arriving = heapq.heappop(self.agenda)
             if arriving is None:
                 self._advance(rank)
             else:
@@ -146,8 +134,7 @@ class ProgramWalk:
         self.todo = []
 
     def _at(self, seconds: float, rank: int, operation: Operation | None = None) -> None:
-        place = self.turn + (rank <= self.rank) if self.in_turns else next(self.ticket)
-        heapq.heappush(self.agenda, (seconds, place, rank, operation))
+        heapq.heappush(self.agenda, (seconds, next(self.ticket), rank, operation))
 
     def later(self, operation: Operation, seconds: float) -> None:
         """Tell the visitor of an operation at this second."""
