@@ -17,6 +17,7 @@ import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cli.costs import sizes_of
 from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import size_at
 from pdcompile.passes.costs import CostedOp, GraphIndex, forward_flops
 from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
 from pdcompile.passes.costs.symbolic import SymbolicCosts, polynomial_through
@@ -59,7 +60,7 @@ def numbers(model: nn.Module, inputs: Any, target: Any, loss_fn: Any) -> Numbers
     kept = kept_storages(graph, b).new()
     return [
         (
-            tuple(index.size(size) for size in graph.values[op.name].shape),
+            tuple(size_at(size, b) for size in graph.values[op.name].shape),
             forward_flops(call),
             call.output_bytes,
             kept[op.name],

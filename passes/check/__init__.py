@@ -189,6 +189,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     versions = [spec.versions(stage) for stage in range(num_stages)]
     groups = [spec.group(stage) for stage in range(num_stages)]
     ordered = walks[0].exchange.model == "device_order"
+    order = "the schedule's" if spec.kind.turns else "ascending"
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         "pairing: each receive has its send, first in first out; channels "
@@ -196,7 +197,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         "no deadlock, even where a send ends only when its receiver has come to the wait"
         + (f"; at most {OPERATIONS} unfinished on a rank" if ordered else ""),
         f"coverage: each microbatch once {directions} on each of {num_stages} stages, on one "
-        f"replica, in {_order(spec)} order",
+        f"replica, in {order} order",
     ]
     if not forward_only:
         statements += [
@@ -215,11 +216,6 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         sum(walk.num_instructions for walk in walks),
         time.perf_counter() - begin,
     )
-
-
-def _order(spec: PipelineSpec) -> str:
-    turns = [spec.kind.turn(i) for i in range(spec.num_microbatches)]
-    return "ascending" if turns == sorted(turns) else "the schedule's"
 
 
 def _weights(lags: list[int], groups: list[int]) -> str:

@@ -21,11 +21,11 @@ from pdcompile.ir.graph import (
     Op,
     OpGraph,
     Ref,
-    Size,
     TensorInfo,
     TorchLiteral,
     Value,
     rewritten,
+    size_at,
 )
 
 if TYPE_CHECKING:
@@ -93,13 +93,10 @@ class GraphIndex:
                     parts.setdefault(name, []).append(op.name)
         return GraphIndex(graph, b, tensors, {k: tuple(v) for k, v in parts.items()})
 
-    def size(self, size: Size) -> int:
-        return size.scale * self.b + size.offset if isinstance(size, Affine) else size
-
     def value(self, value: Value) -> Operand:
         return Operand(
             value.name,
-            tuple(self.size(size) for size in value.shape),
+            tuple(size_at(size, self.b) for size in value.shape),
             value.dtype,
             value.requires_grad,
             storage=value.storage,

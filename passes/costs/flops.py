@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from pdcompile.ir.graph import size_at
 from pdcompile.passes.costs.costed_op import CostedOp, words
 
 Formula = Callable[[CostedOp], int]
@@ -155,7 +156,7 @@ def _interpolate(call: CostedOp) -> int:
 def _opaque(call: CostedOp) -> int:
     """The counted operations, or a product of each parameter with all rows of the first input."""
     if call.op.flops is not None:
-        return call.index.size(call.op.flops)
+        return size_at(call.op.flops, call.index.b)
     rows = prod(call.first.shape[:-1])
     weights = [o for o in call.inputs if o.of_model]
     return 2 * rows * sum(weight.elements for weight in weights) + call.out.elements

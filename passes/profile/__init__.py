@@ -207,7 +207,8 @@ def apply(
             "the profile lists none of this model's ops",
             remedy="measure this model, at this microbatch size",
         )
-    from_shapes = estimated(graph, b, machine_here(device_kind), device_kind)
+    kernels, machine = Kernels.of(device_kind), machine_here(device_kind)
+    from_shapes = estimate(graph, microbatch_size=b, machine=machine, kernels=kernels)
     work, queueing = _work_and_queueing(known)
     waits = max(0.0, 1 - work / queueing) if queueing else 0.0
     costs = zip(from_shapes, known, strict=True)
@@ -232,12 +233,6 @@ def _work_and_queueing(entries: Sequence[Entry | None]) -> tuple[float, float]:
         math.fsum(one.forward_seconds + one.backward_seconds for one in known),
         math.fsum(one.forward_dispatch_seconds + one.backward_dispatch_seconds for one in known),
     )
-
-
-def estimated(graph: OpGraph, b: int, machine: Machine, device_kind: str) -> tuple[OpCost, ...]:
-    """Costs of the ops from shapes alone, for a kind of device."""
-    kernels = Kernels.of(device_kind)
-    return estimate(graph, microbatch_size=b, machine=machine, kernels=kernels)
 
 
 def _measured(cost: OpCost, entry: Entry | None, waits: float) -> OpCost:
@@ -370,8 +365,9 @@ class Sizes:
         """
         graph, kind = self._graph, self._device_kind
         if self._costs == "estimated":
-            machine = machine_for(self._costs, kind)
-            return with_costs(graph, estimated(graph, size, machine, kind))
+            kernels, machine = Kernels.of(kind), machine_for(self._costs, kind)
+            costs = estimate(graph, microbatch_size=size, machine=machine, kernels=kernels)
+            return with_costs(graph, costs)
         if self._costs == "measured":
             return apply(graph, self._measured(size), device_kind=kind)
         check_costs(self._costs)

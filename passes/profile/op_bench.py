@@ -190,7 +190,8 @@ class Synthesis:
             return real.uniform_(0.1, 1.0, generator=self.generator).to(dtype)
         if dtype == torch.bool:
             return torch.ones(shape, dtype=dtype, device=self.device)
-        if self._is_offsets(operand):
+        if self.call.name == "groupedmm" and operand == self.call.tensor(2, "offs"):
+            # It says where each group of rows ends: zeros would leave nothing to do.
             rows, count = int(self.call.first.shape[0]), int(operand.shape[0])
             ends = [rows * (i + 1) // count for i in range(count)]
             return torch.tensor(ends, dtype=dtype, device=self.device)
@@ -199,8 +200,3 @@ class Synthesis:
         high = min(rows, torch.iinfo(dtype).max)
         made = torch.randint(high, shape, generator=self.generator, device=self.device)
         return made.to(dtype)
-
-    def _is_offsets(self, operand: Operand) -> bool:
-        """True if it says where each group of rows ends: zeros would leave nothing to do."""
-        offsets = self.call.tensor(2, "offs")
-        return self.call.name == "groupedmm" and offsets is not None and operand == offsets

@@ -82,6 +82,7 @@ def measure_stages(
     tensors = tensors_by_name(model, sources)
     device = _device(plan, tensors)
     leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
+    environment = cache.Environment.here(device, microbatch_size)
     making = making_of_nothing(graph, stage_of_ops(graph, plan))
     regions = regions_of(plan.training.autocast, device)
     with preserved_rng(device), preserved_state(model, training=True), regions:
@@ -104,11 +105,11 @@ def measure_stages(
                     stage.forward(values, leaves)
 
             if key not in found:
-                environment = _environment(graph, plan, k, device, microbatch_size)
-                known = _cached(environment, key)
-                found[key] = known or _measure(stage, forward, share, device)
-                if environment is not None and known is None:
-                    _save(environment, key, found[key])
+                lasting = all(
+                    cache.lasting(op) for op in graph.ops if op.name in plan.stages[k].ops
+                )
+                measure = partial(_measure, stage, forward, share, device)
+                found[key] = _cached(environment, key, measure) if lasting else measure()
                 model.zero_grad(set_to_none=True)
             forward()
             values.update({name: value.detach() for name, value in stage.left.items()})
@@ -168,23 +169,16 @@ def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> s
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:20]
 
 
-def _environment(
-    graph: OpGraph, plan: Plan, stage: int, device: torch.device, microbatch_size: int
-) -> cache.Environment | None:
-    """The cache's environment of a stage; None for a stage that is not cached."""
-    mine = set(plan.stages[stage].ops)
-    lasting = all(cache.lasting(op) for op in graph.ops if op.name in mine)
-    return cache.Environment.here(device, microbatch_size) if lasting else None
-
-
-def _cached(environment: cache.Environment | None, key: str) -> StageTimes | None:
-    known = environment and cache.load(environment, (f"stage {key}",))
-    if not known or not known.entries:
-        return None
-    (entry,) = known.entries
-    return StageTimes(entry.forward_seconds, entry.backward_seconds, cached=True)
-
-
-def _save(environment: cache.Environment, key: str, times: StageTimes) -> None:
-    entry = Entry(f"stage {key}", "stage", times.forward_seconds, times.backward_seconds)
-    cache.save(environment, (entry.key,), (entry,))
+def _cached(
+    environment: cache.Environment, key: str, measure: Callable[[], StageTimes]
+) -> StageTimes:
+    """Times of a stage that the cache knows, else measured now and kept there."""
+    name = f"stage {key}"
+    known = cache.load(environment, (name,))
+    if known and known.entries:
+        (entry,) = known.entries
+        return StageTimes(entry.forward_seconds, entry.backward_seconds, cached=True)
+    times = measure()
+    entry = Entry(name, "stage", times.forward_seconds, times.backward_seconds)
+    cache.save(environment, (name,), (entry,))
+    return times

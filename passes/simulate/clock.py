@@ -133,7 +133,9 @@ class Clock(Visitor):
                 self.events.append(event)
                 self.causes[rank] = event
         elif operation is not None and one.action.phase not in ENDS:
-            self._goes_by(rank, operation.note)
+            waited, own = operation.note, self.causes[rank]
+            if waited is not None and (own is None or own.end_seconds < waited.end_seconds):
+                self.causes[rank] = waited  # where it was busy as long, it goes by its own work
         self.ends[step.program][rank] = now + seconds
         if self.keeps_events:
             self.passed[rank].append(now + seconds)
@@ -180,10 +182,14 @@ class Clock(Visitor):
         return (first, second) if full_duplex else (min(first, second), max(first, second))
 
     def _sum(self, step: Step, operation: Operation) -> None:
-        """All members have posted: they sum from now on."""
+        """All members have posted: from now on they sum in a ring, or exchange one message."""
         one, now, members = step.one, self.walk.now, operation.members
-        stage = one.stage if one.action.kind is Kind.REDUCE else -1
-        end = now + _collective_seconds(self.plan, self.links, members, stage)
+        link = slowest(self.links(members[0], other) for other in members[1:])
+        if one.action.kind is Kind.REDUCE:
+            stage = self.plan.stages[one.stage]
+            end = now + stage.deployment.sum_seconds(link, stage.trainable_bytes)
+        else:
+            end = now + message_seconds(link, 0.0)
         operation.note = TimelineEvent(
             step.rank, one.stage, one.action, *step.label, now, end,
             num_bytes=self.bytes_of(one), cause=self.causes[step.rank],
@@ -191,12 +197,6 @@ class Clock(Visitor):
         if self.keeps_events:
             self.events += [replace(operation.note, rank=each) for each in members]
         self.walk.end(operation, until=end)
-
-    def _goes_by(self, rank: int, event: TimelineEvent | None) -> None:
-        """The rank has waited for an event; where it was busy as long, by its own work."""
-        own = self.causes[rank]
-        if event is not None and (own is None or own.end_seconds < event.end_seconds):
-            self.causes[rank] = event
 
     def bytes_of(self, one: Instruction) -> int:
         """Bytes that a rank puts on its links: of a send, or its part of a ring."""
@@ -207,11 +207,3 @@ class Clock(Visitor):
             return 0
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)
         return (self.plan.edges if values else self.plan.tied)[one.edge].bytes
-
-
-def _collective_seconds(plan: Plan, links: Links, members: Sequence[int], stage: int) -> float:
-    """A ring over the replicas of a stage, or (−1) one message over all ranks."""
-    link = slowest(links(members[0], other) for other in members[1:])
-    if stage < 0:
-        return message_seconds(link, 0.0)
-    return plan.stages[stage].deployment.sum_seconds(link, plan.stages[stage].trainable_bytes)

@@ -68,7 +68,7 @@ def critical_path(
              for one in events]  # fmt: skip
     shares = _summed(parts)
     if flush and shares:
-        top = _key(shares[0])
+        top = shares[0].what, shares[0].stage, shares[0].ranks
         inside = [n for n, (key, seconds) in enumerate(parts) if key == top and seconds > 0]
         first, after = (inside[0], inside[-1] + 1) if inside else (0, len(parts))
         parts = [
@@ -86,10 +86,6 @@ _Key = tuple[What, int, tuple[int, ...]]
 def _moving(key: _Key, what: What) -> _Key:
     """Microbatches on their way fill and drain a pipeline; updates and sums do neither."""
     return (what, -1, ()) if key[0] in ("compute", "link") else key
-
-
-def _key(share: Share) -> _Key:
-    return share.what, share.stage, share.ranks
 
 
 def _what(event: TimelineEvent) -> _Key:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.ir.graph import size_at
 from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, saved_storages, tensors_in
 
@@ -46,7 +47,7 @@ def guessed(call: CostedOp) -> Footprint:
     if not call.requires_grad:
         return Footprint((), (), 0)
     if call.op.saved_bytes is not None:  # measured when the model was captured
-        return Footprint(tuple(inputs), (), call.index.size(call.op.saved_bytes))
+        return Footprint(tuple(inputs), (), size_at(call.op.saved_bytes, call.index.b))
     if call.op.opaque:
         twice = sum(output.bytes for output in call.outputs)
         return Footprint(tuple(inputs), tuple(range(len(call.outputs))), twice)
