@@ -32,7 +32,7 @@ from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.solved_problem import placed
-from pdcompile.passes.planning.whatif import command, whatif
+from pdcompile.passes.planning.whatif import command, extra_warmup, whatif
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation, measure, violations
@@ -322,7 +322,7 @@ def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
     assert found.certificate.objective_seconds <= least
     said = command(plan, found, change, "b.json", "c.toml")
     assert "--schedule=2bw" in said
-    assert "--stages=3 --warmup=0" in said
+    assert f"--stages=3 --warmup={extra_warmup(plan.training, 3)}" in said
 
 
 def test_limits_of_more_than_a_cut_are_not_eased_by_a_search_of_less(

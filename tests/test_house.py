@@ -18,32 +18,32 @@ from tests.test_imports import modules, runtime_imports
 ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "front door and options": (
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
-        4_933,
+        4_872,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_023),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_624),
-    "trace": (("passes/trace",), 6_985),
-    "costs": (("passes/costs", "passes/profile"), 3_741),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_942),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_611),
+    "trace": (("passes/trace",), 6_825),
+    "costs": (("passes/costs", "passes/profile"), 3_677),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         10_608,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_675),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_594),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_440,
+        5_351,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_549),
-    "verify": (("passes/verify",), 1_439),
-    "runtime": (("runtime",), 8_840),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_331),
+    "verify": (("passes/verify",), 1_392),
+    "runtime": (("runtime",), 8_769),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_611,
+        3_583,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_009),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_143),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_410),
-    "export": (("passes/export", "pdcompile/export"), 1_310),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_146),
+    "export": (("passes/export", "pdcompile/export"), 1_172),
 }
 LINES_OF_A_FILE = 500
 LINES_OF_A_CLASS = 250
