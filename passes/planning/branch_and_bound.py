@@ -277,7 +277,7 @@ class PlanSearch:
             notes.append(passed_over(self.trials, (seconds, candidate), (fastest, other)))
         if len(self.space.schedules) + len(self.space.sharing) > 1:
             notes += self.trials.why(candidate)
-        candidate, certificate, saved = self._preferred(candidate, certificate)
+        candidate, certificate, saved = _preferred(self, candidate, certificate)
         plan = self.trials.plan(candidate)
         broken = violations(problem, self.cluster, candidate)
         if broken or not self.trials.keeps_limits(candidate):
@@ -286,46 +286,49 @@ class PlanSearch:
         plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes, *saved))
         return with_problem(plan, problem, self.cluster)
 
-    def _preferred(
-        self, candidate: Candidate, certificate: Certificate
-    ) -> tuple[Candidate, Certificate, tuple[str, ...]]:
-        """The candidate with the cut that a person would choose, where there is time to make its
-        plan."""
-        trials, problem = self.trials, self.prepared[candidate.setting.num_microbatches].problem
-        found, making = evaluation(problem, self.cluster, candidate), trials.making(candidate)
-
-        def fits(stage_of: tuple[int, ...]) -> bool:
-            return trials.keeps_limits(replace(candidate, stage_of=stage_of))
-
-        left = self.whole.left - making
-        stage_of, judged, notes = self.prefer(found, candidate.setting, certificate, left, fits)
-        chosen = replace(candidate, stage_of=stage_of)
-        gain = 1 - judged.objective_seconds / certificate.objective_seconds
-        if not making and gain < WORTH and trials.making(chosen) > max(self.whole.left, LITTLE):
-            return candidate, certificate, ()
-        return chosen, judged, notes
-
-    def prefer(
-        self,
-        found: Evaluation,
-        setting: Setting,
-        certificate: Certificate,
-        seconds: float,
-        fits: Fits,
-    ) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
-        """See `preferred`."""
-        stream = kind_of(setting.schedule).stream
-        return preferred(
-            found, certificate, self.graph_at(setting.num_microbatches), self.tolerance,
-            update=partial(self.training.update_seconds, versions=stream),
-            fits=fits, seconds=max(0.0, seconds),
-        )  # fmt: skip
-
     def _prover(self, setting: Setting) -> str:
         if self.space.placement or self.relaxed:
             return RELAXATION
         complete = self.prepared[setting.num_microbatches].complete
         return PROVER if complete else ALONG
+
+
+def _preferred(
+    search: PlanSearch, candidate: Candidate, certificate: Certificate
+) -> tuple[Candidate, Certificate, tuple[str, ...]]:
+    """The candidate with the cut that a person would choose, where there is time to make its plan,
+    its certificate and notes."""
+    trials, problem = search.trials, search.prepared[candidate.setting.num_microbatches].problem
+    found, making = evaluation(problem, search.cluster, candidate), trials.making(candidate)
+
+    def fits(stage_of: tuple[int, ...]) -> bool:
+        return trials.keeps_limits(replace(candidate, stage_of=stage_of))
+
+    left = search.whole.left - making
+    stage_of, judged, notes = _prefer(search, found, candidate.setting, certificate, left, fits)
+    chosen, scale = replace(candidate, stage_of=stage_of), candidate.setting.scale
+    if not making and trials.making(chosen) > max(search.whole.left, LITTLE):
+        before = trials.price(certificate.objective_seconds * scale, candidate)
+        if trials.price(judged.objective_seconds * scale, chosen) > before * (1 - WORTH):
+            return candidate, certificate, ()
+    return chosen, judged, notes
+
+
+def _prefer(
+    search: PlanSearch,
+    found: Evaluation,
+    setting: Setting,
+    certificate: Certificate,
+    seconds: float,
+    fits: Fits,
+) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
+    """See `preferred`."""
+    stream = kind_of(setting.schedule).stream
+    return preferred(
+        found, certificate, search.graph_at(setting.num_microbatches), search.tolerance,
+        update=partial(search.training.update_seconds, versions=stream),
+        fits=fits, seconds=max(0.0, seconds),
+    )  # fmt: skip
 
 
 def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> Plan:
@@ -341,8 +344,8 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
             limited, time_limit=max(0.0, search.budget.left - making), seed=search.seed,
             progress=search.listener.found,
         )  # fmt: skip
-        stage_of, certificate, notes = search.prefer(
-            Evaluation(problem, found.stage_of), branch.setting, certificate,
+        stage_of, certificate, notes = _prefer(
+            search, Evaluation(problem, found.stage_of), branch.setting, certificate,
             search.whole.left - making, fits,
         )  # fmt: skip
         plan = trials.plan(branch.straight(stage_of))
