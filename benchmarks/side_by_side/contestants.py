@@ -160,7 +160,8 @@ def ours(
     calls = task.microbatches if each else 1
     chain = task.chain()
     if cut is None:
-        constraints = tuple(Together(str(n)) for n in range(len(chain)))
+        *others, last = map(str, range(len(chain)))  # each stage has a layer, the last one too
+        constraints = (*map(Together, others), Together(last, "loss_fn"))
     else:
         stage_of = [sum(first <= n for first in cut) - 1 for n in range(len(chain))]
         constraints = tuple(Pin(str(n), stage) for n, stage in enumerate(stage_of))
