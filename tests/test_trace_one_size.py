@@ -255,3 +255,24 @@ def test_a_layer_that_lays_out_one_sample_otherwise_has_its_size_with_the_way_ou
     pipe = pdcompile.compile(model, x, microbatches=2, **given)
     assert pipe.step(x[:3], target=x[:3]).loss > 0
     pipe.close()
+
+
+class QuadraticInEvaluation(nn.Module):
+    """Linear in the number of samples in training, and not in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.other(self.one(x))
+        return y if self.training else y * x.shape[0] ** 2
+
+
+def test_two_sizes_alone_are_no_proof_of_a_line() -> None:
+    """Every number at two sizes lies on a line, so evaluation is tried at a third one."""
+    with pytest.warns(UserWarning, match="every microbatch has to be of 8 samples"):
+        module = pdcompile.trace(QuadraticInEvaluation(), (torch.randn(8, 8),)).to_module()
+    module.eval()
+    with pytest.raises(pdcompile.PdcompileError):
+        module(torch.randn(12, 8))

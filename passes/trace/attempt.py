@@ -163,15 +163,24 @@ class Attempts:
             train: the graph of training, where this is that of evaluation.
         """
         first = self._recording(training, self._size)
-        attempts, few = [self._usual_sizes()], few_sizes(self._size)
+        large = len(first.graph.ops) > MANY_OPS
+        usual, few = self._usual_sizes(), few_sizes(self._size)
+        attempts, accepted = [usual], [usual, few] if large else [usual]
         if self._splits:
-            attempts.insert(0, few)
-            if train is not None and train.sizes.largest in few[1:] and self._size > 1:
+            attempts = [few, usual]
+            known = train.sizes if train is not None else None
+            if known and known.smallest <= 2 <= self._size and known.largest in few[1:]:
                 # The ends alone: training was recorded at sizes between them.
-                attempts.insert(0, (self._size, train.sizes.largest))
+                two = (2,) if known.smallest == 2 < self._size else ()
+                attempts = [(self._size, known.largest, *two), *attempts]
+            if self.assumed.one_size and large:
+                attempts = [few]
         for sizes in attempts:
             try:
-                return self._fitted(training, first, sizes)
+                graph = self._fitted(training, first, sizes)
+                # All numbers at two sizes lie on a line: one sample or two have to be on it too.
+                if sizes in accepted or not self._splits or graph.sizes.smallest <= 2:
+                    return graph
             except TraceError as error:
                 failure = error
         if self.assumed.one_size:

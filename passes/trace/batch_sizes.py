@@ -218,9 +218,9 @@ def size_range(
         record: makes a further recording, at a size that has not been tried.
     """
     smallest, below = 1, ""
-    if 1 not in sizes and (below := _misfit(record, recordings, sizes, 1)):
-        two = 2 in sizes or not _misfit(record, recordings, sizes, 2)
-        smallest = 2 if two else min(sizes)
+    if 1 not in sizes:
+        below = _misfit(record, recordings, sizes, 1)
+        smallest = min(sizes) if below else 1
     above = ""
     for factor in _FACTORS:
         largest = factor * sizes[0] + 1
