@@ -47,6 +47,8 @@ def test_what_is_no_polynomial_of_low_degree_has_none() -> None:
         == B * S**2 + B * S
     )
     assert polynomial_through({(b,): 7 * b + 1 for b in (1, 2, 9)}) == 7 * B + 1
+    with pytest.raises(ValueError, match="needs 3 sizes"):
+        polynomial_through({(b,): b for b in (1, 2)})
 
 
 Numbers = list[tuple[tuple[Any, ...], Any, Any, Any]]

@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_942),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_611),
     "trace": (("passes/trace",), 6_834),
-    "costs": (("passes/costs", "passes/profile"), 3_677),
+    "costs": (("passes/costs", "passes/profile"), 3_683),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         10_611,
@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_351,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_331),
-    "verify": (("passes/verify",), 1_392),
+    "verify": (("passes/verify",), 1_406),
     "runtime": (("runtime",), 8_769),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -142,7 +142,7 @@ def test_a_forward_beside_a_split_backward_may_need_the_most() -> None:
 
 
 def test_a_whole_backward_beside_split_ones_has_its_own_workspace() -> None:
-    """Where the first part's is not known it counts as a whole backward's."""
+    """The first part counts as a whole backward where its own workspace is not known."""
     text = "mixed: 0F0 0F1 0I0 0W0 0B1 | 1F0 1B0 1F1 1B1"
     for first, expected in ((70, [70, 50]), (31, [31, 50]), (0, [50, 50])):
         plan = make_plan(

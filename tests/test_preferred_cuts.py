@@ -143,7 +143,7 @@ def test_without_time_the_plan_stays_as_it_was_found() -> None:
     fastest, found = planned(graph, cluster), placed(planned(graph, cluster))
     update = partial(fastest.training.update_seconds, versions=False)
     stage_of, certificate, notes = preferred(
-        found, fastest.certificate, graph, 0.03, update=update, seconds=0.0
+        found, fastest.certificate, graph, 0.03, update=update, fits=lambda _: True, seconds=0.0
     )
     assert (stage_of, certificate, notes) == (tuple(found.stage_of), fastest.certificate, ())
 

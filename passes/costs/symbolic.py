@@ -96,12 +96,18 @@ def polynomial_through(samples: Mapping[Point, int]) -> Any | None:
     """The sympy polynomial through all samples; None where no polynomial of low degree fits.
 
     Args:
-        samples: integers on a grid, with at least one more value of each symbol than its degree
+        samples: integers on a grid; at least one more value of each symbol than its degree
             needs, so that a wrong form is noticed.
+
+    Raises:
+        ValueError: there are fewer.
     """
     import sympy
 
     axes = [sorted(set(axis)) for axis in zip(*samples, strict=True)]
+    for axis, degree in zip(axes, DEGREES, strict=False):
+        if len(axis) < degree + 2:
+            raise ValueError(f"a fit of degree {degree} needs {degree + 2} sizes, not {axis}")
     nodes = tuple(product(*(axis[: n + 1] for axis, n in zip(axes, DEGREES, strict=False))))
     found = _solver(nodes) * sympy.Matrix([samples[node] for node in nodes])
     if any(found.dot(_monomials(point)) != number for point, number in samples.items()):

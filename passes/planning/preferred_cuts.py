@@ -84,7 +84,7 @@ def preferred(
     tolerance: float,
     *,
     update: Update,
-    fits: Fits = lambda _: True,
+    fits: Fits,
     seconds: float,
 ) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
     """The assignment that a person would choose among those within `tolerance` of a search's

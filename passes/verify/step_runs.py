@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,29 +76,44 @@ def is_large(graph: OpGraph) -> bool:
 def step_inputs(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int) -> list[FlatCall]:
     """The inputs of each step: the first microbatch, then another one.
 
-    That is the last samples of the minibatch, in reverse order, as many as its last microbatch has;
-    for a single sample the same numbers in reverse order.  So all values come from the minibatch.
+    That is the last microbatch of the minibatch with its own size; where there is one microbatch
+    only, the same samples in another order, or for a single sample the same numbers in another
+    order.  So all values come from the minibatch.
     """
+    first = resize(flat, layout, graph.batch_size)
+    return [first, _other(flat, layout, graph)] if count > 1 else [first]
+
+
+def _other(flat: FlatCall, layout: BatchLayout, graph: OpGraph) -> FlatCall:
     size, rows = graph.batch_size, layout.size
-    first = resize(flat, layout, size)
-    if count == 1:
-        return [first]
-    by_rows = layout.splits and rows > 1
-    last = microbatch_sizes(rows, -(-rows // size))[-1] if by_rows else size
+    if layout.splits and rows > 1:
+        last = microbatch_sizes(rows, -(-rows // size))[-1]
+        last = last if graph.sizes.holds(last) else size
+        return resize(_rolled(flat, layout, last if rows > size else rows // 2), layout, last)
     leaves = {
-        path: _reversed(leaf, layout.dims[path] if by_rows else -1)
+        path: _reordered(leaf) if isinstance(leaf, Tensor) else leaf
         for path, leaf in flat.leaves.items()
     }
-    other = FlatCall(leaves, flat.spec)
-    return [first, resize(other, layout, last if graph.sizes.holds(last) else size)]
+    return resize(FlatCall(leaves, flat.spec), layout, size)
 
 
-def _reversed(leaf: Any, dim: int | None) -> Any:
-    """A leaf back to front along a dimension, in the layout that it has."""
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or dim is None:
-        return leaf
-    made = torch.empty_like(leaf, requires_grad=False).copy_(leaf.detach().flip(dim))
-    return made.requires_grad_(leaf.requires_grad)
+def _rolled(flat: FlatCall, layout: BatchLayout, rows: int) -> FlatCall:
+    """The minibatch with its last rows first."""
+    leaves = {}
+    for path, leaf in flat.leaves.items():
+        dim = layout.dims[path]
+        leaves[path] = leaf if dim is None else _kept_layout(leaf, leaf.detach().roll(rows, dim))
+    return FlatCall(leaves, flat.spec)
+
+
+def _reordered(leaf: Tensor) -> Tensor:
+    """The same numbers back to front along the last dimension."""
+    return leaf if leaf.ndim == 0 else _kept_layout(leaf, leaf.detach().flip(-1))
+
+
+def _kept_layout(like: Tensor, values: Tensor) -> Tensor:
+    made = torch.empty_like(like, requires_grad=False).copy_(values)
+    return made.requires_grad_(like.requires_grad)
 
 
 @contextmanager

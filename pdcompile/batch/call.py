@@ -277,7 +277,7 @@ def rebuild(argument: Argument, leaves: Mapping[str, Any]) -> Any:
 
 
 def _unusable(leaf: Any) -> tuple[str, str] | None:
-    """What is wrong with a leaf that is no plain tensor, or hides tensors, and the remedy."""
+    """Fault of a leaf that is no plain tensor or hides tensors, and its remedy; None: none."""
     if isinstance(leaf, Tensor):
         if leaf.is_nested or leaf.is_quantized:
             found = f"a {'nested' if leaf.is_nested else 'quantized'} tensor cannot be captured"

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def argument(metavar: str, help: str) -> Any:
-    """What a verb is about, which has to be given."""
+    """Argument that a verb cannot do without."""
     return typer.Argument(metavar=metavar, show_default=False, help=help)
 
 
 def written_to(help: str, metavar: str = "FILE") -> Any:
-    """Where a verb's result goes: ``-o``."""
+    """Option ``-o``: the place of a verb's result."""
     return typer.Option("-o", "--output", metavar=metavar, help=help)
 
 

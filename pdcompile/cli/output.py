@@ -101,7 +101,7 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has: numbers that are not finite become null."""
+    """Value of JSON's own types; numbers that are not finite become null."""
     if isinstance(value, float) and value - value != 0.0:
         return None
     if hasattr(value, "to_json"):

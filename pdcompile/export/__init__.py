@@ -26,7 +26,7 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """What makes the files of a target, raising ConfigError where it cannot express plan or model.
+    """Maker of a target's files, which raises ConfigError for what the target cannot express.
 
     Args:
         schedules: that it has; empty: any, as it does not pipeline.

@@ -122,7 +122,7 @@ class TracingFlags(Interceptor):
         training, enabled = tape.training, torch.is_grad_enabled
 
         def is_grad_enabled() -> bool:
-            """For the model: recording has autograd on in both modes, evaluation runs without it.
+            """Answer the model as its mode would: recording has autograd on in both modes.
 
             Torch gets the true answer: what it does then is captured op by op.
             """
