@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerCosts, optimizer_costs
 from pdcompile.passes.schedules import memory_rule
 from pdcompile.passes.simulate import simulate
+from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
 from pdcompile.plan.evaluate import memory
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
@@ -101,8 +102,11 @@ def test_a_replica_without_microbatches_has_sums_but_no_gradients_of_copies(name
         name, 2, 1, edges=chain(2, 0), tied=(TiedParameter("w", (0, 1), 10),), replicas=(1, 2),
         parameter_bytes=100, trainable_bytes=100,
     )  # fmt: skip
-    *_, idle = ledgers(plan)
+    found = simulate(plan)
+    *_, idle = found.forecast.ledgers
     assert (idle.gradients_bytes, idle.workspace_bytes) == (90, 90)
+    *_, curve = held_over_time(plan, found.programs, found.passed_seconds)
+    assert {one.ledger.gradients_bytes for one in curve} == {0, 90}
 
 
 def test_new_weights_of_a_tied_parameter_have_memory_until_they_are_used() -> None:
