@@ -121,3 +121,12 @@ def test_an_optimizer_of_a_function(target: str, call: Call) -> None:
     for name in (function, "none"):
         with pytest.raises(ConfigError, match=r"--lr 0\.1 would have no effect"):
             optimizer_of(name, 0.1)
+
+
+def test_a_resumed_run_counts_its_own_steps(target: str, call: Call, tmp_path: Path) -> None:
+    """`--steps` counts those before it; the seconds are of those that ran now."""
+    common = ("run", target, "--costs", "estimated", "--save", str(tmp_path / "saved"), "--resume")
+    for steps in ("1", "2"):
+        code, out, err = call(*common, "--steps", steps)
+        assert code == 0, err
+        assert "\n1 step in " in out

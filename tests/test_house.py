@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_009),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_143),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_146),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 4_148),
     "export": (("passes/export", "pdcompile/export"), 1_172),
 }
 LINES_OF_A_FILE = 500

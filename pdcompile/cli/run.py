@@ -221,10 +221,12 @@ def trained(
 
 def report(document: Mapping[str, Any], throughput: str) -> Result:
     """Result of a run."""
+    from pdcompile.report.labels import counted
     from pdcompile.units import format_seconds
 
     shown = [f"step {step:>6}  loss {loss:.6f}" for step, loss in document["losses"].items()]
-    shown.append(f"{document['steps']} steps in {document['seconds']:.1f} s: {throughput}")
+    ran = document["steps"] - document.get("resumed_at", 0)
+    shown.append(f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {throughput}")
     if document.get("checkpoint"):
         shown.append(f"saved as {document['checkpoint']}")
     if document.get("trace"):
