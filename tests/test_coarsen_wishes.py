@@ -78,7 +78,7 @@ def test_together_apart_and_cut_before() -> None:
         (
             [CutAt("h.*"), Apart("h.1.up", "h.1.down")],
             InfeasibleError,
-            r"smallest conflict: CutAt\('h.\*'\) and Apart\('h.1.up', 'h.1.down'\)",
+            r"limits that cannot hold together: CutAt\('h.\*'\) and Apart\('h.1.up', 'h.1.down'\)",
         ),
         ([Pin("h.0", 2)], ConfigError, "from 0 to 1"),
         ([Pin("h.0", 0), Pin("h.0.up", 1)], InfeasibleError, "contradict"),
@@ -86,12 +86,12 @@ def test_together_apart_and_cut_before() -> None:
         (
             [Pin("wte", 0), Together("h.0"), Apart("h.0.up", "h.0.down")],
             InfeasibleError,
-            r"smallest conflict: Together\('h.0'\) and Apart\('h.0.up', 'h.0.down'\)",
+            r"cannot hold together: Together\('h.0'\) and Apart\('h.0.up', 'h.0.down'\)",
         ),
         (
             [Forbid("h.0.up", 0), Pin("h.1.up", 0)],
             InfeasibleError,
-            r"smallest conflict: Forbid\('h.0.up', 0\) and Pin\('h.1.up', 0\)",
+            r"limits that cannot hold together: Forbid\('h.0.up', 0\) and Pin\('h.1.up', 0\)",
         ),
         ([Forbid("h.0", -3)], ConfigError, "from 0 to 1"),
         (["h.0"], ConfigError, "not a constraint"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import pdcompile.passes.partition.answer as answer
 import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
@@ -257,7 +258,7 @@ def test_large_problem_is_cut_and_bounded() -> None:
 
 def test_planner_checks_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "violations", lambda *_: [])
-    monkeypatch.setattr(search, "final_violations", lambda *_: ["nonsense"])
+    monkeypatch.setattr(answer, "violations", lambda *_: ["nonsense"])
     with pytest.raises(PlanError, match=r"internal error.*nonsense"):
         partition(chain_problem([1.0, 2.0], 2))
 
@@ -325,3 +326,11 @@ def test_reductions_lose_nothing() -> None:
                 found.append(measure(problem, stage_of).objective)
         assert min(found, default=None) == best, f"seed {seed}"
     assert smaller > 25
+
+
+def test_what_is_to_be_apart_is_not_joined_in_a_large_model() -> None:
+    problem = gpt_problem(80, 4, "flush")
+    assert len(problem.items) > search.FIRST
+    for a in range(1, 40):
+        found, _ = partition(replace(problem, apart=((a, a + 1),)), time_limit=0)
+        assert found.stage_of[a] != found.stage_of[a + 1]

@@ -1,3 +1,3 @@
 """Stage of each op: the planner's search and its proof."""
 
-from pdcompile.passes.partition.search import partition as partition
+from pdcompile.passes.partition.answer import partition as partition

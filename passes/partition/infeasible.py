@@ -1,35 +1,30 @@
-"""Why no assignment exists, in words, with the smallest relaxations that would help."""
+"""Why no assignment exists: limits in conflict, and changes of which each is enough.
+
+Precedence along the flow of data and a parameter's price on every holder are no limits: they are
+what the model is.  A set of limits is asked about as a whole: can they hold together?  A conflict
+is a set that cannot, and of which every part can; QuickXplain (Junker, AAAI 2004) finds one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from pdcompile.errors import CostError, InfeasibleError, NotFoundError
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
-from pdcompile.passes.partition.conflict import (
-    Conflict,
-    Limit,
-    Oracle,
-    conflict,
-    keeping,
-    limits_of,
-    listed,
-)
-from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.model import Model, build
-from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.partition.search import any_assignment_of
 from pdcompile.plan.embedded import unusable_numbers
-from pdcompile.plan.evaluate import memory
-from pdcompile.problem import PartitionProblem
-from pdcompile.schedule.registry import DEFAULT
-from pdcompile.units import format_bytes, three_digits
+from pdcompile.problem import PartitionProblem, Wish
+from pdcompile.units import format_bytes
 
 EXPLAIN_SECONDS = 5.0
+ENTRIES = ("pins", "together", "apart", "forbidden")
+
+Holds = Callable[[Sequence["Limit"]], bool]  # can these limits hold together?
 
 
 def validate(problem: PartitionProblem) -> None:
@@ -59,6 +54,70 @@ def refuse_contradictions(problem: PartitionProblem) -> None:
         raise no_assignment(problem, Budget(EXPLAIN_SECONDS), 0, contradiction) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Something that can be given up: a wish of a person, memory, or that no stage is empty."""
+
+    text: str
+    wish: Wish | None = None
+    memory: bool = False
+
+
+def limits_of(problem: PartitionProblem) -> tuple[Limit, ...]:
+    """Everything that can be given up; wishes first, because the first are blamed first."""
+    found = [Limit(wish.text, wish) for wish in problem.wishes]
+    for name in ENTRIES:  # an entry that no wish lists is one of its own
+        known = {entry for wish in problem.wishes for entry in getattr(wish, name)}
+        for entry in dict.fromkeys(getattr(problem, name)):
+            if entry not in known:
+                own: dict[str, Any] = {name: (entry,)}
+                found.append(Limit(f"{name} {entry}", Wish(f"{name} {entry}", **own)))
+    if problem.max_stages is not None and all(one.max_stages is None for one in problem.wishes):
+        text = f"at most {problem.max_stages} stages"
+        found.append(Limit(text, Wish(text, max_stages=problem.max_stages)))
+    if not problem.allow_empty:
+        found.append(Limit(f"something on each of {len(problem.stages)} stages"))
+    sizes = sorted(size for one in problem.stages if (size := one.memory_bytes) is not None)
+    if sizes:
+        shown = " to ".join(dict.fromkeys(map(format_bytes, (sizes[0], sizes[-1]))))
+        found.append(Limit(f"{shown} of memory a stage", memory=True))
+    return tuple(found)
+
+
+def keeping(problem: PartitionProblem, limits: Collection[Limit]) -> PartitionProblem:
+    """The problem under these of its limits alone."""
+    wishes = tuple(limit.wish for limit in limits if limit.wish is not None)
+    counts = [wish.max_stages for wish in wishes if wish.max_stages is not None]
+    memory = any(limit.memory for limit in limits)
+    entries: dict[str, Any] = {
+        name: tuple(dict.fromkeys(chain.from_iterable(getattr(wish, name) for wish in wishes)))
+        for name in ENTRIES
+    }
+    return replace(
+        problem if memory else problem.without_memory_limits(),
+        allow_empty=all(limit.memory or limit.wish is not None for limit in limits),
+        max_stages=min(counts, default=None),
+        wishes=wishes,
+        **entries,
+    )
+
+
+def irreducible(limits: Sequence[Limit], holds: Holds) -> tuple[Limit, ...]:
+    """A conflict of these, which cannot hold together: of the first ones where either do."""
+
+    def within(known: tuple[Limit, ...], fresh: bool, rest: tuple[Limit, ...]) -> tuple[Limit, ...]:
+        if fresh and not holds(known):
+            return ()
+        if len(rest) == 1:
+            return rest
+        first, second = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        later = within((*known, *first), bool(first), second)
+        earlier = within((*known, *later), bool(later), first)
+        return (*earlier, *later)
+
+    return within((), True, tuple(limits)) if limits else ()
+
+
 def no_assignment(
     problem: PartitionProblem,
     budget: Budget,
@@ -67,7 +126,7 @@ def no_assignment(
     *,
     proved: bool = True,
 ) -> InfeasibleError:
-    """The error to raise: what does not fit, which limits conflict, and the least that would help.
+    """The error to raise: what does not fit, which limits conflict, and what would help.
 
     Takes at most `EXPLAIN_SECONDS`, and says less when they are over.
 
@@ -82,25 +141,25 @@ def no_assignment(
             "no plan was found within the time limit, and it is not proved that there is none",
             remedy="raise time_limit",
         )
-    seconds = min(EXPLAIN_SECONDS, max(1.0, budget.left))
-    oracle = Oracle(Budget(seconds, within=budget), seed)
-    found = conflict(problem, oracle)
-    memory, remedies = remedies_of(problem, found, oracle)
-    message = _in_words(build(problem), found) if reason is None else reason.message
-    if contradiction is None and any(limit.stage is not None for limit in found.limits):
-        remedies += cheaper(problem, oracle)
-    named = listed(found.limits)
-    if found.smallest:
-        message += f"; the smallest conflict: {named}"
-    elif found.minimal:
-        message += f"; in conflict, and each needed for it: {named}"
-    else:
-        message += f"; which of these conflict was not found in time: {named}"
-    known = memory or remedies
-    if reason is not None and reason.remedy and (not known or reason is not contradiction):
+    within = Budget(min(EXPLAIN_SECONDS, max(1.0, budget.left)), within=budget)
+
+    def assigned(chosen: Collection[Limit]) -> tuple[int, ...] | None:
+        return any_assignment_of(keeping(problem, chosen), within, seed)
+
+    limits, remedies = limits_of(problem), list[str]()
+    core, known = limits, "these conflict, or some of them, which was not found in time"
+    try:
+        core = irreducible(limits, lambda chosen: assigned(chosen) is not None)
+        known = "limits that cannot hold together" if len(core) > 1 else "limit that cannot hold"
+        remedies = _left_out(limits, core, assigned)
+    except OutOfTimeError:
+        pass
+    message = reason.message if reason is not None else _in_words(problem, core)
+    memory = ["more memory"] if any(limit.memory for limit in core) else []
+    if reason is not None and reason.remedy and not (contradiction and (memory or remedies)):
         remedies = [reason.remedy, *remedies]
     error = InfeasibleError(
-        message,
+        f"{message}; {known}: {' and '.join(limit.text for limit in core)}",
         where=None if reason is None else reason.where,
         remedy=", or ".join([*memory, *remedies]) or "drop one of these, or ask for fewer stages",
     )
@@ -108,21 +167,59 @@ def no_assignment(
     return error
 
 
+def _left_out(
+    limits: Sequence[Limit],
+    core: Collection[Limit],
+    assigned: Callable[[Collection[Limit]], tuple[int, ...] | None],
+) -> list[str]:
+    """Limits other than memory whose absence is enough: one alone, else several together."""
+    texts = []
+    for limit in core:
+        stage_of = None if limit.memory else assigned([one for one in limits if one != limit])
+        if stage_of is not None and limit.wish is None:
+            used = len(set(stage_of))
+            texts.append(f"ask for fewer stages ({used} of them can hold everything)")
+        elif stage_of is not None:
+            texts.append(f"leave out {limit.text}")
+    held = [limit for limit in limits if limit.memory]
+    if texts or not any(limit.wish for limit in core) or assigned(held) is None:
+        return texts
+    for limit in sorted(limits, key=lambda one: one in core):
+        if not limit.memory and assigned([*held, limit]) is not None:
+            held.append(limit)
+    gone = [limit.text for limit in limits if limit not in held]
+    return [f"leave out {' and '.join(gone)}"]
+
+
 def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
     """Why no assignment fits, where that shows without a search."""
     model = build(problem)
-    reasons = (_too_many_stages, _item_too_large, _sum_too_large)
-    return next((error for why in reasons if (error := why(model))), None)
-
-
-def _too_many_stages(model: Model) -> InfeasibleError | None:
     n, count = model.num_groups, model.num_stages
-    if n >= count or model.problem.allow_empty:
-        return None
-    return InfeasibleError(
-        f"{count} stages for {n} items that can be separated",
-        remedy=f"ask for at most {n} stages (replicas='any' gives them several devices)",
-    )
+    if n < count and not problem.allow_empty:
+        return InfeasibleError(
+            f"{count} stages for {n} items that can be separated",
+            remedy=f"ask for at most {n} stages (replicas='any' gives them several devices)",
+        )
+    for v in range(n):
+        sizes = {s: problem.stages[s].memory_bytes for s in _range(model, v)}
+        short, stage = min(
+            (0 if size is None else _alone(model, v, s) - size, s) for s, size in sizes.items()
+        )
+        if short > 0:
+            largest = max(model.members[v], key=lambda i: problem.items[i].parameter_bytes)
+            extra = len(model.members[v]) - 1
+            kept = f" and {extra} items kept with it" if extra else ""
+            return InfeasibleError(
+                f"stage memory {format_bytes(sizes[stage] or 0)} cannot hold "
+                f"{problem.items[largest].name!r}{kept}: "
+                f"{format_bytes(_alone(model, v, stage))} ({_rule(problem)})",
+                where=f"stage {stage}",
+            )
+    return None
+
+
+def _range(model: Model, group: int) -> range:
+    return range(model.lowest[group], model.highest[group] + 1)
 
 
 def _alone(model: Model, group: int, stage: int) -> int:
@@ -140,240 +237,22 @@ def _alone(model: Model, group: int, stage: int) -> int:
     )
 
 
-def _item_too_large(model: Model) -> InfeasibleError | None:
-    problem = model.problem
-    for v in range(model.num_groups):
-        limits: list[tuple[int, int]] = []  # (bytes short, stage)
-        for s in range(model.lowest[v], model.highest[v] + 1):
-            limit = problem.stages[s].memory_bytes
-            limits.append((0 if limit is None else _alone(model, v, s) - limit, s))
-        short, stage = min(limits)
-        if short <= 0:
-            continue
-        need, limit = _alone(model, v, stage), problem.stages[stage].memory_bytes
-        largest = max(model.members[v], key=lambda i: problem.items[i].parameter_bytes)
-        name = problem.items[largest].name
-        extra = len(model.members[v]) - 1
-        kept = f" and {extra} items kept with it" if extra else ""
-        return InfeasibleError(
-            f"stage memory {format_bytes(limit or 0)} cannot hold {name!r}{kept}: "
-            f"{format_bytes(need)} ({_rule(model)}, {model.saved(stage)} in flight)",
-            where=f"stage {stage}",
-        )
-    return None
-
-
-def _sum_too_large(model: Model) -> InfeasibleError | None:
-    limits = [stage.memory_bytes for stage in model.problem.stages]
-    if any(limit is None for limit in limits):
-        return None
-    total = sum(limit for limit in limits if limit is not None)
-    stages = range(model.num_stages)
-    least = min(model.saved(s) for s in stages)
-    need = min(map(model.all_fixed_bytes, stages)) + least * sum(model.saved_bytes)
-    if need <= total:
-        return None
-    return InfeasibleError(
-        f"all {len(limits)} stages together have {format_bytes(total)} of memory, and the model "
-        f"needs {format_bytes(need)} ({_rule(model)})",
-    )
-
-
-def _in_words(model: Model, found: Conflict) -> str:
+def _in_words(problem: PartitionProblem, core: Iterable[Limit]) -> str:
     """When nothing simpler explains it."""
-    asked = any(limit.wish is not None for limit in found.limits)
-    memory = any(limit.stage is not None for limit in found.limits)
-    if memory and not asked:
-        return (
-            "the model fits into the memory of all stages in sum, but not cut into "
-            f"{model.num_stages} pieces along the flow of data ({_rule(model)})"
-        )
-    if not memory:
+    if not any(limit.memory for limit in core):
         return "the constraints contradict each other or the flow of data"
-    return f"memory and constraints contradict each other ({_rule(model)})"
+    if any(limit.wish for limit in core):
+        return f"memory and constraints contradict each other ({_rule(problem)})"
+    return f"the model cut into {len(problem.stages)} stages does not fit ({_rule(problem)})"
 
 
-def _rule(model: Model) -> str:
-    rule = model.problem.memory
-    versions = _counted(rule.versions, "weight version")
-    buffers = _counted(rule.gradient_buffers, "gradient")
-    optimizer = f"optimizer {rule.optimizer_factor:g} times the weights"
-    return f"by the planner's formula: {versions}, {buffers}, {optimizer}"
-
-
-def _counted(count: int | tuple[int, ...], what: str) -> str:
-    """``1 gradient``, ``2 gradients``, ``3, 2, 1 gradients`` by stage."""
-    if isinstance(count, tuple):
-        return f"{', '.join(map(str, count))} {what}s by stage"
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-NAMED = 3  # stages for which memory alone is tried
-CLOSE = 1e-3  # relative: how near the least memory a bisection goes
-
-
-def remedies_of(
-    problem: PartitionProblem, found: Conflict, oracle: Oracle
-) -> tuple[list[str], list[str]]:
-    """The least that would help, in words: each of them alone is enough.
-
-    Memory of one stage alone and of all stages alike; leaving out wishes, fewer stages.
-    """
-    texts: list[str] = []
-    others: list[str] = []
-    try:
-        stages = [limit.stage for limit in found.limits if limit.stage is not None]
-        for s in stages[:NAMED]:
-            if text := _of_one_stage(problem, s, oracle):
-                texts.append(text)
-        if stages and len(_limited(problem)) > 1 and (text := _of_all_stages(problem, oracle)):
-            texts.append(text)
-        others += _left_out(problem, found, oracle)
-    except OutOfTimeError:
-        pass
-    return texts, others
-
-
-def cheaper(problem: PartitionProblem, oracle: Oracle) -> list[str]:
-    """Ways to train that need less memory: those that are enough alone, else all together."""
-    rule = problem.memory
-    changes: list[tuple[str, Callable[[PartitionProblem], PartitionProblem]]] = []
-    if any(rule.versions_of(s) > 1 for s in range(len(problem.stages))):
-        changes.append(
-            (f'a schedule with one weight version ("{DEFAULT}")', lambda p: _ruled(p, versions=1))
-        )
-    if rule.optimizer_factor > 0:
-        changes.append(
-            ("an optimizer without state (plain SGD)", lambda p: _ruled(p, optimizer_factor=0.0))
-        )
-    if any(item.saved_bytes or item.workspace_bytes for item in problem.items):
-        changes.append(("microbatches of half the size", _halved))
-    try:
-        alone = [text for text, change in changes if _feasible(change(problem), oracle)]
-        if alone or len(changes) < 2:
-            return alone
-        for _, change in changes:
-            problem = change(problem)
-        if _feasible(problem, oracle):
-            return [" together with ".join(text for text, _ in changes)]
-    except OutOfTimeError:
-        pass
-    return []
-
-
-def _feasible(problem: PartitionProblem, oracle: Oracle) -> bool:
-    """True if it has a plan, with other sizes than the oracle has worked with, which it keeps."""
-    return Oracle(oracle.budget, oracle.seed).feasible(problem)
-
-
-def _ruled(problem: PartitionProblem, **changes: Any) -> PartitionProblem:
-    return replace(problem, memory=replace(problem.memory, **changes))
-
-
-def _halved(problem: PartitionProblem) -> PartitionProblem:
-    """The problem with microbatches of half as many samples; what is sent is left as it is."""
-    items = tuple(
-        replace(item, saved_bytes=item.saved_bytes // 2, workspace_bytes=item.workspace_bytes // 2)
-        for item in problem.items
+def _rule(problem: PartitionProblem) -> str:
+    rule, stages = problem.memory, range(len(problem.stages))
+    versions, gradients = (
+        ", ".join(dict.fromkeys(str(count(s)) for s in stages))
+        for count in (rule.versions_of, rule.buffers_of)
     )
-    return replace(problem, items=items)
-
-
-def _of_one_stage(problem: PartitionProblem, stage: int, oracle: Oracle) -> str | None:
-    """The least memory of one stage, the others being as they are."""
-    free = problem.with_memory({stage: None})
-    stage_of, proved = oracle.least(free, memory_cost({stage}))
-    if stage_of is None:
-        return None
-    need = memory(problem, stage_of)[stage]
-    text = f"{three_digits(need)[1]} of memory on stage {stage}"
-    return text if proved else f"{text} (fewer may do)"
-
-
-def _of_all_stages(problem: PartitionProblem, oracle: Oracle) -> str | None:
-    """The least memory that is enough when every stage with a limit has as much."""
-    limited = _limited(problem)
-    least, sufficient, proved = least_memory(problem, oracle)
-    if sufficient is None:
-        return None
-    where = "every stage" if len(limited) == len(problem.stages) else "every stage with a limit"
-    text = f"{three_digits(sufficient)[1]} of memory on {where}"
-    if not proved:
-        never = three_digits(least, up=False)[1]
-        text += f" (less than {never} cannot do)" if least else " (fewer may do)"
-    return text
-
-
-def least_memory(problem: PartitionProblem, oracle: Oracle) -> tuple[int, int | None, bool]:
-    """(bytes below which nothing fits, bytes that are enough, whether they are the least).
-
-    When every stage that has a limit has the same.
-    """
-    limited = _limited(problem)
-    free = problem.with_memory(dict.fromkeys(limited))
-
-    def largest(stage_of: tuple[int, ...]) -> int:
-        needed = memory(problem, stage_of)
-        return max(needed[s] for s in limited)
-
-    stage_of, proved = oracle.least(free, memory_cost(limited))
-    if stage_of is None and not proved:
-        stage_of = oracle.assignment(free)
-    if stage_of is None:
-        return 0, None, True
-    sufficient = largest(stage_of)
-    if proved:
-        return sufficient, sufficient, True
-    least = 0
-    try:
-        while sufficient - least > CLOSE * sufficient:
-            middle = (least + sufficient) // 2
-            stage_of = oracle.assignment(problem.with_memory(dict.fromkeys(limited, middle)))
-            if stage_of is None:
-                least = middle + 1
-            else:
-                sufficient = largest(stage_of)
-    except OutOfTimeError:
-        pass
-    return least, sufficient, least == sufficient
-
-
-def _left_out(problem: PartitionProblem, found: Conflict, oracle: Oracle) -> list[str]:
-    """Limits other than memory whose absence is enough: one of them, or the fewest together."""
-    limits = limits_of(problem)
-    texts = []
-    for limit in found.limits:
-        if limit.stage is None:
-            rest = [other for other in limits if other != limit]
-            stage_of = oracle.assignment(keeping(problem, rest))
-            if stage_of is not None:
-                texts.append(_without(limit, stage_of))
-    if texts:
-        return texts
-    together = [one for one in found.helps if all(limit.stage is None for limit in one)]
-    return [f"leave out {listed(together[0])}"] if together else []
-
-
-def _without(limit: Limit, stage_of: tuple[int, ...]) -> str:
-    if limit.empty:
-        used = len(set(stage_of))
-        return f"ask for fewer stages ({used} of them can hold everything)"
-    return f"leave out {limit.text}"
-
-
-def memory_cost(stages: Collection[int]) -> Callable[[Segments], Cost]:
-    """Bytes of these stages, nothing of the others."""
-
-    def of(segments: Segments) -> Cost:
-        def cost(stage: int) -> Matrix:
-            if stage in stages:
-                return segments.memory(stage)
-            return np.zeros(segments.subset.shape)
-
-        return cost
-
-    return of
-
-
-def _limited(problem: PartitionProblem) -> list[int]:
-    return [s for s, stage in enumerate(problem.stages) if stage.memory_bytes is not None]
+    return (
+        f"by the planner's formula: weight versions {versions}, gradients {gradients}, optimizer "
+        f"state {rule.optimizer_factor:g} times the weights"
+    )

@@ -355,6 +355,9 @@ def contracted(model: Model, limit: int, coarse: int) -> Model:
         kept.add(position)
     pinned = {v for v in range(n) if model.lowest[v] == model.highest[v]}
     kept |= {p for v in pinned for p in (v, v + 1) if 0 < p < n and len(pinned) < limit // 4}
+    for a, b in model.apart:
+        if not any(p in kept for p in range(a + 1, b + 1)):
+            kept.add(b)
     return fused(model, sorted(kept))
 
 

@@ -1,20 +1,19 @@
-"""partition(): reduce, cut by dynamic program, improve, prove, and check the answer."""
+"""The search for the best assignment: reduce, cut by dynamic program, improve, prove."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
-from pdcompile.errors import InfeasibleError, PlanError
+from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import dynamic_program
 from pdcompile.passes.partition.any_cut import AnyCut
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
 from pdcompile.passes.partition.dynamic_program import chains
-from pdcompile.passes.partition.infeasible import no_assignment, validate
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -26,7 +25,6 @@ from pdcompile.passes.partition.model import (
 )
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
-from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
@@ -101,7 +99,6 @@ class Search:
             self.progress(line)
 
 
-final_violations = violations  # every answer goes through it before it is returned
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
@@ -109,46 +106,6 @@ MAX_CHAINS = 150  # evaluated one by one
 MOVING = 0.5  # of the time
 CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
-DEFAULT_SECONDS = 20.0
-
-
-def partition(
-    problem: PartitionProblem,
-    *,
-    time_limit: float | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-    scope: str | None = None,
-) -> tuple[Partition, Certificate]:
-    """The best assignment of items to stages, and how far it is from the optimum at most.
-
-    Ctrl-C ends the search with the best plan so far and its gap; a second one, or one before
-    there is a plan, raises KeyboardInterrupt.
-
-    Args:
-        time_limit: seconds after which the best plan so far is returned; 0: the first plan.
-            None: until proved, at most 20.
-        seed: of the random linear orders and of CP-SAT; equal seeds give equal answers as long
-            as the time limit is not reached.
-        progress: called with a line of text, plan, bound and gap, when one of them improves.
-        scope: inside which scope the certificate holds; default: the problem's.
-
-    Raises:
-        InfeasibleError: no assignment satisfies the limits; names those that conflict, and the
-            least that would help.  Also when none was found within the time limit (it says so).
-        CostError: a cost is negative or not finite.
-    """
-    validate(problem)
-    with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
-        try:
-            search = solve(problem, budget, seed, progress or (lambda _: None))
-        except InfeasibleError as contradiction:
-            raise no_assignment(problem, budget, seed, contradiction) from None
-        if search.best is None:
-            if budget.stopped and not search.impossible:
-                raise KeyboardInterrupt
-            raise no_assignment(problem, budget, seed, proved=search.impossible)
-        return _answer(search, scope)
 
 
 def solve(
@@ -176,6 +133,29 @@ def solve(
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
     return search
+
+
+def any_assignment_of(
+    problem: PartitionProblem, budget: Budget, seed: int
+) -> tuple[int, ...] | None:
+    """The stage of every item in some assignment; None: there is none.
+
+    Raises:
+        OutOfTimeError: neither was found in time.
+    """
+    if budget.late:
+        raise OutOfTimeError
+    try:
+        straight = replace(problem, objective="bottleneck")  # its program is the quickest
+        search = Search(straight, build(straight), budget, seed)
+    except InfeasibleError:
+        return None
+    cut_by_program(search)
+    if search.best is None:
+        find_any(search)
+    if search.best is None and not search.impossible:
+        raise OutOfTimeError
+    return None if search.best is None else search.best.stage_of
 
 
 def cut_by_program(search: Search) -> Segments:
@@ -337,20 +317,3 @@ def prove(search: Search, _: Segments | None = None) -> None:
 
 def _too_large(model: Model) -> bool:
     return model.num_groups * model.num_stages > MAX_VARIABLES
-
-
-def _answer(search: Search, scope: str | None) -> tuple[Partition, Certificate]:
-    best = search.best
-    assert best is not None
-    for wrong in final_violations(search.problem, best.stage_of):
-        raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
-    bound = min(search.bound, best.objective)
-    gap = (best.objective - bound) / best.objective if best.objective > 0 else 0.0
-    return best, Certificate(
-        objective_seconds=best.objective,
-        bound_seconds=bound,
-        status="optimal" if gap <= 1e-5 else "feasible",
-        prover=search.prover,
-        seconds=search.budget.spent,
-        scope=search.problem.scope if scope is None else scope,
-    )

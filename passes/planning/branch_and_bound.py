@@ -26,8 +26,9 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
+from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.search import EQUAL, partition, solve
+from pdcompile.passes.partition.search import EQUAL, solve
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
 from pdcompile.passes.partition.space.search_branches import (

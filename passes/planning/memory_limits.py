@@ -16,9 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.passes.partition.budget import Budget, OutOfTimeError
-from pdcompile.passes.partition.conflict import Oracle
-from pdcompile.passes.partition.infeasible import least_memory
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_bytes, three_digits
@@ -27,15 +25,15 @@ ATTEMPTS = 6
 CLOSE = 0.02  # relative: how near the least limit the search goes
 SECONDS = 10.0  # for all of it; a search that has begun is not broken off
 
-#: from a problem to the most bytes that a rank of a limited stage holds, by its ledger, and
-#: whether all limits are kept; raises InfeasibleError
+#: from a problem to the most bytes that a rank holds, by its ledger and by the formula, and whether
+#: all limits are kept; raises InfeasibleError
 Trial = Callable[[PartitionProblem], tuple[int, bool]]
 
 
 class PlannedLimit(NamedTuple):
     """`text`: a limit, as ``20.9 MB``, that a plan keeps when every limited stage has it.
 
-    `least`: bytes below which there is none, 0 where that is not known.
+    `least`: bytes with which there is none by the planner's formula, 0 where that is not known.
     """
 
     text: str
@@ -44,56 +42,45 @@ class PlannedLimit(NamedTuple):
 
 def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | None:
     """The least limit for which a plan was found; None where memory is not what is missing."""
-    limited = [s for s, stage in enumerate(problem.stages) if stage.memory_bytes is not None]
-    budget = Budget(SECONDS)
+    limits = {s: size for s, one in enumerate(problem.stages) if (size := one.memory_bytes)}
+    budget, least = Budget(SECONDS), 0
 
     def needed(limit: int | None) -> int | None:
         """Bytes that the plan under a limit holds; None where it does not keep the limit."""
+        nonlocal least
         try:
-            held, kept = trial(problem.with_memory(dict.fromkeys(limited, limit)))
+            held, kept = trial(problem.with_memory(dict.fromkeys(limits, limit)))
+        except NotFoundError:
+            return None
         except InfeasibleError:
+            least = max(least, limit or 0)
             return None
         return held if kept else None
 
-    most = needed(None) if limited else None
+    most = needed(None) if limits else None
     if most is None:
         return None
-    least, low = _least(problem)
-    high, text = three_digits(max(most, low))
+    low, (high, text) = min(limits.values()), three_digits(most)
     if needed(high) is None:
         return None
-    # By the formula `low` may be enough; `high` is by the ledgers as well.
-    limit, shown = three_digits(low)
     for _ in range(ATTEMPTS):
-        if limit >= high or budget.late:
+        limit, shown = three_digits((low + high) // 2)
+        if limit >= high or high - low <= CLOSE * high or budget.late:
             break
         if needed(limit) is None:
             low = limit
         else:
             high, text = limit, shown
-        if high - low <= CLOSE * high:
-            break
-        limit, shown = three_digits((low + high) // 2)
     return PlannedLimit(text, least)
 
 
 def with_remedy(error: InfeasibleError, found: PlannedLimit) -> InfeasibleError:
-    """The same refusal, with that limit in place of those of the planner's formula."""
-    known = three_digits(found.least, up=False)[1]
-    known = f" (less than {known} is not, unless {OTHER_WAYS} change)" if found.least else ""
-    memory = f"{found.text} of memory on every stage, which is enough{known}"
+    """The same refusal, with that limit as its remedy."""
+    known = f" ({format_bytes(found.least)} is not, unless {OTHER_WAYS} change)"
+    memory = f"{found.text} of memory on every stage, which is enough{known if found.least else ''}"
     return type(error)(
         error.message, where=error.where, remedy=", or ".join([memory, *error.others])
     )
-
-
-def _least(problem: PartitionProblem) -> tuple[int, int]:
-    """(bytes below which nothing fits by the formula, bytes that are enough by it)."""
-    try:
-        least, formula, _ = least_memory(problem, Oracle(Budget(SECONDS / 2)))
-    except OutOfTimeError:
-        return 0, 0
-    return least, formula or least
 
 
 ROUNDS = 8
@@ -135,11 +122,19 @@ def advised(
     """The refusal, with a limit on memory that was tried, where one would do."""
 
     def trial(changed: PartitionProblem) -> tuple[int, bool]:
-        plan = planned_within(changed, solve)
+        formula: tuple[int, ...] = ()
+
+        def solved(one: PartitionProblem) -> tuple[Plan, Partition]:
+            nonlocal formula
+            plan, partition = solve(one)
+            formula = partition.memory_bytes
+            return plan, partition
+
+        plan = planned_within(changed, solved)
         if plan.forecast is None:  # too long a schedule for a ledger
             raise error
         held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
-        return max(held), not excess(changed, plan)
+        return max(*held, *formula), not excess(changed, plan)
 
     found = planned_limit(problem, trial)
     return error if found is None else with_remedy(error, found)

@@ -98,6 +98,6 @@ def test_the_least_memory_is_of_the_largest_device() -> None:
     """What the small devices lack says nothing of plans on the large ones."""
     sizes = (60, 300, 500)
     case = WholeSpace(at(chain(4)), three(*(Device("cpu", size) for size in sizes)), BY_STAGE)
-    with pytest.raises(InfeasibleError, match="the largest devices have 500 B") as caught:
+    with pytest.raises(InfeasibleError, match="the largest device has 500 B") as caught:
         explored(case)
     assert not isinstance(caught.value, NotFoundError)

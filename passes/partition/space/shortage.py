@@ -16,6 +16,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.infeasible import EXPLAIN_SECONDS
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.chains import Chains
+from pdcompile.passes.partition.space.in_turn import SOME
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.seats import Positions, Seats
@@ -82,16 +83,16 @@ def no_plan(
         unproved: why the search proves nothing about plans that it has not found; empty: it
             exhausted the space.  The formula alone may prove that nothing fits.
     """
-    if space.placement:
-        return _no_plan_in_turn(cluster, space)
+    short, several = limited(cluster), bool(space.placement)
     least = least_share(problems, cluster, space, training)
-    most, share = least.largest, least.share
+    unproved = [*unproved] or [SOME] * several
     more = [] if True in space.recompute else [RECOMPUTATION]
     if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
         more.append("replicas (replicas='any', --replicas any)")
+    more += ["a schedule with one stage a rank"] * several
     others = f", or allow {' or '.join(more)}" if more else ""
-    short = limited(cluster)
-    if (least.proved and not math.isfinite(share)) or not (short or unproved):
+    impossible = least.proved and not math.isfinite(least.share)
+    if impossible or (not short and (several or not unproved)):
         wanted = "any number of" if space.stages is None else str(space.stages)
         return InfeasibleError(
             f"the model cannot be cut into {wanted} stages as the constraints ask on "
@@ -100,11 +101,11 @@ def no_plan(
             remedy="drop constraints" if space.stages is None else FEWER,
         )
     # Two stages of a rank may suit its memory where no single one does.
+    most, share = least.largest, least.share
     if least.proved and most is not None and share > 1 and not space.sharing:
-        which = "devices have" if _alike(cluster) else "the largest devices have"
         return InfeasibleError(
-            f"no plan of the space fits: {which} {format_bytes(most)} of memory, and the least "
-            f"that any plan needs is {share:.3g} times that ({least.what})",
+            f"no plan of the space fits: the largest device has {format_bytes(most)} of memory, "
+            f"and the least that any plan needs is {share:.3g} times that ({least.what})",
             where="memory",
             remedy=f"raise memory to at least {format_bytes(math.ceil(most * share))}, "
             f"add devices{others}",
@@ -116,37 +117,12 @@ def no_plan(
             where="memory" if short else "cluster",
             remedy=f"give more time{' or memory' if short else ''}, ask for less{others}",
         )
-    known = ""
-    if math.isfinite(share):
-        everywhere = "" if _alike(cluster) else " if all devices were as large as the largest"
-        known = f"; by the formula alone {least.what} would{everywhere}"
     return InfeasibleError(
-        f"no plan of the space fits once messages and updates are counted{known}",
+        "no plan of the space fits once messages and updates are counted; by the formula alone, "
+        f"and devices as large as the largest, {least.what} would",
         where="memory",
         remedy=f"give a little more memory{others}",
     )
-
-
-def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
-    width = space.widths[0] if space.widths else 1
-    stages = f"{space.stages} stages" if space.stages else "stages"
-    where = f"{stages} on {len(set(space.placement)) * width} ranks"
-    if not limited(cluster):
-        return InfeasibleError(
-            f"the model cannot be cut into {where}, as the constraints ask",
-            where="cluster",
-            remedy=FEWER,
-        )
-    again = "" if True in space.recompute else f"or allow {RECOMPUTATION}, "
-    return NotFoundError(
-        f"no plan of {where} was found that fits, and it is not proved that there is none",
-        where="memory",
-        remedy=f"give more memory, {again}or a schedule with one stage a rank",
-    )
-
-
-def _alike(cluster: Cluster) -> bool:
-    return len({device.memory_bytes for device in cluster.devices}) == 1
 
 
 class Least(NamedTuple):
@@ -174,10 +150,10 @@ def least_share(
     same = tuple(replace(device, memory_bytes=most) for device in cluster.devices)
     alike = replace(cluster, devices=same)
     best, what = math.inf, ""
-    proved = all(prepared.complete for prepared in problems.values())
+    proved = not space.placement and all(one.complete for one in problems.values())
     budget, again = Budget(EXPLAIN_SECONDS), max(space.recompute)  # which takes less memory
     cases = product(sorted(problems), space.schedules, space.extra_warmup, range(1, len(same) + 1))
-    for m, schedule, extra, used in cases:
+    for m, schedule, extra, used in () if space.placement else cases:
         if budget.late:
             proved = False
             break

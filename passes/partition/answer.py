@@ -1,0 +1,69 @@
+"""partition(): the best assignment of a problem, or the error that says why there is none."""
+
+from __future__ import annotations
+
+from pdcompile.errors import InfeasibleError, PlanError
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.infeasible import no_assignment, validate
+from pdcompile.passes.partition.search import Progress, Search, solve
+from pdcompile.plan import Certificate
+from pdcompile.plan.evaluate import violations
+from pdcompile.problem import Partition, PartitionProblem
+
+DEFAULT_SECONDS = 20.0
+
+
+def partition(
+    problem: PartitionProblem,
+    *,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    scope: str | None = None,
+) -> tuple[Partition, Certificate]:
+    """The best assignment of items to stages, and how far it is from the optimum at most.
+
+    Ctrl-C ends the search with the best plan so far and its gap; a second one, or one before
+    there is a plan, raises KeyboardInterrupt.
+
+    Args:
+        time_limit: seconds after which the best plan so far is returned; 0: the first plan.
+            None: until proved, at most 20.
+        seed: of the random linear orders and of CP-SAT; equal seeds give equal answers as long
+            as the time limit is not reached.
+        progress: called with a line of text, plan, bound and gap, when one of them improves.
+        scope: inside which scope the certificate holds; default: the problem's.
+
+    Raises:
+        InfeasibleError: no assignment satisfies the limits; names those that conflict, and the
+            least that would help.  Also when none was found within the time limit (it says so).
+        CostError: a cost is negative or not finite.
+    """
+    validate(problem)
+    with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
+        try:
+            search = solve(problem, budget, seed, progress or (lambda _: None))
+        except InfeasibleError as contradiction:
+            raise no_assignment(problem, budget, seed, contradiction) from None
+        if search.best is None:
+            if budget.stopped and not search.impossible:
+                raise KeyboardInterrupt
+            raise no_assignment(problem, budget, seed, proved=search.impossible)
+        return _answer(search, scope)
+
+
+def _answer(search: Search, scope: str | None) -> tuple[Partition, Certificate]:
+    best = search.best
+    assert best is not None
+    for wrong in violations(search.problem, best.stage_of):
+        raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
+    bound = min(search.bound, best.objective)
+    gap = (best.objective - bound) / best.objective if best.objective > 0 else 0.0
+    return best, Certificate(
+        objective_seconds=best.objective,
+        bound_seconds=bound,
+        status="optimal" if gap <= 1e-5 else "feasible",
+        prover=search.prover,
+        seconds=search.budget.spent,
+        scope=search.problem.scope if scope is None else scope,
+    )
