@@ -322,7 +322,7 @@ def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
     assert found.certificate.objective_seconds <= least
     said = command(plan, found, change, "b.json", "c.toml")
     assert "--schedule=2bw" in said
-    assert f"--stages=3 --warmup={extra_warmup(plan.training, 3)}" in said
+    assert f"--stages=3 --warmup={extra_warmup(plan)}" in said
 
 
 def test_limits_of_more_than_a_cut_are_not_eased_by_a_search_of_less(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.schedules import make_stream
@@ -32,35 +31,20 @@ from pdcompile.plan import (
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import PartitionProblem
 
-if TYPE_CHECKING:
-    from pdcompile.passes.costs import Resident
-
 MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
 
 
-def plan_of(
-    found: Evaluation,
-    training: Training,
-    *,
-    residents: Sequence[Resident] = (),
-    merge: bool = False,
-) -> Plan:
+def plan_of(found: Evaluation, training: Training, *, merge: bool = False) -> Plan:
     """A plan of an assignment, without certificate, cluster and forecast.
 
-    Args:
-        residents: what each stage holds by its ops; that of its items counts where it is more.
-        merge: make one edge of values with the same stages.
+    `merge`: make one edge of values with the same stages.
     """
     problem, stage_of, on = found.problem, found.stage_of, found.deployment
     stages = []
     for s in found.stages:
         items = [item for item, t in zip(problem.items, stage_of, strict=True) if t == s]
         shared = [one for one in problem.shared if any(stage_of[i] == s for i in one.items)]
-        forward, saved = found.times.forward[s], sum(item.saved_bytes for item in items)
-        workspace = max((item.workspace_bytes for item in items), default=0)
-        if residents:
-            saved = max(saved, residents[s].saved_bytes)
-            workspace = max(workspace, residents[s].workspace_bytes)
+        forward = found.times.forward[s]
         stages.append(
             StagePlan(
                 index=s,
@@ -73,8 +57,8 @@ def plan_of(
                 parameter_bytes=sum(i.parameter_bytes for i in items)
                 + sum(p.bytes for p in shared),
                 trainable_bytes=found.trainable(s),
-                saved_bytes=saved,
-                workspace_bytes=workspace,
+                saved_bytes=sum(item.saved_bytes for item in items),
+                workspace_bytes=max((item.workspace_bytes for item in items), default=0),
                 recompute=on.recompute[s],
                 step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
             )

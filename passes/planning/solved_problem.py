@@ -12,13 +12,15 @@ from typing import Any
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.schedules import rule_of
+from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, Traffic
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
+
+MOST_EXTRA = 4
 
 
 def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Plan:
@@ -72,6 +74,18 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
     )
 
 
+def extra_warmup(plan: Plan) -> int:
+    """Depth of the plan's warm-up beyond the least (`extra` of `warmup`); 0 when odd."""
+    training, replicas = plan.training, tuple(stage.replicas for stage in plan.stages)
+    for extra in range(MOST_EXTRA + 1):
+        depths = warmup(
+            training.schedule, len(replicas), training.num_microbatches, replicas, extra
+        )
+        if depths == training.warmup:
+            return extra
+    return 0
+
+
 def choices_of(plan: Plan) -> dict[str, Any]:
     """The options that make a search decide the cut alone, all else being as in the plan; where the
     plan leaves devices idle, the replicas too."""
@@ -87,6 +101,7 @@ def choices_of(plan: Plan) -> dict[str, Any]:
         "stages": len(stages),
         "replicas": "any" if idle else own,  # fixed replicas need every device
         "recompute": tuple(stage.recompute for stage in stages),
+        "extra_warmup": (extra_warmup(plan),),
     }
 
 

@@ -20,7 +20,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import broken
 from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import excess, within_ledgers
-from pdcompile.passes.planning.solved_problem import scaled, setting_of
+from pdcompile.passes.planning.solved_problem import extra_warmup, scaled, setting_of
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
@@ -30,7 +30,6 @@ from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, option
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import kind_of
 
-MOST_EXTRA = 4
 DECIDED = ("stages", "warmup", "schedule", "max-staleness", "microbatches", "replicas", "recompute",
            "cut-tolerance")  # fmt: skip
 
@@ -146,7 +145,7 @@ def changed_problem(
     name = training.schedule
     resized = num_stages != len(plan.problem.stages)
     if resized or (name, m) != (before.schedule, before.num_microbatches):
-        depths = warmup(name, num_stages, m, extra=extra_warmup(before, len(plan.stages)))
+        depths = warmup(name, num_stages, m, extra=extra_warmup(plan))
         training = replace(training, warmup=depths)
         problem = replace(
             problem,
@@ -187,15 +186,6 @@ def _refuse_more_than_a_cut(plan: Plan, change: Scenario, where: str) -> None:
             )
 
 
-def extra_warmup(training: Training, num_stages: int) -> int:
-    """Depth of the plan's warm-up beyond the least (`extra` of `warmup`); 0 when odd."""
-    for extra in range(MOST_EXTRA + 1):
-        depths = warmup(training.schedule, num_stages, training.num_microbatches, extra=extra)
-        if depths == training.warmup:
-            return extra
-    return 0
-
-
 def _training(training: Training, change: Scenario) -> Training:
     kind = kind_of(change.schedule or training.schedule, "--schedule")
     batch, m = change.batch_size or training.batch_size, change.microbatches
@@ -225,7 +215,7 @@ def command(plan: Plan, new: Plan, change: Scenario, output: str, machines: str)
     words = [word for word in made if word.partition("=")[0].removeprefix("--") not in gone]
     words += [f"--schedule={after.schedule}", f"--microbatches={after.num_microbatches}"]
     words += [f"--cluster={machines}"] if others else []
-    extra = extra_warmup(after, stages)
+    extra = extra_warmup(new)
     if extra or stages < len(Cluster.from_toml(new.cluster).devices):
         words += [f"--stages={stages}", f"--warmup={extra}"]
     words.append("--cut-tolerance=0")  # whatif knows no modules, and prefers no cut

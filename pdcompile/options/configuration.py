@@ -327,7 +327,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
         return SearchSpace(
             "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
-            placement=configuration.placement,
+            placement=configuration.placement, extra_warmup=options.extra_warmup[:1],
         )  # fmt: skip
     considered: list[str] = []
     if options.schedule == "auto":

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.model import (
@@ -33,12 +32,6 @@ from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
-
-if TYPE_CHECKING:
-    from pdcompile.passes.costs import Resident
-
-Residents = Callable[[Candidate], Sequence["Resident"]]
-"""Bytes that every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000
 POSITIONS = 128  # where first plans are cut
@@ -249,14 +242,12 @@ def timed(
     cluster: Cluster,
     candidate: Candidate,
     below: float = float("inf"),
-    residents: Residents | None = None,
 ) -> tuple[float, bool]:
     """The objective of a candidate, and whether its graph-free plan fits into the memory there is.
 
     Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
     whichever is more, because the simulator lets a rank use several links at once, and reductions
-    none.  Memory is looked at where the seconds are `below` a limit, so that it matters; a stage
-    of that plan saves what its items do, or what `residents` says where that is more.
+    none.  Memory is looked at where the seconds are `below` a limit, so that it matters.
     """
     found = evaluation(problem, cluster, candidate)
     forecast = cache(lambda: simulated(found, candidate, cluster))
@@ -265,16 +256,10 @@ def timed(
         seconds = max(seconds, forecast().step_seconds / candidate.setting.num_microbatches)
     if not (seconds < below and limited(cluster)):
         return seconds, True
-    fits = not exceeds(forecast().ledgers, cluster)
-    if fits and residents is not None:
-        by_ops = simulated(found, candidate, cluster, residents(candidate))
-        fits = not exceeds(by_ops.ledgers, cluster)
-    return seconds, fits
+    return seconds, not exceeds(forecast().ledgers, cluster)
 
 
-def simulated(
-    found: Evaluation, candidate: Candidate, cluster: Cluster, residents: Sequence[Resident] = ()
-) -> Forecast:
+def simulated(found: Evaluation, candidate: Candidate, cluster: Cluster) -> Forecast:
     """The simulator's forecast for a candidate: seconds of a step in steady state, ledgers.
 
     Values with the same stages are one edge where links have no latency: the same seconds in
@@ -291,7 +276,7 @@ def simulated(
         step=setting.step,
     )
     merge = not any(level.latency_seconds for level in cluster.levels)
-    plan = plan_of(found, training, residents=residents, merge=merge)
+    plan = plan_of(found, training, merge=merge)
     return simulate(plan, links=cache(cluster.level_between), timeline=False).forecast
 
 

@@ -11,14 +11,12 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.costs.forecast import rehearsals
-from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import describe, evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
@@ -136,7 +134,7 @@ class Trials:
         self.seen.add(candidate)
         problem = self.prepared_at(candidate.setting.num_microbatches).problem
         limit = self.below * (1 - gain) / candidate.setting.scale
-        seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
+        seconds, fits = timed(problem, self.cluster, candidate, limit)
         if seconds >= limit:
             self._slower(candidate, seconds * candidate.setting.scale)
             return True
@@ -189,7 +187,7 @@ class Trials:
         if not self.found or setting.schedule == self.best.setting.schedule or seconds >= least:
             return
         problem = self.prepared_at(setting.num_microbatches).problem
-        exact, fits = timed(problem, self.cluster, candidate, residents=self._residents)
+        exact, fits = timed(problem, self.cluster, candidate)
         if fits:
             self.least[setting.schedule] = min(least, exact * setting.scale)
 
@@ -231,14 +229,3 @@ class Trials:
             for s, ranks in enumerate(candidate.ranks)
             for rank in ranks
         )
-
-    def _residents(self, candidate: Candidate) -> Sequence[Resident]:
-        """An estimate of what each stage holds, summed over its ops, which is quick."""
-        m = candidate.setting.num_microbatches
-        graph, items = self.graph_at(m), self.prepared_at(m).problem.items
-        pairs = zip(items, candidate.stage_of, strict=True)
-        stage_of = {name: s for item, s in pairs for name in item.ops}
-        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-        placed = [stage_of[op.name] for op in graph.ops]
-        kernels = Kernels.of_all(one.kind for one in self.cluster.devices)
-        return rough_forecast(graph, placed, len(candidate.options), b, kernels)
