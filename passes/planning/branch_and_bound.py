@@ -35,7 +35,6 @@ from pdcompile.passes.partition.space.search_branches import (
     Branch,
     branches,
     settings,
-    sharpened,
 )
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan, too_large
@@ -112,8 +111,7 @@ class PlanSearch:
         sharing = [branch for space in self.space.sharing for branch in self._branches(space)]
         if not (self.space.cut_alone or self.space.placement):
             every = list(settings(self.space, self.training, len(self.cluster.devices)))
-            others = partial(sharpened, sharing)
-            lines = FirstPlans(self.trials, self.space, every, self._prepared, others)
+            lines = FirstPlans(self.trials, self.space, every, self._prepared, sharing)
             lines.run()
             self.bounds = lines.bounds
         self._branch_and_bound(self._branches(self.space), ALONE if sharing else SEARCHING)
@@ -196,7 +194,7 @@ class PlanSearch:
             problem = self.problem_at(m)
             _refuse_numbers(self.space, problem)
             tables = most * len(self.space.menu(self.space.counts(most))) * (wanted or 1)
-            self.prepared[m] = PreparedProblem(problem, tables, wanted, self.seed)
+            self.prepared[m] = PreparedProblem(problem, tables, wanted)
         return self.prepared[m]
 
     # -- candidates --------------------------------------------------------------------------

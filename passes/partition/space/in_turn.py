@@ -139,6 +139,14 @@ class StagesInTurn:
                 one = recomputing(problem, cluster, one)
             yield 0.0, None if violations(problem, cluster, one) else one
 
+    def likely(self) -> Iterator[Candidate]:
+        """Cuts at positions into equal loads, for every choice of what recomputes."""
+        for stage_of in islice(self._cuts(positions=True), 1):
+            for options in self._options():
+                one = Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
+                if not violations(self.prepared.problem, self.seats.cluster, one):
+                    yield one
+
     def _made(self) -> Iterator[Candidate]:
         """The cut that suits the order of tasks, then others by rising load; those fitted first."""
         suits = self._cuts(self.cut.shares.clip(LEAST / len(self.counts)))
@@ -151,11 +159,16 @@ class StagesInTurn:
                     yield from self._fitted(one)
 
     def _cuts(
-        self, weights: Sequence[float] | Array = (), limits: Mapping[int, int] | None = None
+        self,
+        weights: Sequence[float] | Array = (),
+        limits: Mapping[int, int] | None = None,
+        *,
+        positions: bool = False,
     ) -> Iterator[tuple[int, ...]]:
         """The stage of every item in cuts by the largest load of a stage, rising."""
         prepared, r = self.prepared, self.counts[0]
-        segments = prepared.segments if prepared.complete else prepared.positions
+        whole = prepared.complete and not positions
+        segments = prepared.segments if whole else prepared.positions
         turns = Turns(self.seats, self.placement, r, limits or {}, weights)
         matrices = _OfTurns(
             segments, self.setting, r == 1, False, prepared.last(segments.model), bounding=False,

@@ -106,6 +106,11 @@ class Branch:
         own = self.prepared, self.space, self.setting, self.seats, self.space.menu(self.counts)
         return Pipelines(*own, stages=self.stages)
 
+    def likely(self) -> Iterator[Candidate]:
+        """Candidates that are quickly found where ranks hold several stages."""
+        found = self.pipelines()
+        return found.likely() if isinstance(found, StagesInTurn) else iter(())
+
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""
         ranks = tuple((rank,) for rank in self.seats.ranks)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice, product, starmap
 from typing import NamedTuple
 
-from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.search_branches import Branch, sharpened
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
 from pdcompile.passes.planning.search.trials import Trials
@@ -39,26 +39,29 @@ FEW = 8  # replicas of a stage, beyond which they divide the number of devices
 
 
 class Case(NamedTuple):
-    """A setting, how many replicas a stage may have, and the order of the devices."""
+    """A setting, how many replicas a stage may have, and the order of the devices.
+
+    `branch`: of ranks that hold several stages.
+    """
 
     setting: Setting
     counts: tuple[int, ...]
     order: tuple[int, ...]
+    branch: Branch | None = None
 
 
 @dataclass
 class FirstPlans:
-    """Plans cut at positions, of settings with one stage a rank; `bounds` are seconds of a step.
+    """Plans cut at positions; `bounds` of settings with one stage a rank are seconds of a step.
 
-    `others`: the least bound of all else that is searched, as sharp as the seconds ask for that
-    are given to it, unless it is late.
+    `sharing`: branches of ranks that hold several stages.
     """
 
     trials: Trials
     space: SearchSpace
     settings: list[Setting]
     prepared_at: Callable[[int], PreparedProblem]
-    others: Callable[[float, Late], float] = lambda _, __: math.inf
+    sharing: Sequence[Branch] = ()
     bounds: dict[Setting, float] = field(default_factory=dict)
     #: by schedule, the share of the memory that stages may take by the planner's formula
     memory: dict[str, float] = field(default_factory=dict)
@@ -135,6 +138,8 @@ class FirstPlans:
         menus = [few] if self.space.widths or self.space.replicas == "any" else []
         menus += [] if self.space.widths else [(r,) for r in counts]
         yield from starmap(Case, product(self.settings, dict.fromkeys(menus), self._orders()))
+        for one in self.sharing:
+            yield Case(one.setting, one.counts, one.seats.ranks, one)
 
     def _estimate(self, case: Case) -> float:
         """Seconds of a step, about: all work on the ranks, and the time in which they are idle."""
@@ -142,11 +147,14 @@ class FirstPlans:
         seats = self._seats(case, 1.0)
         if seats is None:
             return math.inf
-        several = len(case.counts) > 1
-        stages = self.space.stages or (2 if several else len(seats.ranks) // case.counts[0])
-        idle = 0.0 if kind.stream else (stages - 1) / m * (SPLIT if kind.splits_backward else FILL)
-        spread = len(self.trials.cluster.devices) / len(seats.ranks)
-        return self.bounds[case.setting] * spread * (1 + idle) * (1 + kind.gain)
+        used, branch = len(seats.ranks), case.branch
+        places = self.space.stages or (2 if len(case.counts) > 1 else used // case.counts[0])
+        places, each = (used // case.counts[0], kind.usual) if branch else (places, 1)
+        fill = SPLIT if kind.splits_backward else FILL
+        idle = 0.0 if kind.stream else (places - 1) / (m * each) * fill
+        spread = len(self.trials.cluster.devices) / used
+        bound = branch.bound if branch else self.bounds[case.setting]
+        return bound * spread * (1 + idle) * (1 + kind.gain)
 
     def _orders(self) -> tuple[tuple[int, ...], ...]:
         if self.space.in_order and self.space.stages:
@@ -156,6 +164,8 @@ class FirstPlans:
     def _seats(self, case: Case, share: float) -> Seats | None:
         """Devices of a case; None where they do not suffice, or some would be left idle."""
         space, used = self.space, len(case.order)
+        if case.branch:
+            return case.branch.seats
         if space.widths or len(case.counts) == 1:
             r = case.counts[0]
             used = sum(space.widths) or r * (space.stages or used // r)
@@ -166,6 +176,9 @@ class FirstPlans:
     def _cut(self, case: Case, memory: float, *, again: bool = False) -> Iterator[Candidate]:
         """The best cut at positions by its bound, and the one by load, that takes that share of
         the memory; `again`: all stages recompute."""
+        if case.branch:
+            yield from case.branch.likely() if memory == 1 else ()
+            return
         space, prepared = self.space, self.prepared_at(case.setting.num_microbatches)
         seats = self._seats(case, memory)
         menu = tuple(one for one in space.menu(case.counts) if one.recompute or not again)
@@ -203,5 +216,5 @@ class FirstPlans:
         self._note_floor(self.trials.below)
 
     def _note_floor(self, seconds: float) -> None:
-        least = self.others(seconds, partial(self.trials.over, SHARE))
+        least = sharpened(self.sharing, seconds, partial(self.trials.over, SHARE))
         self.trials.floor = min(least, *self.bounds.values())
