@@ -18,7 +18,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.dynamic_program import solve
-from pdcompile.passes.partition.model import all_ideals, build, prefixes
+from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
 from tests.helpers.problems import chain_problem, evaluate, gpt_problem, random_problem
@@ -71,7 +71,7 @@ def test_control_c_before_there_is_a_plan_is_an_interrupt(
 
     def interrupted(found: Search) -> Segments:
         signal.raise_signal(signal.SIGINT)
-        return Segments.build(found.model, prefixes(found.model, 10, 0))
+        return Segments.build(found.model, positions(found.model))
 
     monkeypatch.setattr(search, "cut_by_program", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -132,8 +132,7 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
     model = build(gpt_problem(12, 4))
     over = Budget(0)
     assert all_ideals(model, 10**6, over) is None
-    assert len(prefixes(model, 10**6, 0, over)) == model.num_groups + 1
-    segments = Segments.build(model, prefixes(model, 200, 0))
+    segments = Segments.build(model, positions(model))
     with pytest.raises(OutOfTimeError):
         solve(segments, flush_bound(segments), over)
 

@@ -392,23 +392,9 @@ def all_ideals(model: Model, limit: int, budget: Budget | None = None) -> list[i
     return lattice.down_closed(before, after, limit, late=_late(budget))
 
 
-def prefixes(model: Model, limit: int, seed: int, budget: Budget | None = None) -> list[int]:
-    """Prefixes of several linear orders together, at most `limit`, the full set among them.
-
-    Those of the given order are always there; a budget that ends keeps others out.
-    """
-    return lattice.prefixes(orders(model, seed), limit, late=_late(budget))
-
-
-def orders(model: Model, seed: int) -> Iterator[list[int]]:
-    """Topological orders: as given, early, late, depth first, cheapest cut, then random ones."""
-    values = [
-        ((flow.sources[0], *flow.sinks), flow.forward_bytes + flow.backward_bytes)
-        for flow in model.flows
-        if not flow.tied
-    ]
-    before, after = lattice.neighbours(model.num_groups, model.arcs)
-    return lattice.orders(before, after, values, seed, rounds=6)
+def positions(model: Model) -> list[int]:
+    """The ideals that hold the first groups of the given order, as bit masks."""
+    return [(1 << k) - 1 for k in range(model.num_groups + 1)]
 
 
 def _late(budget: Budget | None) -> Callable[[], bool]:

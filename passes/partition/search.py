@@ -21,7 +21,7 @@ from pdcompile.passes.partition.model import (
     contracted,
     fused,
     next_to,
-    prefixes,
+    positions,
 )
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
@@ -166,7 +166,7 @@ def cut_by_program(search: Search) -> Segments:
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
-        segments = Segments.build(quick, prefixes(quick, FIRST + 1, search.seed, budget))
+        segments = Segments.build(quick, positions(quick))
         run_program(search, segments, None)
         if search.late and search.best is not None:
             return segments
@@ -174,9 +174,7 @@ def cut_by_program(search: Search) -> Segments:
     ideals = all_ideals(small, MAX_IDEALS, budget)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
         return segments
-    limit = FIRST + 1 if search.late and search.best is not None else MAX_IDEALS
-    chosen = ideals or prefixes(small, limit, search.seed, budget)
-    segments = Segments.build(small, chosen, complete=ideals is not None)
+    segments = Segments.build(small, ideals or positions(small), complete=ideals is not None)
     try:
         run_program(search, segments, None if search.best is None else budget)
     except OutOfTimeError:
@@ -258,8 +256,7 @@ def cut_near(search: Search, _: Segments | None = None) -> None:
     places = {p for end in ends for p in range(end - near, end + near) if 0 < p < model.num_groups}
     if model.num_groups > FIRST and len(places) < 2 * FIRST:
         small = fused(model, sorted(places))
-        ideals = [(1 << k) - 1 for k in range(small.num_groups + 1)]
-        run_program(search, Segments.build(small, ideals), None)
+        run_program(search, Segments.build(small, positions(small)), None)
 
 
 def _bound(search: Search, _: Segments) -> None:

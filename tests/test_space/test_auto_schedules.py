@@ -14,14 +14,16 @@ from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.records import SizeRange
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure, search_space
+from pdcompile.pass_runner import Listener
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.in_turn import StagesInTurn
 from pdcompile.passes.partition.space.path_bound import heaviest_path
 from pdcompile.passes.partition.space.pipelines import PreparedProblem
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.branch_and_bound import PlanSearch, best_plan
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Plan, Training
@@ -287,3 +289,19 @@ def test_numbered_stages_leave_one_a_rank() -> None:
 
     assert "zb-v" in planned(()).certificate.scope
     assert "zb-v" not in planned(wishes).certificate.scope
+
+
+def test_ranks_that_hold_several_stages_have_first_plans_too() -> None:
+    graph, cluster, space = at(chain(7)), cluster_of(2), every_schedule(2, 4)
+    problem = coarsen(graph(4), (StageLimits(),) * 2, num_microbatches=4)
+    found: list[Candidate] = []
+    with Budget(60) as budget:
+        search = PlanSearch(
+            graph, lambda _: problem, cluster, space, Training(batch_size=BATCH), 0, Listener(),
+            budget, budget, 0.0,
+        )  # fmt: skip
+        search._branch_and_bound = lambda *_: found.extend(  # type: ignore[method-assign]
+            one for _, one in search.trials.found
+        )
+        search.run()
+    assert found[-1].shared

@@ -19,16 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.published.chain_program import membership as unpacked
+from benchmarks.published.linear_orders import Link, down_closed, orders
 from benchmarks.published.pipedream_model import ProfileGraph
-from pdcompile.passes.partition.lattice import (
-    Link,
-    by_priority,
-    down_closed,
-    members,
-    neighbours,
-    orders,
-    reachable,
-)
+from pdcompile.passes.partition.lattice import by_priority, members, neighbours, reachable
 
 Floats = NDArray[np.float64]
 

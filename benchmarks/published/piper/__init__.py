@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.published import linear_orders
 from benchmarks.published.chain_program import cheapest_chain, smallest_threshold
 from benchmarks.published.piper.menus import device_seconds, heaviest_alone, menus
 from benchmarks.published.piper.stage_tables import (
@@ -89,7 +90,7 @@ class _Solve:
         else:
             space = Space(
                 problem,
-                lattice.prefixes(orders_of(problem, self.seed), math.inf, each=PREFIXES),
+                linear_orders.prefixes(orders_of(problem, self.seed), math.inf, each=PREFIXES),
             )
         stages = self._all(space)
         self.least = LeastMemory(space, stages)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from benchmarks.published import linear_orders
 from benchmarks.published.piper.menus import Floats, Items, Menu
 from benchmarks.published.piper_model import MenuProblem
 from pdcompile.passes.partition import lattice
@@ -97,7 +98,7 @@ def all_ideals(problem: MenuProblem, limit: int) -> list[int] | None:
 def orders_of(problem: MenuProblem, seed: int) -> list[list[int]]:
     """Topological orders: as in the file, early, late, depth first, cheapest cut, random ones."""
     values = [((edge.source, edge.target), edge.bytes) for edge in problem.edges]
-    return list(lattice.orders(*neighbours(problem), values, seed, rounds=1))
+    return list(linear_orders.orders(*neighbours(problem), values, seed, rounds=1))
 
 
 def ideals_around(

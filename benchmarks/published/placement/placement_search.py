@@ -15,6 +15,7 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.published import linear_orders
 from benchmarks.published.placement.cut_chain import (
     MANY,
     Arrays,
@@ -263,7 +264,7 @@ class ExactSearch(PlacementSearch):
 
     def orders(self, rounds: int) -> Iterator[list[int]]:
         values = zip(self.problem.pins, self.problem.costs, strict=True)
-        return lattice.orders(self.before, self.after, values, self.seed, rounds)
+        return linear_orders.orders(self.before, self.after, values, self.seed, rounds)
 
     def linear(self, lines: Iterable[Sequence[int]]) -> None:
         """Tries the first order at least."""
@@ -274,7 +275,7 @@ class ExactSearch(PlacementSearch):
 
     def around(self, stage_of: Sequence[int], seed: int) -> Iterator[list[int]]:
         """Random orders that pass through all cuts of a given pipeline."""
-        base = lattice.levels(self.before, self.after)
+        base = linear_orders.levels(self.before, self.after)
         rng = Random(seed)
         far = 4.0 * (len(stage_of) + 1)
         for number in range(NEAR):
@@ -363,7 +364,7 @@ class LargeSearch(PlacementSearch):
     ) -> None:
         super().__init__(problem, budget, seed, report)
         self.random = Random(seed)
-        self.early, self.late = lattice.levels(self.before, self.after)
+        self.early, self.late = linear_orders.levels(self.before, self.after)
 
     def run(self, most_in_segment: int, rounds: int | None) -> None:
         self.first()
@@ -392,7 +393,7 @@ class LargeSearch(PlacementSearch):
         deepest = sorted(ids, key=lambda v: -self.early[v])
         self.along(ids)
         if not self.closed and not self.budget.late:
-            self.along(lattice.depth_first(self.before, self.after, deepest))
+            self.along(linear_orders.depth_first(self.before, self.after, deepest))
 
     def all_cuts(self, parts: list[Segment]) -> bool:
         """Find the best pipeline of all; False when that does not fit into memory."""
@@ -451,7 +452,7 @@ class LargeSearch(PlacementSearch):
         n, r = self.a.groups, self.random
         noise = r.choice((0.1, 0.3, 1.0))
         first = sorted(range(n), key=lambda v: -self.early[v] * (1 + noise * r.random()))
-        yield lattice.depth_first(self.before, self.after, first)
+        yield linear_orders.depth_first(self.before, self.after, first)
         for base in (self.early, self.late, list(range(n))):
             if self.best is None:
                 return

@@ -15,7 +15,7 @@ from pdcompile.passes.partition.model import (
     build,
     contracted,
     next_to,
-    prefixes,
+    positions,
 )
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
@@ -48,7 +48,6 @@ class PreparedProblem:
     problem: PartitionProblem
     tables: int  # how many menus' rows there are in all
     stages: int | None = None  # where pins have numbers
-    seed: int = 0
     _paths: dict[int, Path] = field(default_factory=dict)
 
     @cached_property
@@ -73,8 +72,7 @@ class PreparedProblem:
         most = self._most
         small = contracted(self.whole, most - 1, most - 1)
         ideals = self._every if self.complete else all_ideals(small, most)
-        chosen = ideals or prefixes(small, most, self.seed)
-        return Segments.build(small, chosen, complete=self.complete)
+        return Segments.build(small, ideals or positions(small), complete=self.complete)
 
     @property
     def complete(self) -> bool:
@@ -98,7 +96,7 @@ class PreparedProblem:
         if self.complete and len(self.segments.ideals) <= most:
             return self.segments
         small = contracted(self.whole, most - 1, most - 1)
-        return Segments.build(small, [(1 << k) - 1 for k in range(small.num_groups + 1)])
+        return Segments.build(small, positions(small))
 
     def path(self, most: int) -> Path:
         """The heaviest path of values with gradients, at most so many of its groups told apart."""
