@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_942),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_611),
-    "trace": (("passes/trace",), 6_834),
+    "trace": (("passes/trace",), 6_986),
     "costs": (("passes/costs", "passes/profile"), 3_683),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

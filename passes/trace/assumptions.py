@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any, TypeAlias
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.refusals import SizeByValues
 
 Site = tuple[tuple[CodeType, int], ...]  # a place in the running Python: frames up to the module
+# A number that Python made of sizes: (value, dimension), (function, *numbers), or a plain number.
+Made: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Findings:
     written: buffers that are written.
     asked_of_inputs: the model would look into its inputs for a short cut.
     of_process: for each line, what of this process it asked for (a rank, the time).
+    answers: of comparisons and hashes of sizes.
     """
 
     specialised: dict[str, str] = field(default_factory=dict)
@@ -97,3 +101,4 @@ class Findings:
     written: set[str] = field(default_factory=set)
     asked_of_inputs: bool = False
     of_process: dict[str, str] = field(default_factory=dict)
+    answers: dict[Made, Any] = field(default_factory=dict)

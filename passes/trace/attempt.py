@@ -9,6 +9,7 @@ import dis
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,11 +21,13 @@ from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial, Undecided
 from pdcompile.passes.trace.attribute_reads import AttributeReads
 from pdcompile.passes.trace.batch_sizes import (
+    MANY_OPS,
     DiffersBySize,
     SizeMerge,
     alone,
     fails_at,
     few_sizes,
+    narrowed,
     probe_sizes,
     size_range,
 )
@@ -36,7 +39,6 @@ from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
 
-MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
 MAX_TEXT = 64  # characters of the model's own error text in a check
 
 Found = TypeVar("Found")
@@ -179,8 +181,11 @@ class Attempts:
             try:
                 graph = self._fitted(training, first, sizes)
                 # All numbers at two sizes lie on a line: one sample or two have to be on it too.
-                if sizes in accepted or not self._splits or graph.sizes.smallest <= 2:
+                if not self._splits:
                     return graph
+                if sizes in accepted or graph.sizes.smallest <= 2:
+                    one = partial(self._recording, training)
+                    return replace(graph, sizes=narrowed(one, sizes, graph.sizes))
             except TraceError as error:
                 failure = error
         if self.assumed.one_size:

@@ -1,16 +1,16 @@
 """SizeMerge: captures at several batch sizes merged into one graph with `Affine` sizes.
 
 A capture is made at a few sizes near the one that will run; later minibatches may be shorter or
-longer.  Python in a forward that asks for the number of samples almost always compares it with a
-limit (`if len(x) > 16`, `min(len(x), 16)`, a table of 512 positions, `squeeze()` at one sample).
-A computation that is the same at the sizes of the capture and at both ends of a range, which are
-tried, is then the same between them, unless it depends on more than limits (`len(x) % 7`).
+longer.  Python in a forward may compare the number of samples with anything (`if len(x) > 16`,
+`min(len(x), 16)`, `len(x) % 7`): what it asked of sizes, and the answers, are noted, and a
+recording is right for every other size at which all answers are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,15 @@ import torch
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Affine, Attr, Capture, DictOf, ListOf, Op, SizeRange, Slice, Value
+from pdcompile.ir.records import size_at
 from pdcompile.passes.stages.naming import scope_of
+from pdcompile.passes.trace.interceptors.size_reads import computed
 from pdcompile.warn import warn
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
+
+MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
 
 # Primes: sums and products of other sizes seldom look like them.
 _CANDIDATES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -231,6 +235,49 @@ def size_range(
             return SizeRange(smallest, largest, below, above)
         above = reason
     return SizeRange(smallest, max(sizes), below, above)
+
+
+ROOM = 8  # further sizes to record at
+
+
+def narrowed(
+    record: Callable[[int], Recording], sizes: tuple[int, ...], found: SizeRange
+) -> SizeRange:
+    """The range, where recordings of `sizes` and of its ends are alike, without sizes at which the
+    model's Python goes a way of its own.
+
+    Tried are the sizes at which none of the recordings has the answers that Python would get.
+    What a table by size holds is not known: small models are tried at the first few sizes.
+    """
+    known = {b: record(b) for b in (*sizes, found.smallest, found.largest or sizes[0])}
+    first, graphs = [*known.values()], [one.graph for one in known.values()]
+    merge = SizeMerge(tuple(known))
+
+    def leaf(made: Any) -> Any:
+        if type(made) is not tuple:
+            return made
+        return merge.any([graph.values[made[0]].shape[made[1]] for graph in graphs], made[0])
+
+    def answers(one: Recording) -> list[tuple[Any, Any]]:
+        tables = len(one.graph.ops) * ROOM <= MANY_OPS
+        asked = {computed(made, leaf): said for made, said in one.findings.answers.items()}
+        kept = [pair for pair in asked.items() if type(pair[0]) is tuple]
+        return [pair for pair in kept if tables or pair[0][0] is not int.__hash__]
+
+    paths = [answers(one) for one in first]
+    for b in range(found.smallest, (found.largest or 0) + 1):
+        at = partial(size_at, b=b)
+        if any(all(computed(made, at) == said for made, said in path) for path in paths):
+            continue
+        if len(paths) == len(first) + ROOM:
+            break
+        if not (reason := _misfit(record, first, merge.sizes, b)):
+            paths.append(answers(record(b)))
+        elif b < sizes[0]:
+            found = replace(found, smallest=b + 1, below=reason)
+        else:
+            return replace(found, largest=b - 1, above=reason)
+    return found
 
 
 def fails_at(size: int, error: TraceError) -> DiffersBySize:

@@ -6,6 +6,7 @@ from pdcompile.passes.trace.interceptors.generators import Arrays, Generators, P
 from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
 from pdcompile.passes.trace.interceptors.process_state import ProcessState, TracingFlags
 from pdcompile.passes.trace.interceptors.properties import Properties, UnchangedTensors
+from pdcompile.passes.trace.interceptors.size_reads import SizeReads
 from pdcompile.passes.trace.interceptors.value_reads import ValueReads
 
 INTERCEPTORS = (
@@ -16,6 +17,7 @@ INTERCEPTORS = (
     OpaqueCalls,
     LeafModules,
     ArgumentNames,
+    SizeReads,
     Properties,
     ValueReads,
     UnchangedTensors,

@@ -96,7 +96,7 @@ def _writes_nothing(
     if getattr(func, "__name__", "") not in _BY_ONE or kwargs or len(args) != 2:
         return False
     tensor, factor = args
-    if not isinstance(tensor, torch.Tensor) or type(factor) not in (int, float) or factor != 1:
+    if not isinstance(tensor, torch.Tensor) or factor.__class__ not in (int, float) or factor != 1:
         return False
     # An in-place operation on a tensor that requires grad would be part of its history.
     return tensor.is_floating_point() and not torch.is_grad_enabled()

@@ -73,7 +73,7 @@ class Scalar:
 
 def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Scalar, Any], Any]:
     def method(self: Scalar, other: Any) -> Any:
-        if type(other) not in (int, float, bool):
+        if other.__class__ not in (int, float, bool):
             return compare(self._number(), other)
         exact = torch.float64 if isinstance(other, float) else torch.int64
         if self._tensor.dtype.is_floating_point:

@@ -13,6 +13,7 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.cached_tensors import CachedTensors
+from pdcompile.passes.trace.interceptors.size_reads import TracedSize
 from pdcompile.passes.trace.refusals import NO_PARAMETER
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.module_table import ModuleTable
@@ -86,6 +87,8 @@ class FakeTensors:
         """The same structure with fakes for real tensors."""
         if isinstance(value, torch.Tensor):
             return self._fake(value)
+        if type(value) is TracedSize:
+            return int(value)
         return with_parts(value, self.faked)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""Forwards that go a way of their own at sizes inside the range: none of these is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdcompile.passes.trace import trace
+from tests.helpers.captures import make, rows
+
+Odd = Callable[[Tensor], bool]
+
+ODD: dict[str, tuple[Odd, tuple[int, int]]] = {  # and the range with microbatches of 4
+    "equal": (lambda x: x.shape[0] == 2, (3, 65)),
+    "above": (lambda x: x.shape[0] == 9, (1, 8)),
+    "unequal": (lambda x: (x.size(0) != 2) is False, (3, 65)),
+    "in a tuple": (lambda x: x.size(dim=0) in (2, 3), (4, 65)),
+    "in a set": (lambda x: x.shape[0] in {2, 3}, (4, 65)),
+    "in a table": (lambda x: {2: True}.get(len(x), False), (3, 65)),
+    "divides": (lambda x: x.shape[0] % 7 == 0, (1, 6)),
+    "truth": (lambda x: not x.shape[0] - 5, (1, 4)),
+    "between": (lambda x: 10 < x.shape[0] < 20, (1, 10)),
+    "two answers": (lambda x: (x.shape[0] > 10) & (x.shape[0] < 20), (1, 10)),
+    "length": (lambda x: len(x) == 2, (3, 65)),
+    "elements": (lambda x: x.numel() == 16, (3, 65)),
+    "shape": (lambda x: x.shape == (2, 8), (3, 65)),
+    "an undefined answer": (
+        lambda x: 8 // (x.shape[0] - 2) == 8 if len(x) != 2 else False,
+        (4, 65),
+    ),
+    "another dimension": (lambda x: x.shape[1] == 2, (1, 65)),
+    "one sample": (lambda x: x.shape[0] == 1, (2, 65)),
+    "never": (lambda x: x.shape[0] == 0, (1, 65)),
+}
+
+
+def _model(odd: Odd) -> nn.Module:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        x = self.lin(x)
+        return self.second(x - x.mean(0) if odd(x) else x)
+
+    return make(forward, second=nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_the_range_has_no_size_at_which_forward_computes_something_else(kind: str) -> None:
+    odd, ends = ODD[kind]
+    model = _model(odd)
+    for training in (True, False):
+        graph = trace(model.train(training), (rows(4),))
+        assert (graph.sizes.smallest, graph.sizes.largest) == ends
+        module = graph.to_module(model)
+        for size in range(ends[0], ends[1] + 1):
+            assert torch.equal(module(rows(size)), model(rows(size)))
