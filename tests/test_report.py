@@ -187,6 +187,18 @@ def test_explain_without_forecast() -> None:
     assert "certificate" in text
 
 
+@pytest.mark.parametrize("count", range(1, 11))
+def test_a_table_of_memory_has_all_its_numbers(count: int) -> None:
+    full = plan()
+    assert full.forecast is not None
+    lines = dict.fromkeys(MemoryLedger.__slots__[:count], 393_000)
+    forecast = replace(full.forecast, ledgers=(MemoryLedger(**lines),) * 2)
+    rows = plan_table.explain(replace(full, forecast=forecast)).splitlines()
+    row = next(row for row in rows if row.startswith("rank 0"))
+    assert row.count("393 kB") + row.count("393kB") == count + (count == 1)
+    assert row.endswith(("4.00 MB", "4.00MB"))
+
+
 def test_memory_over_the_limit_is_marked() -> None:
     full = replace(plan(), forecast=None)
     forecast = plan().forecast

@@ -27,7 +27,7 @@ SHORT = {
     "gradients": "grads", "optimizer": "optim.", "activations": "activ.", "workspace": "work",
     "temporaries": "temp.",
 }  # fmt: skip
-MOST_LINES = 9  # with more, headings are short, and numbers are written without a space
+MOST_COLUMNS = 77  # of the lines; with more, headings are short, and numbers have no space
 NOTICED = 1.02  # times what is certified
 
 
@@ -141,7 +141,7 @@ def memory_table(plan: Plan) -> Table:
     assert plan.forecast is not None
     ledgers, limit_of = plan.forecast.ledgers, limits(plan)
     used = [line for line in LEDGER_LINES if any(getattr(one, line[0]) for one in ledgers)]
-    many = len(used) > MOST_LINES
+    many = sum(max(len(label), 7) + 1 for _, label in used) > MOST_COLUMNS  # of a hundred
 
     def number(count: int) -> str:
         return format_bytes(count).replace(" ", "" if many else " ")
