@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -141,13 +142,13 @@ def run(
             **({"resumed_at": first} if saves.resume else {}),
             "losses": done.losses,
             "seconds": seconds,
-            f"{done.what}_per_second": done.items / seconds,
+            **{f"{what}_per_second": count / seconds for what, count in done.items.items()},
             "step_seconds": step_seconds(done.ended),
             "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
             **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
             **({} if told.trace is None else {"trace": str(told.trace)}),
         },
-        f"{done.items / seconds:,.0f} {done.what}/s",
+        ", ".join(f"{count / seconds:,.0f} {what}/s" for what, count in done.items.items()),
     )
 
 
@@ -163,13 +164,12 @@ def write_trace(pipe: Any, path: Path) -> None:
 
 @dataclass
 class Trained:
-    """Results of a run: losses by step, when each call ended, and items of some kind."""
+    """Results of a run: losses by step, when each call ended, items by their kind."""
 
     began: float
     losses: dict[int, float] = field(default_factory=dict)
     ended: list[float] = field(default_factory=list)
-    items: int = 0
-    what: str = "samples"
+    items: Counter[str] = field(default_factory=lambda: Counter(samples=0))
     checkpoint: str | None = None
 
 
@@ -201,8 +201,7 @@ def trained(
             if refused is None:
                 raise
             raise refused from error
-        count, found.what = items_of(args, kwargs, pipe.plan.training.batch_size)
-        found.items += count
+        found.items.update(items_of(args, kwargs, pipe.plan.training.batch_size))
         if result.loss is None:
             raise ConfigError(
                 "the workload has no loss to train on",
@@ -254,11 +253,10 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> tuple[int, str]:
-    """The count and unit of throughput: tokens where the first input is a matrix of integers."""
+def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> dict[str, int]:
+    """Samples, and tokens where the first input is a matrix of integers."""
     from torch import Tensor
 
     first = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
-        return first.numel(), "tokens"
-    return batch_size, "samples"
+    tokens = isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point()
+    return {"samples": batch_size} | ({"tokens": first.numel()} if tokens else {})
