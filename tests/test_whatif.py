@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -344,6 +345,7 @@ def test_the_verb(tmp_path: Path, call: Call) -> None:
                  "--schedule=1f1b --microbatches=4 --cluster=changed.toml",
                  "--write-cluster changed.toml"):  # fmt: skip
         assert part in out, part
+    assert not re.search(r"(?m)^forecast ", out)  # no step is simulated
     assert max(len(line) for line in out.splitlines() if "to get this plan" not in line) <= 100
 
 

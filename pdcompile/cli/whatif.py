@@ -16,8 +16,9 @@ from pdcompile.problem.scenario import Scenario
 CHANGED = "changed.toml"  # the changed machines, where nobody has written them to a file yet
 SHOWN = ("training", "cluster", "stages", "certificate", "forecast")  # of each side, as JSON
 COSTS = (
-    "costs are those of the plan; memory is that of the schedule's ledger, where activations and "
-    "workspace of another cut are added up over ops, which a plan counts exactly"
+    "costs are those of the plan; a step is the objective's, without updates; memory is that of "
+    "the schedule's ledger, where activations and workspace of another cut are added up over ops, "
+    "which a plan counts exactly"
 )
 
 
@@ -72,7 +73,7 @@ def whatif(
         "command": line,
     }
     shown = [Text(f"note: {note}") for note in (*notes, COSTS)]
-    report = diff_report(found, str(plan), "what if")
+    report = diff_report(found, str(plan), "what if", "objective")
     last = f"to get this plan: {line}"
     return Result(document, [report, *shown, last], [write_cluster])
 

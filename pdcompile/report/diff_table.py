@@ -40,8 +40,9 @@ FORMATS: tuple[tuple[str, Callable[[Any], str]], ...] = (  # by the end of a nam
 )
 
 
-def diff_report(found: PlanDiff, a: str, b: str) -> Group:
-    """Fingerprints, moved ops, then one table of all that differs; `a` and `b` are file names."""
+def diff_report(found: PlanDiff, a: str, b: str, forecast: str = "forecast") -> Group:
+    """Fingerprints, moved ops, one table of all that differs; `a` and `b` are names of files,
+    `forecast` that of the times of a step."""
     if found.identical:
         return Group(Text("the plans are identical (the planner's own running time apart)"))
     parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}")]
@@ -51,7 +52,7 @@ def diff_report(found: PlanDiff, a: str, b: str) -> Group:
     if found.moved:
         parts += [Text(""), moved_table(found.moved)]
     rows = [
-        ("traffic" if name == "edges" else name, one)
+        ({"edges": "traffic", "forecast": forecast}.get(name, name), one)
         for name in SECTIONS
         for one in getattr(found, name)
         if one.what != "scope"  # sentences
