@@ -198,10 +198,11 @@ def check_example(example_inputs: Any) -> None:
     """Raises InputError unless the inputs are a tensor, a tuple or a dict."""
     if isinstance(example_inputs, Tensor | Mapping) or type(example_inputs) is tuple:
         return
+    several = "tuple(x), or " * isinstance(example_inputs, list | tuple)
     raise InputError(
-        f"example_inputs is of type {type(example_inputs).__name__}",
-        remedy="give a tensor, a tuple of positional arguments or a dict of keyword arguments; "
-        "wrap a single argument of another type: (x,)",
+        f"example_inputs is of type {type(example_inputs).__name__}: it is to be a tensor, a tuple "
+        "of forward's positional arguments, or a dict of its keyword arguments",
+        remedy=f"example_inputs={several}(x,) where it is one argument",
     )
 
 
