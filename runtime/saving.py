@@ -5,6 +5,7 @@ States that the user takes in mid-stream, of model and optimizer, are of one mom
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,10 +127,11 @@ class Saving(PipelineState):
             raise ConfigError(
                 f"keep={keep!r} is no number of checkpoints", remedy="from 1 up; None keeps all"
             )
-        named = _named(schedulers)
+        named, place, kept = _named(schedulers), _place(folder), self._resumed
+        if self._session is None and kept and place.resolve() == kept.place.resolve().parent:
+            return kept.place  # nothing has run since
         if any(parameter.grad is not None for parameter in self.parameters()):
             warn("gradients in .grad are in no checkpoint: save after optimizer.step()")
-        place = _place(folder)
         with self._refusable("save") as session:
             session.drain(self._num_minibatches, together=False)
             buffers = [*replica_buffers(session)] if session.replicas_apart else []
@@ -331,10 +333,9 @@ def _found(folder: Path) -> Contents | None:
             "where a training begins; weights alone are loaded into the model before compile, or "
             "by weights=",
         )
-    if place is None:
+    if place is None and os.environ.get("RANK", "0") == "0":
         warn(f"there is no checkpoint in {folder}: training starts at its beginning")
-        return None
-    return Contents(place)
+    return None if place is None else Contents(place)
 
 
 def _named(schedulers: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
         4_872,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_942),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_943),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_611),
     "trace": (("passes/trace",), 6_986),
     "costs": (("passes/costs", "passes/profile"), 3_683),
@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_331),
     "verify": (("passes/verify",), 1_406),
-    "runtime": (("runtime",), 8_769),
+    "runtime": (("runtime",), 8_771),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_583,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import pdcompile
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster
-from pdcompile.errors import CheckpointError, ConfigError, InputError
+from pdcompile.errors import CheckpointError, ConfigError, InputError, NotPrepared
 from pdcompile.position import Position
 from tests.helpers.alike import WORKLOAD
 from tests.helpers.changes import Rich, batch
@@ -49,6 +49,24 @@ def test_the_position_is_known_before_the_first_minibatch(tmp_path: Path) -> Non
         assert train(second, 3, 6) == losses[3:]
     assert second.plan.stages == first.plan.stages
     assert not states_equal(second.full_state_dict(), first.full_state_dict())
+
+
+def test_what_was_resumed_is_saved_again_before_a_minibatch(tmp_path: Path) -> None:
+    first = compiled(None)
+    train(first, 0, 1)
+    made = first.save(tmp_path / "one")
+    assert compiled(tmp_path / "one").save(tmp_path / "one") == made
+    with pytest.raises(NotPrepared, match="no plan yet"):
+        compiled(tmp_path / "one").save(tmp_path / "other")
+
+
+def test_one_rank_says_that_there_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(tmp_path)
 
 
 def test_a_plan_that_does_not_fit_is_made_anew(tmp_path: Path) -> None:
