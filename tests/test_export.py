@@ -291,6 +291,17 @@ def test_a_script_says_what_differs(
     assert "NOT EQUAL" in run.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "code"), [(5e-10, 0), (1e-4, 1)])
+def test_adam_makes_no_difference_of_rounding(noise: float, code: int, tmp_path: Path) -> None:
+    """Biases before batch norm have gradients around 1e-9, where others have 1e-2."""
+    made("vgg", 2, "torch-pipelining", tmp_path)
+    more = f"        for p in own:\n            p.grad.add_({noise} * torch.randn_like(p.grad))\n"
+    run = trained(tmp_path, 2, (_LAST, more + _LAST))
+    assert run.code == code, run
+    assert "gradients that are rounding: features.0.bias features.4.bias" in run.output
+
+
 def test_a_script_says_that_ranks_draw_weights_of_their_own(tmp_path: Path) -> None:
     made("unseeded", 2, "torch-pipelining", tmp_path)
     run = trained(tmp_path, 2)

@@ -247,7 +247,7 @@ def _about(source: Source, *, quiet: bool) -> str:
     where = clean(str(source), 80)
     return textwrap.fill(
         f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
-        "weights and buffers with those of plain PyTorch, and exits 1 unless they are equal "
+        "weights, and buffers after one, with those of plain PyTorch, and exits 1 unless equal "
         f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
         f"beside it, and that {'file' if source.is_file else 'module'} with what it "
         "imports.  Written by pdcompile, as a place to begin.",
