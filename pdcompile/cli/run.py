@@ -257,6 +257,6 @@ def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> 
     """Samples, and tokens where the first input is a matrix of integers."""
     from torch import Tensor
 
-    first = next(iter((*args, *kwargs.values())), None)
-    tokens = isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point()
-    return {"samples": batch_size} | ({"tokens": first.numel()} if tokens else {})
+    firsts = [x for x in (*args, *kwargs.values())[:1] if isinstance(x, Tensor) and x.ndim == 2]
+    tokens = [("tokens", x.numel()) for x in firsts if not x.is_floating_point()]
+    return {"samples": batch_size, **dict(tokens)}
