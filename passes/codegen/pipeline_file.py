@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, GraphInput, OpGraph, Size
+from pdcompile.ir.records import PARTS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.source_text import Line, filled, fold, render, shape_text
@@ -23,7 +24,9 @@ _OWN = (
 )  # fmt: skip
 
 
-def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface, ...]) -> str:
+def pipeline_file(
+    capture: Capture, plan: Plan, interfaces: tuple[StageInterface, ...], parts: int = 1
+) -> str:
     """The text of ``pipeline.py``."""
     graph, count = capture.train, len(interfaces)
     opaque = any(one.train.opaque_calls or one.eval.opaque_calls for one in interfaces)
@@ -39,8 +42,11 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
     words = {
         "stages": "the stage" if count == 1 else f"the {count} stages",
         "model": model_name(capture),
+        "parts": parts,
+        "in_parts": f" in {parts} parts" if parts > 1 else "",
         "needs": ", and main(model) the model" if opaque else "",
         "imports": "\n".join(sorted(f"from stage_{k} import Stage{k}" for k in range(count))),
+        "conversions": PARTS,
         "batch": graph.batch_size,
         "inputs": "".join(_inputs(graph, interfaces)),
         "given": "model=None" if opaque else "",
@@ -51,6 +57,7 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
         "loss": "\n".join(fold(f"loss = {loss}", 1)),
     }
     kept = {"opaque": opaque, "gpu": gpu, "opaque_on_gpu": opaque and gpu, "loss": bool(loss)}
+    kept["parts"], kept["one"] = parts > 1, parts == 1
     return filled(TEMPLATE, kept, words)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
+from pdcompile.ir.records import CONVERSIONS, PARTS
 from pdcompile.ir.targets import resolve
 from pdcompile.passes.stages.naming import unique
 
@@ -40,6 +41,8 @@ class Imports:
         if target.startswith(("math.", "operator.")):
             self.modules.add(target.partition(".")[0])
             return target
+        if target in CONVERSIONS:
+            return self.cls(target)
         return f"{self.cls(target.removesuffix('.apply'))}.apply"
 
     def cls(self, qualified: str) -> str:
@@ -61,10 +64,11 @@ class Imports:
     @property
     def needs(self) -> list[str]:
         """Qualified names of what does not come with torch."""
-        return sorted({f"{module}.{name}" for module, name in self.classes} | self.opaque)
+        return sorted({".".join(one) for one in self.classes if one[0] != PARTS} | self.opaque)
 
     def lines(self, *, torch_used: bool = True) -> list[str]:
         """Import statements, sorted: standard library, torch, the user's."""
+        own = [here for (module, _), here in self.classes.items() if module == PARTS]
         blocks = [
             [f"import {name}" for name in sorted(self.modules)],
             (["import torch"] if torch_used else [])
@@ -73,7 +77,9 @@ class Imports:
             [
                 f"from {module} import {name}" + (f" as {here}" if here != name else "")
                 for (module, name), here in sorted(self.classes.items())
+                if module != PARTS
             ],
+            [f"from {PARTS} import {', '.join(sorted(own))}"] * bool(own),
         ]
         return "\n\n".join("\n".join(block) for block in blocks if block).split("\n")
 

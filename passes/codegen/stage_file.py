@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pdcompile.ir.records import CONVERSIONS, PARTS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
@@ -121,6 +122,11 @@ class _Writer:
         taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "OpaqueModule", "i", "_"}
         for mode in (self.interface.train, self.interface.eval):
             taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
+        k = self.interface.index
+        ops = [op for m in self.modes for op in (*m.ops(k), *m.ops(k, "loss"))]
+        used = {op.target for op in ops} & CONVERSIONS
+        conversions = sorted(target.removeprefix(f"{PARTS}.") for target in used)
+        taken.update(conversions)
         for block in self.context.layout.blocks:
             full = self.context.layout.classes.get(block.path, ("", ""))[0]
             wish = identifier(full.rpartition(".")[2], "Block") if full else "Block"
@@ -130,6 +136,7 @@ class _Writer:
                 name = f"{wish}{count}"
             taken.add(name)
             self.context.class_names.append(name)
+        self.context.class_names += conversions  # no variable may have their names either
 
     # Classes
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from pdcompile.ir.graph import Argument, DictOf, LeftOut, ListOf, Op, OpGraph, Ref, Value
+from pdcompile.ir.records import CONVERSIONS
 
 # What generated source refers to by these names; no variable may hide them.
 RESERVED = frozenset(
@@ -80,6 +81,11 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
             found[op.name] = (identifier(key), False)
             continue
         first = next((arg for arg in op.args if isinstance(arg, Ref)), None)
+        if first is not None and op.target in CONVERSIONS:
+            # The same value in another layout: once it is read twice, the variable is bound again.
+            name, rebinds = found[first.name]
+            found[op.name] = name, rebinds and len(graph.values[op.name].consumers) > 1
+            continue
         if (
             op.name in escaping
             and first is not None
@@ -91,7 +97,8 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
             found[op.name] = (_after_module(op), False)
         else:
             found[op.name] = (_after_op(op), False)
-    return found
+    used = {op.target.rpartition(".")[2] for op in graph.ops if op.target in CONVERSIONS}
+    return {n: (f"{wish}_" if wish in used else wish, again) for n, (wish, again) in found.items()}
 
 
 def _keys(output: Argument, key: str) -> dict[str, str]:

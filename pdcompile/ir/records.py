@@ -13,6 +13,11 @@ DTYPE_BYTES = {
     "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+# A stage in parts imports its conversions from the file of this name, which dumped stages carry.
+PARTS = "pdcompile_parts"
+CONVERSIONS = frozenset(
+    f"{PARTS}.{name}" for name in ("spread", "total", "gather", "own", "scatter", "swap")
+)
 CHECK = "torch._assert"  # `pdcompile.ir.value_checks`: raises where its first argument is false
 GRADIENT = "torch.autograd.grad"
 

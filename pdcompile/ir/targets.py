@@ -18,7 +18,8 @@ import torch.nn.functional
 import torch.overrides
 
 from pdcompile.errors import SourceError, TraceError
-from pdcompile.ir.records import TorchLiteral
+from pdcompile.ir.records import CONVERSIONS, PARTS, TorchLiteral
+from pdcompile.parts import conversions
 from pdcompile.releases.torch_internals import (
     ASSERT,
     NN_FUNCTIONS,
@@ -40,6 +41,8 @@ NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("operator", operator),
     ("math", math),
 )
+
+sys.modules[PARTS] = conversions  # by this name stages import it, in whose folder it lies
 
 # Tensor dunders that the Python operators reach, and methods that operators arrive as
 # (`x + y` reaches a function mode as Tensor.add).
@@ -141,8 +144,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def resolve(target: str) -> Callable[..., Any]:
     """The callable that a function target names.
 
-    Allowed are attributes of torch, operator and math, and ``pkg.mod.Cls.apply`` of an
-    autograd.Function whose module is imported already.
+    Allowed are attributes of torch, operator and math, conversions of parts, and
+    ``pkg.mod.Cls.apply`` of an autograd.Function whose module is imported already.
 
     Raises:
         SourceError: the name is not allowed or leads nowhere.
@@ -158,6 +161,8 @@ def resolve(target: str) -> Callable[..., Any]:
 
 def _find(target: str) -> Any:
     parts = target.split(".")
+    if target in CONVERSIONS:
+        return getattr(conversions, parts[-1])
     if parts[-1] == "apply":
         cls = _function_class(parts[:-1])
         return cls.apply if cls is not None else None

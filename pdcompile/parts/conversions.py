@@ -1,0 +1,413 @@
+"""Conversions between the layouts that a value has over the parts of a stage.
+
+    spread   whole -> whole, of which every part uses its own share: gradients are summed
+    total    what parts have to be summed -> the sum, whole
+    gather   split -> whole; with spread=True its gradients are summed
+    own      whole -> split
+    scatter  what parts have to be summed -> the sum, split
+    swap     split along one dimension -> split along another
+
+Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
+equal share: runs=3 for a fused qkv.
+
+Parts are processes of a group (`Group`), or take turns in one process (`in_turns`).  This file
+needs torch alone: written stages carry it along.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same value; its gradient is the sum of those of all parts."""
+    return _convert(x, "spread", _Step("keep"), _Step("sum"))
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of what the parts have."""
+    return _convert(x, "total", _Step("sum"), _Step("keep"))
+
+
+def gather(x: Tensor, dim: int, *, runs: int = 1, spread: bool = False) -> Tensor:
+    """The whole of a value that is split along a dimension; `spread`: as after `spread`."""
+    back = _Step("scatter" if spread else "own", dim, runs)
+    return _convert(x, "gather", _Step("gather", dim, runs), back)
+
+
+def own(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
+    """This part's share of a whole value along a dimension."""
+    return _convert(x, "own", _Step("own", dim, runs), _Step("gather", dim, runs))
+
+
+def scatter(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
+    """This part's share, along a dimension, of the sum of what the parts have."""
+    return _convert(x, "scatter", _Step("scatter", dim, runs), _Step("gather", dim, runs))
+
+
+def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1) -> Tensor:
+    """The value split along the dimension `new`, from one that is split along `old`."""
+    there = _Step("swap", old, old_runs, new, new_runs)
+    return _convert(x, "swap", there, _Step("swap", new, new_runs, old, old_runs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Forward or backward of a conversion; `dim` is split, or becomes split (swap: `new`)."""
+
+    kind: str
+    dim: int = 0
+    runs: int = 1
+    new: int = 0
+    new_runs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A conversion, or the backward of one, and where it is called."""
+
+    name: str
+    step: _Step
+    place: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place})"
+
+
+class Parts:
+    """One part among `count`, and what it does together with the others.
+
+    A stack has one more dimension, the first, with an item for each part.
+    """
+
+    part: int
+    count: int
+
+    def sum(self, x: Tensor, at: At) -> Tensor:
+        """The sum of all parts' values; `at` says for errors which conversion it belongs to."""
+        raise NotImplementedError
+
+    def all(self, x: Tensor, at: At) -> Tensor:
+        """The stack of all parts' values."""
+        raise NotImplementedError
+
+    def scatter(self, stack: Tensor, at: At) -> Tensor:
+        """The sum of this part's items of all parts' stacks."""
+        raise NotImplementedError
+
+    def exchange(self, stack: Tensor, at: At) -> Tensor:
+        """The stack of this part's items of all parts' stacks."""
+        raise NotImplementedError
+
+
+class Group(Parts):
+    """A process of a process group, whose ranks are the parts in order."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.part, self.count = dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, x: Tensor, at: At) -> Tensor:
+        result = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(_real(result), group=self._group)
+        return result
+
+    def all(self, x: Tensor, at: At) -> Tensor:
+        result = x.new_empty((self.count, *x.shape))
+        dist.all_gather_into_tensor(_bytes(result), _bytes(x.contiguous()), group=self._group)
+        return result
+
+    def scatter(self, stack: Tensor, at: At) -> Tensor:
+        result = stack.new_empty(stack.shape[1:])
+        given = _real(stack.contiguous()).flatten(0, 1)
+        dist.reduce_scatter_tensor(_real(result), given, group=self._group)
+        return result
+
+    def exchange(self, stack: Tensor, at: At) -> Tensor:
+        result = torch.empty_like(stack, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(_bytes(result), _bytes(stack.contiguous()), group=self._group)
+        return result
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """What is only moved is moved as bytes: libraries do not know every dtype."""
+    return x.flatten().view(torch.uint8)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+class Alone(Parts):
+    """A part that takes all others to have what it has: for shapes, and for times of a stage."""
+
+    def __init__(self, count: int, part: int = 0) -> None:
+        self.part, self.count = part, count
+
+    def meet(self, at: At, given: Tensor, results: Results) -> Tensor:
+        """This part's result of a meeting of all parts, from what each of them gives."""
+        return results([given] * self.count)[self.part]
+
+    def sum(self, x: Tensor, at: At) -> Tensor:
+        return self.meet(at, x, lambda given: [_sum(given) for _ in given])
+
+    def all(self, x: Tensor, at: At) -> Tensor:
+        return self.meet(at, x, lambda given: [torch.stack(list(given)) for _ in given])
+
+    def scatter(self, stack: Tensor, at: At) -> Tensor:
+        return self.meet(at, stack, lambda given: [_sum(one) for one in _columns(given)])
+
+    def exchange(self, stack: Tensor, at: At) -> Tensor:
+        return self.meet(at, stack, lambda given: [torch.stack(one) for one in _columns(given)])
+
+
+Results = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def _sum(given: Sequence[Tensor]) -> Tensor:
+    """The sum, always in the order of parts."""
+    result = given[0].clone(memory_format=torch.contiguous_format)
+    for one in given[1:]:
+        result += one
+    return result
+
+
+def _columns(stacks: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [list(one) for one in zip(*stacks, strict=True)]
+
+
+# Which part this is.
+
+_turn = threading.local()  # .parts, in a thread of `in_turns`
+_process: list[Parts] = []  # of this process, where it is one part
+
+
+def here() -> Parts:
+    """The part that is running."""
+    found: Parts | None = getattr(_turn, "parts", None) or (_process[-1] if _process else None)
+    if found is None:
+        raise RuntimeError(
+            "this stage is one of several parts, and nothing says which: run it by in_turns(...), "
+            "or in `with using(Group(group))`"
+        )
+    return found
+
+
+@contextmanager
+def using(parts: Parts) -> Iterator[None]:
+    """Context in which this process is one part; backward belongs in it too."""
+    _process.append(parts)
+    try:
+        yield
+    finally:
+        _process.pop()
+
+
+# Parts of one process.
+
+
+class UnequalParts(RuntimeError):
+    """Raised where parts of one process do not come to the same conversion."""
+
+
+class _Ended(BaseException):
+    """Raised in a part at its next conversion, once another has failed."""
+
+
+class _Turn(Alone):
+    """A part that runs in a thread, from one meeting to the next each time that it is resumed."""
+
+    def __init__(self, part: int, count: int, function: Callable[[], Any]) -> None:
+        super().__init__(count, part)
+        self.at: At | None = None  # the conversion that it waits at
+        self.given, self.answer = torch.empty(0), torch.empty(0)
+        self.results: Results = list
+        self.returned: Any = None
+        self._function = function
+        self._error: BaseException | None = None
+        self._over = self._ends = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._draws = _draws()
+        self._grad = torch.is_grad_enabled()
+        self._thread = threading.Thread(
+            target=self._run, name=f"pdcompile part {part}", daemon=True
+        )
+        self._thread.start()
+
+    def meet(self, at: At, given: Tensor, results: Results) -> Tensor:
+        if not self._ends:
+            self.at, self.given, self.results = at, given, results
+            self._stopped.release()
+            self._go.acquire()
+        if self._ends:
+            raise _Ended
+        return self.answer
+
+    def resume(self) -> None:
+        """Runs the part up to its next meeting or its end; raises what it raised."""
+        if self._over:
+            return
+        _set_draws(self._draws)
+        self.at = None
+        self._go.release()
+        self._stopped.acquire()
+        self._draws = _draws()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Ends the part where it stands."""
+        self._ends = True
+        self._go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        _turn.parts = self
+        self._go.acquire()
+        try:
+            # Backward stays in this thread: the one that a device has would wait for itself.
+            with torch.autograd.set_multithreading_enabled(False):
+                if not self._ends:
+                    with torch.set_grad_enabled(self._grad):
+                        self.returned = self._function()
+        except BaseException as error:
+            self._error = error
+        self._over = True
+        self._stopped.release()
+
+
+def in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs a function for each part in this process, and gives what they return.
+
+    One runs at a time, up to its next conversion; then the next one does.  Each draws random
+    numbers as if it were alone, from where the caller's generators stand.  Autocast and other
+    modes of a thread are for the functions to open.
+
+    Raises:
+        UnequalParts: they come to different conversions, or one ends while another waits.
+    """
+    turns = [_Turn(part, len(functions), one) for part, one in enumerate(functions)]
+    try:
+        while True:
+            for turn in turns:
+                turn.resume()
+            if not any(turn.at for turn in turns):
+                return [turn.returned for turn in turns]
+            _meet(turns)
+    finally:
+        for turn in turns:
+            turn.end()
+        _set_draws(turns[0]._draws)
+
+
+def _meet(turns: Sequence[_Turn]) -> None:
+    first, given = turns[0], [turn.given for turn in turns]
+    for turn in turns[1:]:
+        if _meeting(turn) != _meeting(first):
+            said = [f"part {one.part} {_state(one)}" for one in (first, turn)]
+            raise UnequalParts(
+                f"{' and '.join(said)}: all parts have to come to the same conversions, in the "
+                "same order; undo the last edit of the stage, or write it again"
+            )
+    with torch.no_grad():  # before any goes on, and may write into what it gave
+        answers = first.results(given)
+    for turn, answer in zip(turns, answers, strict=True):
+        turn.answer = answer
+
+
+def _meeting(turn: _Turn) -> tuple[Any, ...]:
+    return (turn.at, turn.given.shape, turn.given.dtype) if turn.at else (None,)
+
+
+def _state(turn: _Turn) -> str:
+    shape = list(turn.given.shape)
+    return f"is at {turn.at} with {turn.given.dtype}{shape}" if turn.at else "has ended"
+
+
+def _draws() -> list[tuple[torch.Generator, Tensor]]:
+    """The states of the default generators."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found += torch.cuda.default_generators
+    return [(one, one.get_state()) for one in found]
+
+
+def _set_draws(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+# One conversion.
+
+
+def _run(at: At, x: Tensor, parts: Parts) -> Tensor:
+    step = at.step
+    match step.kind:
+        case "sum":
+            return parts.sum(x, at)
+        case "gather":
+            return _join(parts.all(x, at), step.dim, step.runs)
+        case "own":
+            return _cut(x, step.dim, step.runs, parts.count, at)[parts.part].contiguous()
+        case "scatter":
+            return parts.scatter(_cut(x, step.dim, step.runs, parts.count, at), at)
+        case "swap":
+            stack = parts.exchange(_cut(x, step.new, step.new_runs, parts.count, at), at)
+            return _join(stack, step.dim, step.runs)
+    return x
+
+
+class _Conversion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: At, back: At, parts: Parts) -> Tensor:
+        ctx.there, ctx.back, ctx.parts = there, back, parts
+        y = _run(there, x, parts)
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _apply(gradients[0], ctx.back, ctx.there, ctx.parts), None, None, None
+
+
+def _apply(x: Tensor, there: At, back: At, parts: Parts) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Conversion.apply(x, there, back, parts)  # type: ignore[no-any-return,no-untyped-call]
+    return _run(there, x, parts)
+
+
+def _convert(x: Tensor, name: str, there: _Step, back: _Step) -> Tensor:
+    caller = sys._getframe(2)
+    place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    return _apply(x, At(name, there, place), At(f"the backward of {name}", back, place), here())
+
+
+def _cut(x: Tensor, dim: int, runs: int, count: int, at: At) -> Tensor:
+    """The stack of all parts' shares of x along a dimension."""
+    dim %= x.dim()
+    if x.shape[dim] % (runs * count):
+        raise ValueError(
+            f"{at}: dimension {dim} of {list(x.shape)} does not divide into {runs} runs of {count} "
+            "parts"
+        )
+    each = x.shape[dim] // (runs * count)
+    shares = x.view(*x.shape[:dim], runs, count, each, *x.shape[dim + 1 :])
+    return shares.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def _join(stack: Tensor, dim: int, runs: int) -> Tensor:
+    """The whole of a stack of shares along a dimension."""
+    dim %= stack.dim() - 1
+    shape = stack.shape
+    shares = stack.view(*shape[: dim + 1], runs, shape[dim + 1] // runs, *shape[dim + 2 :])
+    return shares.movedim(0, dim + 1).flatten(dim, dim + 2)

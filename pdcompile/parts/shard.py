@@ -1,0 +1,99 @@
+"""Shard: the slice of a tensor that each part of a stage holds.
+
+A split dimension is a product of sizes, of which one is divided: the rows of a fused qkv with 4
+heads are 3 x 4 x 16, and a part of two has 2 heads of each of q, k and v.  Its slice is then three
+runs of rows, not one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part p of `parts` has the p-th of equal runs of the factor `which` of a dimension.
+
+    `dim` is the dimension, and `sizes` are its factors, the outermost first.
+    """
+
+    fqn: str
+    dim: int
+    sizes: tuple[int, ...]
+    which: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        positive = self.parts > 0 and self.dim >= 0 and all(size > 0 for size in self.sizes)
+        if not (positive and 0 <= self.which < len(self.sizes)):
+            self._refuse("is not a dimension of sizes above 0, of which one is divided")
+        if self.sizes[self.which] % self.parts:
+            self._refuse(f"does not divide: {self.sizes[self.which]} in {self.parts} parts")
+
+    def __str__(self) -> str:
+        factors = [str(size) for size in self.sizes]
+        factors[self.which] = f"({factors[self.which]} in {self.parts} parts)"
+        return f"{self.fqn}: dimension {self.dim} = {' x '.join(factors)}"
+
+    @property
+    def runs(self) -> int:
+        """Runs of the dimension that a part's slice consists of."""
+        return prod(self.sizes[: self.which])
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a part's slice of a tensor of this shape."""
+        shape = tuple(shape)
+        if len(shape) <= self.dim or shape[self.dim] != prod(self.sizes):
+            self._refuse(f"is not of a tensor of shape {shape}")
+        return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
+
+    def ranges(self, part: int) -> list[tuple[int, int]]:
+        """First index and end of each run of a part's slice, along the dimension."""
+        each = prod(self.sizes[self.which :])
+        own = each // self.parts
+        starts = [run * each + part * own for run in range(self.runs)]
+        return [(start, start + own) for start in starts]
+
+    def own(self, whole: Any, part: int) -> Tensor:
+        """A part's slice, in memory of its own.
+
+        Args:
+            whole: the tensor, or what reads it from a file: it has ``get_shape()`` and gives a
+                tensor for an index of slices, as ``safe_open(…).get_slice(…)`` does.
+        """
+        import torch
+
+        read = getattr(whole, "get_shape", None)
+        self.local_shape(read() if read else whole.shape)
+        before = (slice(None),) * self.dim
+        return torch.cat([whole[(*before, slice(*run))] for run in self.ranges(part)], self.dim)
+
+    def joined(self, slices: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from the slices of all parts in order."""
+        import torch
+
+        if len(slices) != self.parts:
+            self._refuse(f"has not {len(slices)} slices")
+        pieces = [one.chunk(self.runs, self.dim) for one in slices]
+        return torch.cat([piece for run in zip(*pieces, strict=True) for piece in run], self.dim)
+
+    def _refuse(self, why: str) -> None:
+        raise PlanError(
+            f"the slice {self.dim}, {self.sizes}, {self.which} in {self.parts} parts {why}",
+            where=self.fqn,
+            remedy="make the plan again, for this model",
+        )
+
+
+def converted(slices: Sequence[Tensor], old: Shard | None, new: Shard | None) -> list[Tensor]:
+    """Slices by the shard `new` from all slices by `old`; None: one tensor, the whole."""
+    whole = slices[0] if old is None else old.joined(slices)
+    return [whole] if new is None else [new.own(whole, part) for part in range(new.parts)]
