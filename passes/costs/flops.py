@@ -207,7 +207,7 @@ _RULES: dict[str, Rule] = {
     "logsumexp": Rule(_read(12)),
     **_named(Rule(_read(14)), "crossentropy binarycrossentropywithlogits"),
     **_named(Rule(_interpolate), "interpolate upsample"),
-    **_named(Rule(_matmul, product=True), "linear matmul mm bmm mv dot inner vdot"),
+    **_named(Rule(_matmul, product=True), "linear matmul mm bmm mv dot inner vdot groupedmm"),
     **_named(Rule(_addmm, product=True), "addmm baddbmm addmv"),
     "addbmm": Rule(_addbmm, product=True),
     **_named(Rule(_made(1), product=True), "outer ger"),

@@ -1,0 +1,122 @@
+"""Ops as the rules see them: a plain name, operands in order, arguments by position or name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pdcompile.ir.graph import Affine, Attr, ListOf, Op, OpGraph, Ref, Size, walk
+from pdcompile.passes.costs.costed_op import plain_name
+from pdcompile.passes.parts.atoms import Extent, extent
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an op reads: `name` is a value, or an FQN of the model's (`of_model`).
+
+    `slot` is the argument that it is, or is in: a position, a keyword, a module's own name for it.
+    """
+
+    name: str
+    slot: int | str
+    of_model: bool = False
+
+
+def operands(op: Op) -> tuple[Operand, ...]:
+    """The tensors among an op's arguments in order of appearance, then those of its module."""
+    found: list[Operand] = []
+    given: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs]
+    for slot, argument in given:
+        for part in walk(argument, (Ref, Attr)):
+            name = part.name if isinstance(part, Ref) else part.fqn
+            found.append(Operand(name, slot, isinstance(part, Attr)))
+    if op.kind in ("module", "opaque"):
+        own = dict.fromkeys((*op.parameters, *op.buffers_read, *op.buffers_written))
+        found += [Operand(fqn, fqn.rpartition(".")[2], of_model=True) for fqn in own]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op of a graph."""
+
+    op: Op
+    graph: OpGraph
+    operands: tuple[Operand, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operands", operands(self.op))
+
+    @cached_property
+    def name(self) -> str:
+        return plain_name(self.op)
+
+    def role(self, position: int, name: str) -> int | None:
+        """Number of the operand that is this argument; None where it is not given, or no tensor."""
+        wanted = {name} if self.op.kind == "module" and position else {position, name}
+        for number, operand in enumerate(self.operands):
+            if operand.slot in wanted and (self.alone(operand.slot) or operand.of_model):
+                return number
+        return None
+
+    def inside(self, position: int, name: str) -> tuple[int, ...]:
+        """Numbers of the operands inside an argument."""
+        found = enumerate(self.operands)
+        return tuple(i for i, operand in found if operand.slot in (position, name))
+
+    def alone(self, slot: int | str) -> bool:
+        """True if the argument is a tensor, not a list of them."""
+        given = self.op.args[slot] if isinstance(slot, int) else dict(self.op.kwargs).get(slot)
+        return isinstance(given, Ref | Attr)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, or one that the module was made with; lists are tuples."""
+        known = dict(self.op.constructor) | dict(self.op.kwargs)
+        args = self.op.args
+        module = self.op.kind == "module"
+        given = args[position] if not module and position < len(args) else known.get(name, default)
+        return given.items if isinstance(given, ListOf) else given
+
+    def shape(self, number: int) -> tuple[Size, ...]:
+        """Sizes of an operand."""
+        operand = self.operands[number]
+        if operand.of_model:
+            return self.graph.tensors[operand.name].shape
+        return self.graph.values[operand.name].shape
+
+    def dtype(self, number: int) -> str:
+        operand = self.operands[number]
+        known = self.graph.tensors if operand.of_model else self.graph.values
+        return known[operand.name].dtype
+
+    def rank(self, number: int) -> int:
+        return len(self.shape(number))
+
+    def extents(self, number: int) -> tuple[Extent, ...]:
+        """Sizes of an operand, as extents."""
+        operand = self.operands[number]
+        if operand.of_model:
+            return tuple(map(extent, self.shape(number)))
+        return value_extents(self.graph, operand.name)
+
+    @property
+    def out(self) -> tuple[Extent, ...]:
+        return value_extents(self.graph, self.op.name)
+
+
+def value_extents(graph: OpGraph, name: str) -> tuple[Extent, ...]:
+    """The sizes of a value."""
+    value = graph.values[name]
+    return tuple(
+        extent(size, f"?{name}.{i}" if i in value.varies else "")
+        for i, size in enumerate(value.shape)
+    )
+
+
+def whole_numbers(given: Any, rest: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Sizes or dimensions, given as one tuple or one after the other."""
+    first = given.items if isinstance(given, ListOf) else given
+    found = first if isinstance(first, tuple) else (first, *rest)
+    return tuple(one for one in found if isinstance(one, int | Affine))

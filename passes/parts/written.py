@@ -1,0 +1,447 @@
+"""The program of one part: a graph with local sizes, and conversions between layouts as ops.
+
+`write` takes what `lay_out` chose.  Every op reads its operands in the layouts that it wants, and a
+value that is had in another one is converted right before; a sum over parts right where it is
+made.  A conversion stands in the module, at the source line, of the op that it is for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, NamedTuple
+
+from pdcompile.errors import PlanError
+from pdcompile.ir.graph import (
+    Affine,
+    Argument,
+    Attr,
+    Op,
+    OpGraph,
+    Ref,
+    Size,
+    TorchLiteral,
+    Value,
+    rewritten,
+    walk,
+)
+from pdcompile.ir.records import PARTS
+from pdcompile.parts.shard import Shard
+from pdcompile.passes.costs.costed_op import plain_name
+from pdcompile.passes.parts.attention import NAMES, Add, arguments, weights
+from pdcompile.passes.parts.calls import Operand, operands
+from pdcompile.passes.parts.functional import as_function
+from pdcompile.passes.parts.layout import SUM, WHOLE, Layout
+from pdcompile.passes.parts.layouts import Layouts, OpLayout
+from pdcompile.passes.parts.local import local_op
+from pdcompile.passes.stages.naming import scope_of
+from pdcompile.passes.trace.assemble import with_consumers
+
+Kwargs = tuple[tuple[str, Argument], ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one part computes.
+
+    Attributes:
+        shards: tensors of the model of which each part has a slice, by FQN.
+        summed: parameters that are whole on all parts, each with a share of the gradient.
+        belongs: each op that was added, and the op of the model that it is for.
+        notes: ops that are computed in another way than the model does.
+    """
+
+    graph: OpGraph
+    parts: int
+    shards: Mapping[str, Shard]
+    summed: frozenset[str]
+    belongs: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"one of {self.parts} parts"]
+        lines += [f"  a slice of {shard}" for shard in self.shards.values()]
+        lines += [f"  its gradient is summed: {fqn}" for fqn in sorted(self.summed)]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join([*lines, str(self.graph)])
+
+
+def write(layouts: Layouts) -> Program:
+    """The program of one part.
+
+    Raises:
+        PlanError: an op cannot be made smaller, or samples are split.
+    """
+    for op in layouts.graph.ops:
+        plan = layouts.ops[op.name]
+        for one in (*plan.operands, plan.gives, *plan.items.values()):
+            if one.kind == "S" and isinstance(one.sizes[one.which], Affine):
+                raise PlanError(
+                    f"{op.name} is split by samples, of which sizes of a part cannot be written",
+                    where=op.source,
+                    remedy="use split='width', or replicas of the stage",
+                )
+    return _Writer(layouts).write()
+
+
+class Conversion(NamedTuple):
+    """A conversion between two layouts: a function of `pdcompile.parts.conversions`."""
+
+    name: str
+    args: tuple[Argument, ...] = ()
+    kwargs: Kwargs = ()
+
+
+def conversion(have: Layout, want: Layout) -> Conversion | None:
+    """The conversion from one layout to another; None where the value is used as it is."""
+    if have == want or (have.kind, want.kind) in (("R", "I"), ("R", "R")):
+        return None
+    match have.kind, want.kind:
+        case "I", "R":
+            return Conversion("spread")
+        case "P", _ if want.kind != "S":
+            return Conversion("total")
+        case "S", "S":
+            old, new = _runs(have, "old_runs"), _runs(want, "new_runs")
+            return Conversion("swap", (have.dim, want.dim), (*old, *new))
+        case "S", _:
+            spread = (("spread", True),) if want.kind == "R" else ()
+            return Conversion("gather", (have.dim,), (*_runs(have), *spread))
+    name = "scatter" if have.kind == "P" else "own"
+    return Conversion(name, (want.dim,), _runs(want))
+
+
+def _runs(layout: Layout, word: str = "runs") -> Kwargs:
+    return () if layout.runs == 1 else ((word, layout.runs),)
+
+
+class _Form(NamedTuple):
+    """A value or tensor of the model in one layout: what an op is given for it."""
+
+    given: Ref | Attr
+    layout: Layout
+
+
+class _Layouts:
+    """The values that were written so far, each in the layouts that it was needed in."""
+
+    def __init__(self, layouts: Layouts) -> None:
+        self.layouts, self.graph, self.parts = layouts, layouts.graph, layouts.parts
+        self.ops: list[Op] = []
+        self.values = {entry.name: self.graph.values[entry.name] for entry in self.graph.inputs}
+        self.made = {name: _Form(Ref(name), WHOLE) for name in self.values}
+        #: (value or FQN, layout, scope that it was converted for) -> in that layout
+        self.forms: dict[tuple[str, Layout, str], _Form] = {}
+        self.belongs: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._current = ""
+        self.calls = _calls_of_scopes(self.graph)
+        self.wanted = _wanted(layouts)
+        self.leaving = _leaving(self.graph)
+        self.gathered: set[str] = set()  # values that are split, and whole under their own names
+        self.storages = count(1 + max((v.storage for v in self.graph.values.values()), default=0))
+
+    def _given(self, operand: Operand, want: Layout, op: Op) -> _Form:
+        """A value or tensor in the layout that an op wants, converted for its scope."""
+        name, value = operand.name, self._whole(operand)
+        if not value.is_tensor:
+            return _Form(Ref(name), WHOLE)
+        form = self.made[name] if not operand.of_model else _Form(
+            Attr(name), self.layouts.tensor(name))  # fmt: skip
+        found = conversion(form.layout, want)
+        if found is None or (found.name == "spread" and not value.requires_grad):
+            return form
+        if name in self.gathered and want == WHOLE:
+            return _Form(Ref(name), WHOLE)
+        key = name, want, f"{scope_of(op)}#{self.calls[op.name]}#{op.region}"
+        if key not in self.forms:
+            wish = f"{name.replace('.', '_')}_{found.name}"
+            new = self._convert(found, form.given, op, self._fresh(wish), value, want)
+            self.forms[key] = _Form(Ref(new), want)
+        return self.forms[key]
+
+    def _whole(self, operand: Operand) -> Value:
+        """What the model has for an operand."""
+        if not operand.of_model:
+            return self.graph.values[operand.name]
+        info = self.graph.tensors[operand.name]
+        return Value("", info.shape, info.dtype, info.requires_grad, info.requires_grad)
+
+    def _of_sum(self, name: str) -> Layout:
+        """The layout that a sum over parts gets at once: the one that all want, else whole."""
+        wants = self.wanted.get(name, set())
+        (one, *others) = wants or {WHOLE}
+        return one if not others and one.kind == "S" and name not in self.leaving else WHOLE
+
+    def _done(self, name: str, layout: Layout) -> None:
+        """Notes the layout of a value; makes whole at once what is read whole and never split, or
+        by the loss or the caller."""
+        self.made[name] = _Form(Ref(name), layout)
+        wants, found = self.wanted.get(name, set()), conversion(layout, WHOLE)
+        split = any(want.kind == "S" for want in wants)
+        if found is None or not (name in self.leaving or (WHOLE in wants and not split)):
+            return
+        op, share = self.ops.pop(), self._fresh(f"{name}_share")
+        self._record(replace(op, name=share, variable=""), self.values.pop(name), None)
+        self._convert(found, Ref(share), op, name, self.graph.values[name], WHOLE)
+        self.made[name] = _Form(Ref(share), layout) if split else _Form(Ref(name), WHOLE)
+        self.gathered.add(name)
+
+    def _convert(
+        self, found: Conversion, given: Ref | Attr, op: Op, name: str, like: Value, layout: Layout
+    ) -> str:
+        """Adds a conversion for an op, of a value like this one; gives its name."""
+        target = f"{PARTS}.{found.name}"
+        made = self._function(op, name, target, given, *found.args, kwargs=found.kwargs)
+        same = found.name == "spread" and isinstance(given, Ref)
+        storage = self.values[given.name].storage if same and isinstance(given, Ref) else None
+        like = replace(like, stride_order=like.stride_order if same else ())
+        self._record(made, like, layout.local(like.shape, self.parts), storage)
+        return name
+
+    def _function(self, op: Op, name: str, target: str, *args: Argument, kwargs: Kwargs = ()) -> Op:
+        """An op that belongs to another: in the module whose forward calls it, at its line."""
+        return Op(
+            name, "function", target, args, kwargs, module_path=scope_of(op),
+            module_call=self.calls[op.name], source=op.source, region=op.region,
+            variable=op.variable if name == op.name else "", grad_enabled=op.grad_enabled,
+            aside=op.aside, enables_grad=op.enables_grad, autocast=op.autocast,
+        )  # fmt: skip
+
+    def _record(
+        self, op: Op, like: Value, shape: tuple[Size, ...] | None, storage: int | None = None
+    ) -> None:
+        """Notes an op and its value; without a shape it is that of `like`, storage too."""
+        if shape is None:
+            shape, storage = like.shape, like.storage
+        storage = next(self.storages) if storage is None else storage
+        self.ops.append(op)
+        self.values[op.name] = replace(
+            like, name=op.name, producer=op.name, shape=shape, storage=storage
+        )
+        if op.name not in self.graph.values:
+            self.belongs[op.name] = self._current
+
+    def _local_tensor(self, fqn: str) -> tuple[int, ...]:
+        shape, shard = self.graph.tensors[fqn].shape, self.layouts.shards.get(fqn)
+        return shape if shard is None else shard.local_shape(shape)
+
+    def _shape(self, given: Ref | Attr) -> tuple[Size, ...]:
+        if isinstance(given, Attr):
+            return self._local_tensor(given.fqn)
+        return self.values[given.name].shape
+
+    def _fresh(self, wish: str) -> str:
+        names = (wish if i == 0 else f"{wish}_{i}" for i in count())
+        return next(n for n in names if n not in self.values and n not in self.graph.values)
+
+
+class _Writer(_Layouts):
+    """Writes the ops of a graph, one after the other."""
+
+    def write(self) -> Program:
+        graph, layouts = self.graph, self.layouts
+        for op in graph.ops:
+            self._op(op, layouts.ops[op.name])
+        ops = tuple(_counted(self.ops))
+        names = [entry.name for entry in graph.inputs] + [op.name for op in ops]
+        values = with_consumers(ops, {name: self.values[name] for name in names})
+        tensors = {
+            fqn: replace(info, shape=self._local_tensor(fqn)) for fqn, info in graph.tensors.items()
+        }
+        written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None)
+        return Program(
+            written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
+        )
+
+    def _op(self, op: Op, plan: OpLayout) -> None:
+        read, self._current = operands(op), op.name
+        drops_out = _drops_out(op) if plan.axis else ""
+        forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
+        if drops_out:
+            self._draw(op, plan, read, forms, drops_out == "dropout")
+            return
+        local = local_op(self.graph, op, plan, self.parts)
+        made = _renamed(local, read, forms, plan)
+        if plan.result == SUM:
+            self._sum(op, made, plan, [forms[i].given for i in plan.added])
+        else:
+            self._add(op, made, plan.result)
+
+    def _sum(self, op: Op, made: Op, plan: OpLayout, added: Sequence[Ref | Attr]) -> None:
+        """Adds an op of which each part has a share of a sum, the sum, and what is added to it."""
+        value, layout = self.graph.values[op.name], plan.after or self._of_sum(op.name)
+        found = conversion(SUM, layout)
+        assert found is not None
+        share = self._fresh(f"{op.name}_part")
+        self._record(replace(made, name=share, variable=""), value, value.shape)
+        name = self._fresh(f"{op.name}_{found.name}") if added else op.name
+        self._convert(found, Ref(share), op, name, value, layout)
+        for i, one in enumerate(added, 1):
+            if plain_name(op).startswith("conv"):  # one number a channel
+                one = self._by_channel(op, one, value)
+            new = op.name if i == len(added) else self._fresh(f"{op.name}_added")
+            plus = self._function(op, new, "operator.add", Ref(name), one)
+            self._record(plus, value, layout.local(value.shape, self.parts))
+            name = new
+        self._done(op.name, layout)
+
+    def _by_channel(self, op: Op, bias: Ref | Attr, value: Value) -> Ref:
+        ones = (1,) * (len(value.shape) - 2)
+        name, shape = self._fresh(f"{op.name}_bias"), (value.shape[1], *ones)
+        view = self._function(op, name, "view", bias, -1, *ones)
+        self._record(replace(view, kind="method"), value, shape)
+        return Ref(name)
+
+    def _draw(
+        self, op: Op, plan: OpLayout, read: Sequence[Operand], forms: Sequence[_Form], plain: bool
+    ) -> None:
+        """Drops out of a split value its own share of what would be dropped of the whole."""
+        value, layout = self.graph.values[op.name], plan.result
+        local = layout.local(value.shape, self.parts)
+        if plain:
+            mask = self._share_of_mask(op, op.args, value.shape, layout)
+            last: tuple[str, Ref | Attr, Ref | Attr] = "operator.mul", forms[0].given, mask
+        else:
+            self.notes.append(f"{op.name} ({op.source}) drops out: attention is written out")
+            slots = [NAMES[one.slot] if isinstance(one.slot, int) else one.slot for one in read]
+            given = {name: form.given for name, form in zip(slots, forms, strict=True)}
+            shapes = {name: self._shape(one) for name, one in given.items()}
+            of = dict(zip(slots, (self._whole(one) for one in read), strict=True))
+            masks = "attn_mask" in of and of["attn_mask"].dtype == "bool"
+            kept, values = weights(op, given, shapes, masks, self._adder(op))
+            shape = (*of["query"].shape[:-1], of["key"].shape[-2])
+            inner = layout if layout.dim < len(shape) - 1 else WHOLE
+            drawn = replace(op, target="torch.nn.functional.dropout", kwargs=())
+            p = (Ref(""), arguments(op)["dropout_p"])
+            mask = self._share_of_mask(drawn, p, shape, inner)
+            part = inner.local(shape, self.parts)
+            last = (
+                "torch.matmul",
+                self._adder(op)("kept", "operator.mul", kept, mask, shape=part),
+                values,
+            )
+        self._record(self._function(op, op.name, *last), value, local)
+        self._done(op.name, layout)
+
+    def _share_of_mask(
+        self, op: Op, args: tuple[Argument, ...], shape: tuple[Size, ...], layout: Layout
+    ) -> Ref:
+        """Adds a dropout of ones for the whole; gives this part's share of it."""
+        value = self.graph.values[op.name]
+        kind = TorchLiteral("dtype", value.dtype), TorchLiteral("device", "self")
+        plain = replace(value, requires_grad=False, needs_gradient=False, stride_order=())
+        plain = replace(plain, shape=shape)
+        ones, mask = self._fresh(f"{op.name}_ones"), self._fresh(f"{op.name}_mask")
+        kwargs = ("dtype", kind[0]), ("device", kind[1])
+        self._record(self._function(op, ones, "torch.ones", shape, kwargs=kwargs), plain, shape)
+        args = rewritten(args, lambda one: Ref(ones) if isinstance(one, Ref) else one)
+        self._record(replace(op, name=mask, args=args, variable=""), plain, shape)
+        found = conversion(WHOLE, layout)
+        if found is None:
+            return Ref(mask)
+        name = self._fresh(f"{op.name}_own")
+        return Ref(self._convert(found, Ref(mask), op, name, plain, layout))
+
+    def _adder(self, op: Op) -> Add:
+        """What adds ops that stand for one of the model's."""
+
+        def add(
+            word: str, target: str, *args: Argument, shape: tuple[Size, ...], dtype: str = ""
+        ) -> Ref:
+            value = replace(self.graph.values[op.name], stride_order=())
+            if dtype:
+                value = replace(value, dtype=dtype, requires_grad=False, needs_gradient=False)
+            literals = tuple((one.kind, one) for one in args if isinstance(one, TorchLiteral))
+            given = [one for one in args if not isinstance(one, TorchLiteral)]
+            name = self._fresh(f"{op.name}_{word}")
+            self._record(self._function(op, name, target, *given, kwargs=literals), value, shape)
+            return Ref(name)
+
+        return add
+
+    def _add(self, op: Op, made: Op, layout: Layout) -> None:
+        """Adds an op of the model, whose result has this layout."""
+        value = self.graph.values[op.name]
+        storage = value.storage
+        for old, new in zip(walk(op.args, Ref), walk(made.args, Ref), strict=False):
+            if self.graph.values[old.name].storage == storage >= 0 and not op.mutates:
+                storage = self.values[new.name].storage  # a view of what is read now
+        shape = layout.local(value.shape, self.parts) if value.is_tensor else value.shape
+        self._record(made, value, shape, storage)
+        self._done(op.name, layout)
+
+
+def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: OpLayout) -> Op:
+    """The op of one part with its operands as they are given; a few may be left out of it."""
+    waiting = iter(zip(read, forms, strict=True))
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Ref | Attr):
+            return part
+        name = part.name if isinstance(part, Ref) else part.fqn
+        return next(form.given for one, form in waiting if one.name == name)
+
+    args = rewritten(op.args, change)
+    changed = replace(op, args=args, kwargs=rewritten(op.kwargs, change))
+    if op.kind != "module":
+        gone = {one.name for one, form in zip(read, forms, strict=True)
+                if one.of_model and isinstance(form.given, Ref)}  # fmt: skip
+        return replace(changed, parameters=tuple(f for f in op.parameters if f not in gone))
+    own = {i: forms[i].given for i, one in enumerate(read) if one.of_model}
+    if plan.added or any(isinstance(one, Ref) for one in own.values()):
+        tensors = {str(read[i].slot): one for i, one in own.items() if i not in plan.added}
+        return as_function(changed, tensors, scope_of(op))
+    return changed
+
+
+def _drops_out(op: Op) -> str:
+    """The name of an op that drops out some of its values; "" where it does not.
+
+    In evaluation too, where its module says how much: so one body serves both modes.
+    """
+    name, known = plain_name(op), {**dict(op.constructor), **dict(op.kwargs)}
+    at, word, default = (1, "p", 0.5) if name == "dropout" else (4, "dropout_p", 0.0)
+    given = op.args[at] if op.kind != "module" and at < len(op.args) else known.get(word, default)
+    return name if op.draw is not None and given != 0 else ""
+
+
+def _calls_of_scopes(graph: OpGraph) -> dict[str, int]:
+    """For each op, which call of the module in whose forward it is."""
+    found: dict[str, int] = {}
+    nearest: dict[str, int] = {}
+    for op in reversed(graph.ops):
+        scope = scope_of(op)
+        if scope == op.module_path:
+            nearest[scope] = op.module_call
+        found[op.name] = nearest.get(scope, 0)
+    return found
+
+
+def _wanted(layouts: Layouts) -> dict[str, set[Layout]]:
+    """The layouts in which each value is read."""
+    found: dict[str, set[Layout]] = {}
+    for op in layouts.graph.ops:
+        for one, want in zip(operands(op), layouts.ops[op.name].operands, strict=True):
+            if not one.of_model:
+                found.setdefault(one.name, set()).add(want)
+    return found
+
+
+def _leaving(graph: OpGraph) -> set[str]:
+    """Values of the model that the loss or the caller reads."""
+    made = {op.name for op in graph.ops if op.region == "forward"}
+    read = {ref.name for ref in walk(graph.output, Ref)}
+    read |= {name for op in graph.ops if op.region == "loss" for name in op.inputs}
+    return made & read
+
+
+def _counted(ops: Sequence[Op]) -> Iterator[Op]:
+    """The ops with the number of earlier calls of the same target in the same module."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for op in ops:
+        key = op.module_path, op.target
+        yield replace(op, call_index=seen[key])
+        seen[key] += 1
