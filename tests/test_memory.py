@@ -17,6 +17,7 @@ import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.costs import Resident, forecast, rough_forecast
+from pdcompile.passes.costs.forecast import REHEARSING, Rehearsals
 from pdcompile.passes.costs.rehearsal import rehearse
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.trace import capture
@@ -326,3 +327,12 @@ def test_a_rehearsal_draws_nothing_and_leaves_the_model_alone() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_slow_first_rehearsal_tells_nothing_of_the_next_ones() -> None:
+    """It imports much of torch; the planner keeps as much time as making a plan will take."""
+    found = Rehearsals()
+    found.rates.append(5.0)
+    assert found.each == REHEARSING
+    found.rates.extend((0.1, 0.1, 0.1))
+    assert found.each == 0.1

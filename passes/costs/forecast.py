@@ -1,9 +1,8 @@
 """Forecasts what one microbatch keeps on each stage of a cut, and the peak of its backward.
 
 `forecast` is exact to the byte: each distinct stage is rehearsed once, and stages of equal layers
-are equal, so that a deep model costs little more than one of its stages.  `rough_forecast` is
-quick enough for every candidate of a search: it adds up what autograd keeps of the ops of a stage
-when the whole graph runs once.
+are equal, so that a deep model costs little more than one of its stages.  `rough_forecast`, for
+what cannot be rehearsed, adds up what autograd keeps of the ops when the whole graph runs once.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
+from statistics import median_low
 from typing import Any
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
@@ -25,6 +26,7 @@ from pdcompile.schedule.instruction import TO_INPUTS, Action
 
 _LOG = logging.getLogger(__name__)
 _CACHED_STAGES = 512
+REHEARSING = 2e-3  # seconds an op, before any was rehearsed
 
 Progress = Callable[[int, int, str], None]  # parts done, all parts, and the next one
 
@@ -34,7 +36,12 @@ class Rehearsals:
     """Time that rehearsing has taken in this process, to tell what it will take."""
 
     seconds: float = 0.0
-    ops: int = 0
+    rates: deque[float] = field(default_factory=lambda: deque([REHEARSING], maxlen=9))
+
+    @property
+    def each(self) -> float:
+        """Seconds an op, as of most: the first one of a process imports much of torch."""
+        return median_low(self.rates)
 
 
 rehearsals = Rehearsals()
@@ -154,8 +161,9 @@ def _rehearsed(stage: Rehearsal) -> Resident | None:
         if len(_cache) >= _CACHED_STAGES:
             _cache.clear()
         _cache[key] = found
-        rehearsals.seconds += time.monotonic() - began
-        rehearsals.ops += len(stage.calls)
+        took = time.monotonic() - began
+        rehearsals.seconds += took
+        rehearsals.rates.append(took / len(stage.calls))
     return _cache[key]
 
 

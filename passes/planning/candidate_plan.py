@@ -15,7 +15,6 @@ from pdcompile.plan import Plan, Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
 
-REHEARSING = 2e-3  # seconds an op, before any was rehearsed
 OTHERS = 2e-4  # seconds an op of the graph, for all else
 
 
@@ -28,8 +27,8 @@ def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0)
         others: seconds that all but rehearsing has taken before.
     """
     unlike = sum(set(Counter(stage_of).values())) / max(len(stage_of), 1)
-    each = rehearsals.seconds / rehearsals.ops if rehearsals.ops else REHEARSING
-    return max(others, OTHERS * len(graph.ops)) + each * unlike * len(graph.ops)
+    rehearsing = rehearsals.each * unlike * len(graph.ops)
+    return max(others, OTHERS * len(graph.ops)) + rehearsing
 
 
 def candidate_plan(
