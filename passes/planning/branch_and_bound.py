@@ -274,15 +274,15 @@ class PlanSearch:
         notes = [*idle_ranks(self.cluster, candidate, certificate)]
         if fastest < seconds:
             notes.append(passed_over(self.trials, (seconds, candidate), (fastest, other)))
-        if len(self.space.schedules) + len(self.space.sharing) > 1:
-            notes += self.trials.why(candidate)
+        tried = tuple(self.trials.alternatives(candidate))
         candidate, certificate, saved = _preferred(self, candidate, certificate)
         plan = self.trials.plan(candidate)
         broken = violations(problem, self.cluster, candidate)
         if broken or not self.trials.keeps_limits(candidate):
             what = broken[0] if broken else "a ledger exceeds its device"
             raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
-        plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes, *saved))
+        notes = [*plan.notes, *notes, *saved]
+        plan = replace(plan, certificate=certificate, notes=tuple(notes), alternatives=tried)
         return with_problem(plan, problem, self.cluster)
 
     def _prover(self, setting: Setting) -> str:

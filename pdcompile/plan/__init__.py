@@ -2,6 +2,7 @@
 
 from pdcompile.plan.schema import NOT_CERTIFIED as NOT_CERTIFIED
 from pdcompile.plan.schema import SCHEMA as SCHEMA
+from pdcompile.plan.schema import Alternative as Alternative
 from pdcompile.plan.schema import Certificate as Certificate
 from pdcompile.plan.schema import Edge as Edge
 from pdcompile.plan.schema import Forecast as Forecast

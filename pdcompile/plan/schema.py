@@ -50,6 +50,16 @@ class Certificate:
         return gap if gap > 1e-5 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another value of one choice, and the fastest plan tried with it: seconds of its step."""
+
+    choice: str  # "schedule", "microbatches", "stages", "replicas", "recomputation"
+    own: str
+    value: str
+    step_seconds: float
+
+
 NOT_CERTIFIED = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 
 
@@ -230,6 +240,7 @@ class Plan:
     `command`: TARGET and options (``--name=value``) of the command that made it, for `whatif`.
     `rehearsed`: a digest of what stages hold and of all that decides it, see `with_own_bytes`.
     `costs`: what its times come from, where that is not the kind of device that it is for.
+    `alternatives`: where more than the cut was open, what the next-best value of each choice costs.
     """
 
     fingerprint: str  # of graph, costs and cluster
@@ -247,6 +258,7 @@ class Plan:
     command: tuple[str, ...] = field(default=(), metadata=COMPACT)
     rehearsed: str = field(default="", metadata=COMPACT)
     costs: str = field(default="", metadata=COMPACT)  # "estimated costs", "costs measured on a CPU"
+    alternatives: tuple[Alternative, ...] = field(default=(), metadata=COMPACT)
 
     @cached_property
     def spec(self) -> PipelineSpec:

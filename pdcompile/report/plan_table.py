@@ -54,6 +54,7 @@ def plan_report(plan: Plan) -> Group:
     if plan.forecast is not None:
         parts += [memory_table(plan), forecast_line(plan)]
     parts.append(certificate_line(plan))
+    parts += [alternatives_table(plan)] if plan.alternatives else []
     parts += [Text(f"note: {note}") for note in plan.notes]
     return Group(*parts)
 
@@ -105,6 +106,17 @@ def in_flight(plan: Plan, stage: int) -> int:
     if plan.training.warmup:
         return plan.spec.in_flight(stage)
     return -(-plan.training.num_microbatches // plan.stages[stage].replicas)
+
+
+def alternatives_table(plan: Plan) -> Table:
+    """One row a choice: its next-best value, by the fastest plan that was tried with it."""
+    table = labels.table("choice", "|here", "|next best tried", ">a step", ">longer by")
+    scale = plan.training.num_microbatches if plan.training.kind.stream else 1
+    own = plan.certificate.objective_seconds * scale
+    for one in plan.alternatives:
+        longer = f"{100 * (one.step_seconds / own - 1):.3g} %" if own else "-"
+        table.add_row(one.choice, one.own, one.value, format_seconds(one.step_seconds), longer)
+    return table
 
 
 def _sends(plan: Plan, stage: int) -> str:

@@ -79,6 +79,23 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
     return found or list(evaluation(problem, cluster, candidate).violations())
 
 
+def choices(candidate: Candidate) -> dict[str, str]:
+    """Values of all that was chosen besides the cut: ``{"schedule": "2bw", "stages": "3", …}``."""
+    setting, count = candidate.setting, len(candidate.options)
+    widths = [str(option.replicas) for option in candidate.options]
+    again = sum(option.recompute for option in candidate.options)
+    extra = f", extra warm-up {setting.extra_warmup}" if setting.extra_warmup else ""
+    places = len(set(candidate.ranks))
+    where = f" on {places} place{'s' * (places > 1)}" if candidate.shared else ""
+    return {
+        "schedule": name_of(setting.schedule) + extra,
+        "microbatches": str(setting.num_microbatches),
+        "stages": f"{count}{where}",
+        "replicas": widths[0] if len(set(widths)) == 1 else "-".join(widths),
+        "recomputation": {0: "none", count: "all stages"}.get(again, "some stages"),
+    }
+
+
 def describe(candidate: Candidate) -> str:
     """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputing``."""
     widths = [option.replicas for option in candidate.options]

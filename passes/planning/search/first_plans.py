@@ -115,6 +115,10 @@ class FirstPlans:
                 )
         if not trials.found and refused < REFUSED:
             self._recompute_all()
+        for *_, candidate in sorted(heap, key=lambda one: one[:2]):  # what other choices cost
+            if trials.over(SHARE):
+                break
+            trials.offer(candidate)
 
     def _recompute_all(self) -> None:
         """Judge the fastest plans whose stages all recompute until one has the memory it needs."""

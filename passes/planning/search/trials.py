@@ -18,12 +18,12 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.space.candidates import describe, evaluation
+from pdcompile.passes.partition.space.candidates import choices, describe, evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.plan import Plan, Training
+from pdcompile.plan import Alternative, Plan, Training
 from pdcompile.problem.space import Candidate
-from pdcompile.schedule.registry import kind_of, name_of
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_seconds
 
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
@@ -45,7 +45,8 @@ class Trials:
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     waiting: list[tuple[bool, float, Candidate]] = field(default_factory=list)  # does not fit?
     tried: float = 0.0  # candidates that were simulated
-    least: dict[str, float] = field(default_factory=dict)  # by schedule, of what fits
+    #: seconds of what fits, by choice and value (see `choices`)
+    least: dict[tuple[str, str], float] = field(default_factory=dict)
     seen: set[Candidate] = field(default_factory=set)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
     _made: tuple[Candidate, Plan] | None = None
@@ -90,19 +91,12 @@ class Trials:
             return min(self.found, key=lambda one: self.making(one[1]))
         return min(timely, key=lambda one: self.price(*one))
 
-    def why(self, candidate: Candidate) -> Iterator[str]:
-        """A note on the schedules that were tried besides the candidate's."""
-        others = [
-            f"{name_of(name)} {format_seconds(seconds)}"
-            for name, seconds in sorted(self.least.items(), key=lambda one: one[1])
-            if name != candidate.setting.schedule and seconds < math.inf
-        ]
-        if others:
-            own = name_of(candidate.setting.schedule)
-            yield (
-                f"{own} chosen among schedules: the fastest tried of others that fit, "
-                + ", ".join(others)
-            )
+    def alternatives(self, candidate: Candidate) -> Iterator[Alternative]:
+        """For each choice the fastest that was tried with another value, and fits."""
+        for name, own in choices(candidate).items():
+            others = [(s, value) for (one, value), s in self.least.items() if one == name]
+            for seconds, value in sorted(one for one in others if one[1] != own)[:1]:
+                yield Alternative(name, own, value, seconds)
 
     @property
     def quick(self) -> bool:
@@ -171,7 +165,7 @@ class Trials:
             return True
         if not self.keeps_limits(candidate):
             return False
-        self.least[candidate.setting.schedule] = seconds  # less than any other
+        self._note(seconds, candidate)
         self.found.append((seconds, candidate))
         gap = 100 * (1 - min(self.floor, seconds) / seconds) if seconds > 0 else 0.0
         self.tell(
@@ -181,15 +175,18 @@ class Trials:
         return True
 
     def _slower(self, candidate: Candidate, seconds: float) -> None:
-        """Note a candidate that is not better, for `why`, if it fits by the estimate."""
-        setting = candidate.setting
-        least = self.least.get(setting.schedule, math.inf)
-        if not self.found or setting.schedule == self.best.setting.schedule or seconds >= least:
-            return
-        problem = self.prepared_at(setting.num_microbatches).problem
-        exact, fits = timed(problem, self.cluster, candidate)
-        if fits:
-            self.least[setting.schedule] = min(least, exact * setting.scale)
+        """Note a candidate that is not better, for `alternatives`, if it fits by the estimate."""
+        setting, best = candidate.setting, choices(self.best).items() if self.found else ()
+        other = [one for one in choices(candidate).items() if one not in best]
+        if best and any(seconds < self.least.get(one, math.inf) for one in other):
+            problem = self.prepared_at(setting.num_microbatches).problem
+            exact, fits = timed(problem, self.cluster, candidate)
+            if fits:
+                self._note(exact * setting.scale, candidate)
+
+    def _note(self, seconds: float, candidate: Candidate) -> None:
+        for one in choices(candidate).items():
+            self.least[one] = min(seconds, self.least.get(one, math.inf))
 
     def plan(self, candidate: Candidate) -> Plan:
         """Its plan, not certified.  The last one is kept."""
