@@ -110,12 +110,12 @@ def in_flight(plan: Plan, stage: int) -> int:
 
 def alternatives_table(plan: Plan) -> Table:
     """One row a choice: its next-best value, by the fastest plan that was tried with it."""
-    table = labels.table("choice", "|here", "|next best tried", ">a step", ">longer by")
+    table = labels.table("choice", "|here", "|next best tried", ">a step", ">change")
     scale = plan.training.num_microbatches if plan.training.kind.stream else 1
     own = plan.certificate.objective_seconds * scale
     for one in plan.alternatives:
-        longer = f"{100 * (one.step_seconds / own - 1):.3g} %" if own else "-"
-        table.add_row(one.choice, one.own, one.value, format_seconds(one.step_seconds), longer)
+        change = f"{100 * (one.step_seconds / own - 1):+.3g} %" if own else "-"
+        table.add_row(one.choice, one.own, one.value, format_seconds(one.step_seconds), change)
     return table
 
 

@@ -167,7 +167,8 @@ def _shapes(
 def _places(
     cluster: Cluster, space: SearchSpace
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
-    """The same, where ranks hold several stages: of all places, or of fewer with more replicas."""
+    """The same, where ranks hold several stages: of all places, or of fewer with more replicas; one
+    place alone is no pipeline."""
     places, kind = len(set(space.placement)), kind_of(space.schedules[0])
     if not space.open_width:
         width = 1 if space.straight else space.widths[0]
@@ -177,7 +178,7 @@ def _places(
     for width in (w for w in range(1, len(ranks) + 1) if len(ranks) % w == 0):
         fewer = len(ranks) // width
         stages = space.stages or len(space.placement) // places * fewer
-        if stages % fewer == 0 and kind.holds(stages // fewer):
+        if fewer > 1 and stages % fewer == 0 and kind.holds(stages // fewer):
             yield ranks, (width,), stages
 
 
