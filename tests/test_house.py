@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_953),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_611),
-    "trace": (("passes/trace",), 6_986),
+    "trace": (("passes/trace",), 7_007),
     "costs": (("passes/costs", "passes/profile"), 3_691),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

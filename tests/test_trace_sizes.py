@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,21 @@ from pdcompile.passes.trace import trace
 from tests.helpers.captures import make, rows
 
 Odd = Callable[[Tensor], bool]
+
+
+def _halved(x: Tensor) -> bool:
+    n = x.shape[0]
+    for _ in range(60):  # each uses the last one twice
+        n = (n + n % 2) // 2
+    return n == 0
+
+
+def _counted(x: Tensor) -> bool:
+    left = x.shape[0] * 64
+    while left > 0:
+        left -= 1
+    return left == 1
+
 
 ODD: dict[str, tuple[Odd, tuple[int, int]]] = {  # and the range with microbatches of 4
     "equal": (lambda x: x.shape[0] == 2, (3, 65)),
@@ -35,6 +51,10 @@ ODD: dict[str, tuple[Odd, tuple[int, int]]] = {  # and the range with microbatch
     "another dimension": (lambda x: x.shape[1] == 2, (1, 65)),
     "one sample": (lambda x: x.shape[0] == 1, (2, 65)),
     "never": (lambda x: x.shape[0] == 0, (1, 65)),
+    "never, after many steps": (_halved, (1, 65)),
+    "never, after more steps": (_counted, (1, 65)),
+    "a copy": (lambda x: copy.deepcopy({"n": x.shape[0]})["n"] == 2, (3, 65)),
+    "many questions": (lambda x: sum(i % x.shape[0] == 0 for i in range(1, 3000)) < 3, (1, 65)),
 }
 
 

@@ -14,18 +14,33 @@ from torch import Tensor
 from pdcompile.passes.trace.assumptions import Made
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed, patched
 
+MOST_PARTS = 16  # of a computation with sizes; beyond, what it reads is noted as a hash is
+MOST_ANSWERS = 500
+
 
 class TracedSize(int):
-    """A size, or an integer that Python made of sizes; `answers` gets comparisons and hashes."""
+    """A size, or an integer that Python made of sizes; `answers` gets comparisons and hashes.
+
+    `parts`: how many numbers it was made of.
+    """
 
     made: Made
     answers: dict[Made, Any]
+    parts: int
     __class__ = int  # type: ignore[assignment]
 
-    def __new__(cls, size: int, made: Made, answers: dict[Made, Any]) -> TracedSize:
+    def __new__(cls, size: int, made: Made, answers: dict[Made, Any], parts: int = 1) -> TracedSize:
         found = super().__new__(cls, size)
-        found.made, found.answers = made, answers
+        found.made, found.answers, found.parts = made, answers, parts
         return found
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (self.read(),)
+
+    def read(self) -> int:
+        """The plain number, noted as one that a table by sizes may have been asked for."""
+        self.answers[int.__hash__, self.made] = int.__hash__(self)
+        return int.__add__(self, 0)
 
 
 def _noted(name: str) -> Callable[..., Any]:
@@ -35,9 +50,15 @@ def _noted(name: str) -> Callable[..., Any]:
         result = plain(self, *others)
         if type(result) not in (int, bool):
             return result
+        parts = sum(getattr(each, "parts", 1) for each in (self, *others))
+        if parts > MOST_PARTS or len(self.answers) > MOST_ANSWERS:
+            for each in (self, *others):
+                if type(each) is TracedSize:
+                    each.read()
+            return result
         made = plain, *(getattr(each, "made", each) for each in (self, *others))
         if type(result) is int and name != "__hash__":
-            return TracedSize(result, made, self.answers)
+            return TracedSize(result, made, self.answers, parts)
         self.answers[made] = result
         return result
 
