@@ -165,6 +165,9 @@ def page(rows: Sequence[Row], parts: int) -> str:
         "the result is the same, and nothing is gained there. Embeddings and losses are whole so",
         "far, and so are tables that are tied to them.",
         "",
+        "`compile` has no option for it yet: what stands are the rules, layouts and the program of",
+        "one part (`pdcompile.passes.parts`), which tests compare with the models.",
+        "",
         f"By width, {fine} of {len(text)} encoders and decoders of text have at least {ASKED:.0%}"
         f" of their FLOPs divided, and {every} of all {len(rows)} models.",
         "",

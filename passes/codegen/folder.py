@@ -186,7 +186,7 @@ def _tensors(sources: Sources, model: nn.Module) -> dict[str, bytes]:
         names = {fqn: fqn for fqn in (*interface.buffers, *interface.constants)}
         names |= {name: fqn for name, fqn in interface.aliases.items() if fqn in names}
         plain = {
-            name: values[fqn].detach().cpu().clone()
+            name: sources.slices(fqn, values[fqn].detach().cpu().clone())
             for name, fqn in names.items()
             if fqn in values and not values[fqn].is_meta
         }

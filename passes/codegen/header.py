@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdcompile.ir.graph import Capture
+from pdcompile.ir.records import PARTS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.block_classes import Block, CodeLayout
 from pdcompile.passes.codegen.safety import Imports
@@ -40,7 +41,9 @@ def model_name(capture: Capture) -> str:
     return clean(full.rpartition(".")[2], 32) or "the model"
 
 
-def docstring(on_stages: Staged, interface: StageInterface, context: FileContext) -> str:
+def docstring(
+    on_stages: Staged, interface: StageInterface, context: FileContext, parts: int = 1
+) -> str:
     """The module docstring of a stage, and its ``# needs:`` lines."""
     layout, locations = context.layout, context.locations
     capture = on_stages.capture
@@ -48,6 +51,9 @@ def docstring(on_stages: Staged, interface: StageInterface, context: FileContext
     where = f" ({locations.short(source)})" if source else ""
     title = f"{model_name(capture)}{where}, stage {interface.index} of {len(on_stages.interfaces)}."
     holds = f"Holds {', '.join(contents(layout)) or 'no modules'}."
+    if parts > 1:
+        holds += f" Sizes are those of one of {parts} parts, which exchange values by the"
+        holds += f" functions of {PARTS}.py."
     text = [
         f'"""{title}'[:WIDTH].rstrip(),
         "",

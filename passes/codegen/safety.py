@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.ir.records import CONVERSIONS, PARTS
+from pdcompile.ir.records import FROM_PARTS, PARTS
 from pdcompile.ir.targets import resolve
 from pdcompile.passes.stages.naming import unique
 
@@ -41,7 +41,7 @@ class Imports:
         if target.startswith(("math.", "operator.")):
             self.modules.add(target.partition(".")[0])
             return target
-        if target in CONVERSIONS:
+        if target in FROM_PARTS:
             return self.cls(target)
         return f"{self.cls(target.removesuffix('.apply'))}.apply"
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcompile.ir.records import CONVERSIONS, PARTS
+from pdcompile.ir.records import FROM_PARTS, PARTS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
@@ -80,7 +80,7 @@ def layout_of(on_stages: Staged, k: int) -> tuple[CodeLayout, dict[str, str] | N
     return divided({port.value for port in interface.train.outputs}), None
 
 
-def stage_file(on_stages: Staged, k: int) -> str:
+def stage_file(on_stages: Staged, k: int, parts: int = 1) -> str:
     """The text of ``stage_k.py``.  Raises SourceError for what cannot be written as source."""
     interface = on_stages.interfaces[k]
     layout, twin = layout_of(on_stages, k)
@@ -88,7 +88,7 @@ def stage_file(on_stages: Staged, k: int) -> str:
     text = _Writer(interface, (on_stages.train, on_stages.eval), context, twin).write()
     draws = f"{DRAW}\n\n" if "draw(" in text else ""
     opaque = f"{OPAQUE}\n\n" if context.imports.opaque else ""
-    header = docstring(on_stages, interface, context)
+    header = docstring(on_stages, interface, context, parts)
     imports = "\n".join(context.imports.lines(torch_used="torch." in text))
     text = f"{header}\n{imports}\n\n\n{draws}{opaque}{text}"
     targets = {
@@ -124,7 +124,7 @@ class _Writer:
             taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
         k = self.interface.index
         ops = [op for m in self.modes for op in (*m.ops(k), *m.ops(k, "loss"))]
-        used = {op.target for op in ops} & CONVERSIONS
+        used = {op.target for op in ops} & FROM_PARTS
         conversions = sorted(target.removeprefix(f"{PARTS}.") for target in used)
         taken.update(conversions)
         for block in self.context.layout.blocks:

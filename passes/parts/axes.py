@@ -14,32 +14,38 @@ from pdcompile.ir.graph import GRADIENT, Op, OpGraph
 from pdcompile.passes.parts.atoms import Atom, Extent, Run, cut, extent, fresh, leaves
 from pdcompile.passes.parts.calls import Call, Operand, value_extents
 from pdcompile.passes.parts.in_place import written_storages
+from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
 from pdcompile.passes.parts.rules import RULES
 from pdcompile.passes.parts.signature import Form, Loop, Mismatch, Place, added_operands, bind
 
 Dims = tuple[Run, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """Where an axis is in a tensor: dimension `dim` is a product of `sizes`, it is one of them."""
-
-    dim: int
-    sizes: tuple[Extent, ...]
-    which: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """One way to split an op: along an axis that is in these places of operands and results.
+    """One way for parts to compute an op: split along an axis, or whole on each of them (None).
 
-    Operands without the axis are read whole.  `summed`: each part has a sum over its own share.
+    `operands` are the layouts that it wants, in the order of `calls.operands(op)`.  `results` are
+    what it gives, by number of the item for a container.  `added`: numbers of operands that are
+    left out of a sum over parts and added to its total (the bias of a row-split linear), which is
+    had as `after`.
     """
 
-    axis: Atom
-    summed: bool
-    operands: Mapping[int, Factor]
-    results: Mapping[int, Factor]
+    axis: Atom | None
+    operands: tuple[Layout, ...]
+    results: Mapping[int, Layout] = field(default_factory=dict)
+    added: tuple[int, ...] = ()
+    after: Layout | None = None
+
+    @property
+    def result(self) -> Layout:
+        """What the op itself gives."""
+        return self.results.get(0, WHOLE)
+
+    @property
+    def gives(self) -> Layout:
+        """The layout of its value, once what is added is added."""
+        return self.result if self.after is None else self.after
 
 
 @dataclass(frozen=True)
@@ -60,30 +66,44 @@ class OpAxes:
     def op(self) -> Op:
         return self.call.op
 
+    @property
+    def whole(self) -> Way:
+        return Way(None, (WHOLE,) * len(self.call.operands))
+
     def ways(self) -> list[Way]:
-        """Every way to split it, in order of its loops."""
+        """Every way to split it whose layouts can be written, in order of its loops.
+
+        Operands with the axis are S, others are read whole (R).
+        """
         found = []
         for loop in self.loops:
-            if loop.kind == "whole":
-                continue
-            run = leaves(loop.run)
+            run = leaves(loop.run) if loop.kind != "whole" else ()
             for i, axis in enumerate(run):
-                at = [self._factors(places, dims, run[:i]) for places, dims in (
-                    (loop.operands, self.dims), (loop.results, self.results))]  # fmt: skip
-                found.append(Way(axis, loop.kind == "sum", *at))
+                read = _split(loop.operands, self.dims, run[:i])
+                made = _split(loop.results, self.results, run[:i])
+                if read is None or made is None:
+                    continue
+                added = self.added if loop.kind == "sum" else ()
+                wants = tuple(WHOLE if n in added else read.get(n, SPREAD)
+                              for n in range(len(self.call.operands)))  # fmt: skip
+                made = {0: SUM} if loop.kind == "sum" else made
+                found.append(Way(axis, wants, made, added, WHOLE if added else None))
         return found
 
-    def _factors(
-        self, places: Mapping[int, Place], dims: Mapping[int, Dims], inside: Run
-    ) -> dict[int, Factor]:
-        return {
-            number: Factor(
-                place.dim,
-                tuple(atom.extent for atom in leaves(dims[number][place.dim])),
-                len(leaves(place.before)) + len(inside),
-            )
-            for number, place in places.items()
-        }
+
+def _split(
+    places: Mapping[int, Place], dims: Mapping[int, Dims], before: Run
+) -> dict[int, Layout] | None:
+    """The layouts of what an axis divides, by number; None where a size cannot be written."""
+    found = {}
+    for number, place in places.items():
+        sizes = tuple(atom.extent.size for atom in leaves(dims[number][place.dim]))
+        written = tuple(size for size in sizes if size is not None)
+        if written != sizes:
+            return None
+        which = len(leaves(place.before)) + len(before)
+        found[number] = Layout("S", place.dim, written, which)
+    return found
 
 
 class Axes:

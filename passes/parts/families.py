@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import rule_of
-from pdcompile.passes.parts.atoms import Atom, leaves
+from pdcompile.passes.parts.atoms import Atom, Extent, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
+from pdcompile.passes.parts.layout import SUM
 
 Family = Literal["width", "width+sequence", "sequence", "context", "samples"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Kind = Literal["width", "sequence", "samples"]
 
+ATTENTION = "scaleddotproductattention"
 _ALLOWED: dict[Family, tuple[Kind, ...]] = {
     "width": ("width",),
     "width+sequence": ("width", "sequence"),
@@ -28,12 +30,13 @@ _ALLOWED: dict[Family, tuple[Kind, ...]] = {
 class Kinds:
     """What kind of axis an atom is: of samples, of weights of products, or else of a sequence."""
 
-    width: frozenset[Atom]
-    names: dict[Atom, str] = field(default_factory=dict)
+    family: Family
+    width: frozenset[Atom | None]
+    names: dict[Atom, str]
 
     @staticmethod
-    def of(axes: Axes) -> Kinds:
-        found: set[Atom] = set()
+    def of(axes: Axes, family: Family) -> Kinds:
+        found: set[Atom | None] = set()
         names: dict[Atom, str] = {}
         weights = _of_the_model(axes)
         calls = costed_ops(axes.graph, axes.graph.batch_size)
@@ -46,57 +49,70 @@ class Kinds:
                 rows = op.call.name == "embedding" and number == op.call.role(0, "input")
                 if not rows and (operand.of_model or operand.name in weights):
                     found.update(atom for run in dims for atom in leaves(run))
-        return Kinds(frozenset(found), names)
+        return Kinds(family, frozenset(found), names)
 
     def name(self, axis: Atom) -> str:
         """What people call the axis."""
         return self.names.get(axis, "hidden") if axis in self.width else self.kind(axis)
+
+    def is_heads(self, axis: Atom | None) -> bool:
+        """True if an attention has the axis as its heads."""
+        return axis in self.names
 
     def kind(self, axis: Atom) -> Kind:
         if axis.extent.power:
             return "samples"
         return "width" if axis in self.width else "sequence"
 
-    def allowed(self, family: Family, ways: Iterable[Way]) -> list[Way]:
-        """The ways along axes of the family."""
-        return [way for way in ways if self.kind(way.axis) in _ALLOWED[family]]
+    def allowed(self, op: OpAxes) -> list[Way]:
+        """The ways of an op along axes of the family."""
+        kinds = _ALLOWED[self.family]
+        return [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
 
-    def preferred(self, family: Family, op: OpAxes, ways: Sequence[Way]) -> list[Way]:
+    def preferred(self, op: OpAxes, ways: Sequence[Way]) -> list[Way]:
         """The ways that a product is to be split along: those of the first kind that it has.
 
-        A sequence that the op also has elsewhere, as the keys of an attention, comes last.
+        A sequence that the op also has elsewhere, as the keys of an attention, comes last; after it
+        the width of an attention's values, along which scores are not divided.
         """
-        ways = self.allowed(family, ways)
-        ranks = {id(way): self._rank(family, op, way) for way in ways}
-        best = min(ranks.values(), default=0)
-        return [way for way in ways if ranks[id(way)] == best]
+        ranks = [self._rank(op, way) for way in ways]
+        return [way for way, rank in zip(ways, ranks, strict=True) if rank == min(ranks)]
 
-    def _rank(self, family: Family, op: OpAxes, way: Way) -> int:
-        kind = self.kind(way.axis)
-        apart = kind == "sequence" and family != "context" and not _alone(op, way)
-        return len(_ALLOWED[family]) if apart else _ALLOWED[family].index(kind)
+    def _rank(self, op: OpAxes, way: Way) -> int:
+        assert way.axis is not None
+        kinds, kind = _ALLOWED[self.family], self.kind(way.axis)
+        apart = kind == "sequence" and self.family != "context" and not _alone(op, way)
+        if (
+            self.family == "sequence"
+            and op.call.name == ATTENTION
+            and self.name(way.axis) == "hidden"
+        ):
+            return len(kinds) + 1
+        return len(kinds) if apart else kinds.index(kind)
+
+
+def divides(axis: Atom | None, parts: int) -> bool:
+    """True if every part gets an equal share of an axis; of samples, wherever b divides."""
+    if axis is None or axis.extent.power:
+        return axis is not None and axis.extent == Extent(1, 1)
+    return not axis.extent.tag and axis.extent.number > 0 and axis.extent.number % parts == 0
 
 
 def _name(op: OpAxes, weights: set[str], names: dict[Atom, str]) -> None:
-    """Notes heads, which both factors of a product of activations have, and the vocabulary."""
+    """Notes heads: what both factors of a product of activations have, and its result too."""
     read = op.call.operands
-    activations = {i for i, one in enumerate(read) if not one.of_model and one.name not in weights}
+    made = {i for i, one in enumerate(read) if not one.of_model and one.name not in weights}
     for way in op.ways():
-        if (
-            not way.axis.extent.power
-            and len(activations & way.operands.keys()) > 1
-            and not way.summed
-        ):
+        split = {i for i in made if way.operands[i].kind == "S"}
+        if way.axis and not way.axis.extent.power and len(split) > 1 and way.result != SUM:
             names.setdefault(way.axis, "heads")
 
 
 def _alone(op: OpAxes, way: Way) -> bool:
     """True if the op has the axis in no other place than where the way splits it."""
-    for number, dims in op.dims.items():
-        places = [atom for run in dims for atom in leaves(run)].count(way.axis)
-        if places != (number in way.operands):
-            return False
-    return True
+    places = {i: sum(atom is way.axis for run in dims for atom in leaves(run))
+              for i, dims in op.dims.items()}  # fmt: skip
+    return all(many == (way.operands[i].kind == "S") for i, many in places.items())
 
 
 def _of_the_model(axes: Axes) -> set[str]:

@@ -5,9 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Argument, Op
 from pdcompile.passes.costs.costed_op import plain_name
+
+_CONVOLVES = "stride padding dilation groups"
+#: The function of each kind of module, and what it takes of what the module is built with.
+_FUNCTIONS = {
+    "linear": ("linear", ""),
+    "embedding": ("embedding", "padding_idx"),
+    "layernorm": ("layer_norm", "normalized_shape eps"),
+    "rmsnorm": ("rms_norm", "normalized_shape eps"),
+    "groupnorm": ("group_norm", "num_groups eps"),
+    **{f"conv{n}d": (f"conv{n}d", _CONVOLVES) for n in (1, 2, 3)},
+    **{
+        f"convtranspose{n}d": (f"conv_transpose{n}d", f"{_CONVOLVES} output_padding")
+        for n in (1, 2, 3)
+    },
+}
+
+
+def has_function(op: Op) -> bool:
+    """True if `as_function` knows the module."""
+    return (
+        plain_name(op) in _FUNCTIONS
+        and dict(op.constructor).get("padding_mode", "zeros") == "zeros"
+    )
 
 
 def as_function(op: Op, tensors: Mapping[str, Argument], scope: str) -> Op:
@@ -15,27 +37,14 @@ def as_function(op: Op, tensors: Mapping[str, Argument], scope: str) -> Op:
 
     For modules whose tensors another layout is needed of, or without the bias that is added later.
     """
-    name, known = plain_name(op), dict(op.constructor)
-    called = [*op.args, *(tensors[key] for key in ("weight", "bias") if key in tensors)]
-    words: tuple[str, ...] = ()
-    if name == "embedding":
-        words = ("padding_idx",)
-    elif name == "layernorm":
-        sizes = known["normalized_shape"]
-        called.insert(1, (sizes,) if isinstance(sizes, int) else sizes)
-        words = ("eps",)
-    elif name in ("conv1d", "conv2d", "conv3d") and known.get("padding_mode", "zeros") == "zeros":
-        words = ("stride", "padding", "dilation", "groups")
-    elif name != "linear":
-        raise _mistake(op, f"the tensors of a {op.target} are needed in another layout")
-    kwargs = tuple((word, known[word]) for word in words if known.get(word) is not None)
-    function = "layer_norm" if name == "layernorm" else name
+    (function, words), known = _FUNCTIONS[plain_name(op)], dict(op.constructor)
+    sizes = known.get("normalized_shape")
+    known |= {"normalized_shape": (sizes,)} if isinstance(sizes, int) else {}
+    kwargs = [(word, known[word]) for word in words.split() if known.get(word) is not None]
+    args, named = list(op.args), [(word, tensors[word]) for word in tensors]
+    if not function.endswith("norm"):
+        args, named = args + [tensor for _, tensor in named], []
     return replace(
-        op, kind="function", target=f"torch.nn.functional.{function}", args=tuple(called),
-        kwargs=kwargs, module_path=scope, parameters=(), constructor=(),
+        op, kind="function", target=f"torch.nn.functional.{function}", args=tuple(args),
+        kwargs=(*named, *kwargs), module_path=scope, parameters=(), constructor=(),
     )  # fmt: skip
-
-
-def _mistake(op: Op, what: str) -> PlanError:
-    remedy = "this is a mistake in pdcompile: please report it with the model"
-    return PlanError(what, where=f"{op.module_path} ({op.source})", remedy=remedy)

@@ -12,7 +12,6 @@ from math import prod
 from typing import Literal
 
 from pdcompile.ir.graph import Affine, Size
-from pdcompile.passes.parts.axes import Factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,7 @@ class Layout:
         """The shape of what one part has; where samples are split, b is the part's own number."""
         if self.kind != "S" or isinstance(self.sizes[self.which], Affine):
             return tuple(shape)
-        size = shape[self.dim]
-        own = Affine(size.scale // parts) if isinstance(size, Affine) else size // parts
-        return (*shape[: self.dim], own, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], share(shape[self.dim], parts), *shape[self.dim + 1 :])
 
     def __str__(self) -> str:
         if self.kind != "S":
@@ -54,12 +51,9 @@ class Layout:
 WHOLE, SPREAD, SUM = Layout("I"), Layout("R"), Layout("P")
 
 
-def split_layout(factor: Factor) -> Layout | None:
-    """The layout of a value that an axis divides; None where a size of it cannot be written."""
-    sizes = tuple(extent.size for extent in factor.sizes)
-    if any(size is None for size in sizes):
-        return None
-    return Layout("S", factor.dim, tuple(s for s in sizes if s is not None), factor.which)
+def share(size: Size, parts: int) -> Size:
+    """A part's share of a size."""
+    return Affine(size.scale // parts) if isinstance(size, Affine) else size // parts
 
 
 def product(sizes: Sequence[Size]) -> Size:

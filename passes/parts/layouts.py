@@ -6,45 +6,18 @@ the axis is summed over.  An op that stays whole wants I and gives I: the same b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import ConfigError, some
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.parts.atoms import Atom
-from pdcompile.passes.parts.axes import Axes, OpAxes
-from pdcompile.passes.parts.choice import Choice, divides
-from pdcompile.passes.parts.families import Family
-from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
-
-
-@dataclass(frozen=True, slots=True)
-class OpLayout:
-    """How one op is computed by parts.
-
-    `operands` are the layouts that it wants, in the order of `calls.operands(op)`.  `result` is
-    what it gives, of a container what its items are.  `added`: numbers of operands that are left
-    out of the product and added to its total (the bias of a row-split linear): `result` is then
-    P turned into `after`, to which they are added in the layouts that `operands` says.
-    `draws`: it takes its own part of the draw for the whole value.
-    `reason`: why it stays whole; "" for an op that is split, or that has nothing to split.
-    """
-
-    name: str
-    axis: str
-    operands: tuple[Layout, ...]
-    result: Layout
-    added: tuple[int, ...] = ()
-    after: Layout | None = None
-    items: Mapping[int, Layout] = field(default_factory=dict)
-    draws: bool = False
-    reason: str = ""
-
-    @property
-    def gives(self) -> Layout:
-        """The layout of its value, once what is added is added."""
-        return self.result if self.after is None else self.after
+from pdcompile.passes.parts.axes import Axes, OpAxes, Way
+from pdcompile.passes.parts.choice import Choice
+from pdcompile.passes.parts.families import ATTENTION, Family, divides
+from pdcompile.passes.parts.functional import has_function
+from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +36,14 @@ class Layouts:
 
     `shards` are the tensors of the model of which each part holds a slice, `summed` those that are
     whole but whose gradients are sums over parts (R).  Every other tensor is I: an op that wants
-    it otherwise converts it, as it does with a value.
+    it otherwise converts it, as it does with a value.  `axes` are the names of what ops are split
+    along.
     """
 
     family: Family
     parts: int
-    ops: dict[str, OpLayout]
+    ops: dict[str, Way]
+    axes: dict[str, str]
     shards: dict[str, Shard]
     summed: frozenset[str]
     stays: tuple[Stays, ...]
@@ -97,106 +72,120 @@ def lay_out(graph: OpGraph, family: Family, parts: int) -> Layouts:
         ConfigError: nothing of it divides in this way.
     """
     axes = Axes(graph)
-    choice = Choice(axes, family, parts)
-    ops = {name: _op_layout(choice, op) for name, op in axes.ops.items()}
-    shards, summed = _tensors(axes, ops, parts)
+    choice, ops = _chosen(axes, family, parts)
+    names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
+    held = _held(axes, ops)
+    shards = {f: _shard(f, one, parts) for f, one in held.items() if one.kind == "S"}
+    summed = frozenset(fqn for fqn, one in held.items() if one == SPREAD)
     stays = tuple(
         Stays(name, axes.ops[name].op.source, _why(choice, axes.ops[name]), flops)
         for name, flops in choice.flops.items()
-        if flops and not ops[name].axis
+        if flops and ops[name].axis is None
     )
-    found = Layouts(family, parts, ops, shards, summed, stays, graph)
+    found = Layouts(family, parts, ops, names, shards, summed, stays, graph)
     _refuse(choice, found)
     return found
 
 
-def _op_layout(choice: Choice, op: OpAxes) -> OpLayout:
-    name = op.op.name
-    label = choice.label(name)
-    wants = tuple(choice.wanted(name, i) for i in range(len(op.call.operands)))
-    if label.way is None:
-        return OpLayout(name, "", wants, WHOLE, reason=op.reason)
-    given = choice.given(name)
-    added = op.added if label.way.summed else ()
-    return OpLayout(
-        name,
-        choice.kinds.name(label.way.axis),
-        wants,
-        SUM if added else given,
-        added=added,
-        after=given if added else None,
-        items=choice.items(name),
-        draws=op.op.draw is not None,
-    )
+def _chosen(axes: Axes, family: Family, parts: int) -> tuple[Choice, dict[str, Way]]:
+    """The way of each op; a module that only runs as it is built stays whole, if it would have to
+    be called on other tensors than its own."""
+    while True:
+        choice = Choice(axes, family, parts)
+        ops = {name: choice.way(name) for name in axes.ops}
+        held = _held(axes, ops)
+        modules = [op for op in axes.ops.values() if op.op.kind == "module"]
+        stuck = [op for op in modules if _has_others(op, ops[op.op.name], held)]
+        if not stuck:
+            return choice, ops
+        reason = "no function does what this module does, on tensors in another layout"
+        for op in stuck:
+            axes.ops[op.op.name] = replace(op, loops=(), reason=reason)
 
 
-def _tensors(
-    axes: Axes, ops: dict[str, OpLayout], parts: int
-) -> tuple[dict[str, Shard], frozenset[str]]:
-    """Tensors that all ops want split alike, and those whose gradients are all sums."""
-    wanted: dict[str, set[Layout]] = {}
+def _has_others(op: OpAxes, way: Way, held: dict[str, Layout]) -> bool:
+    """True if a module without a function wants a tensor in another layout than it is held in."""
+    pairs = zip(op.call.operands, way.operands, strict=True)
+    others = bool(way.added) or any(o.of_model and held[o.name] != want for o, want in pairs)
+    return others and not has_function(op.op)
+
+
+def _held(axes: Axes, ops: dict[str, Way]) -> dict[str, Layout]:
+    """The layouts of tensors: that which all ops want; whole where they differ, or in outputs."""
+    wanted: dict[str, set[Layout]] = {one.fqn: {WHOLE} for one in walk(axes.graph.output, Attr)}
     for name, op in axes.ops.items():
         for operand, layout in zip(op.call.operands, ops[name].operands, strict=True):
             if operand.of_model:
                 wanted.setdefault(operand.name, set()).add(layout)
-    shards, summed = {}, set()
-    for fqn, layouts in wanted.items():
-        (layout, *others) = layouts
-        if others or any(one.fqn == fqn for one in _shown_tensors(axes.graph)):
-            continue
-        if layout.kind == "S":
-            sizes = tuple(size for size in layout.sizes if isinstance(size, int))
-            shards[fqn] = Shard(fqn, layout.dim, sizes, layout.which, parts)
-        elif layout.kind == "R":
-            summed.add(fqn)
-    return shards, frozenset(summed)
+    return {fqn: found.pop() if len(found) == 1 else WHOLE for fqn, found in wanted.items()}
 
 
-def _shown_tensors(graph: OpGraph) -> list[Attr]:
-    """Tensors of the model that are output as they are."""
-    return walk(graph.output, Attr)
+def _shard(fqn: str, layout: Layout, parts: int) -> Shard:
+    sizes = tuple(size for size in layout.sizes if isinstance(size, int))
+    return Shard(fqn, layout.dim, sizes, layout.which, parts)
 
 
 def _why(choice: Choice, op: OpAxes) -> str:
     """Why a product stays whole."""
     if op.reason:
         return op.reason
-    ways = choice.kinds.allowed(choice.family, op.ways())
+    ways = choice.kinds.allowed(op)
     if not ways:
-        return f"it has no axis of {choice.family}"
+        return f"it has no axis of {choice.kinds.family}"
     names = dict.fromkeys(_sized(choice, way.axis) for way in ways)
     return f"{' and '.join(names)} do not divide by {choice.parts}"
 
 
 def _refuse(choice: Choice, found: Layouts) -> None:
-    """Refuses what divides nothing, and a sequence whose attention has too few heads."""
-    stays = {one.op: one for one in found.stays}
-    products = [name for name, flops in choice.flops.items() if flops]
-    if len(stays) < len(products) or not products:
-        return
-    open_ways = {n: choice.kinds.allowed(found.family, choice.axes.ops[n].ways()) for n in products}
-    axes = {
-        way.axis: f"{_sized(choice, way.axis)} of {_place(choice.axes.ops[n])}"
-        for n, ways in open_ways.items()
-        for way in ways
-    }
-    remedy = "use split='samples'" if found.family != "samples" else "use parts=1"
-    if not axes:
+    """Refuses what divides nothing or less than half, and a sequence with too few heads."""
+    kinds, ops = choice.kinds, choice.axes.ops
+    last = "split='samples'" if found.family != "samples" else "parts=1"
+    if found.family == "sequence":
+        for name in choice.flops:
+            _refuse_heads(choice, ops[name], found)
+    uneven, axes = 0, dict[Atom | None, str]()
+    for one in found.stays:
+        ways = kinds.allowed(ops[one.op])
+        uneven += one.flops if ways else 0
+        for way in ways:
+            axes.setdefault(way.axis, f"{_sized(choice, way.axis)} of {_place(ops[one.op])}")
+    if found.stays and uneven > sum(choice.flops.values()) / 2:
+        raise ConfigError(
+            f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide",
+            where=found.stays[0].source,
+            remedy=_other_parts(axes, last),
+        )
+    if found.stays and not found.axes.keys() & choice.flops.keys():
         first = found.stays[0]
         raise ConfigError(
             f"split={found.family!r} divides nothing: {first.reason}",
             where=first.source,
-            remedy=remedy,
+            remedy=f"use {last}",
         )
-    fits = [str(n) for n in range(2, 9) if any(divides(axis, n) for axis in axes)]
-    raise ConfigError(
-        f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide",
-        where=found.stays[0].source,
-        remedy=f"use parts={' or '.join(fits)}, or split='samples'" if fits else remedy,
-    )
 
 
-def _sized(choice: Choice, axis: Atom) -> str:
+def _refuse_heads(choice: Choice, op: OpAxes, found: Layouts) -> None:
+    heads = [way.axis for way in choice.kinds.allowed(op) if choice.kinds.is_heads(way.axis)]
+    if heads and found.axes.get(op.op.name, "hidden") == "hidden" and op.call.name == ATTENTION:
+        count = " x ".join(str(axis.extent) for axis in heads if axis)  # that keys have too
+        raise ConfigError(
+            f"split='sequence': attention at {op.op.source} has {count} heads, which "
+            f"{found.parts} parts cannot share",
+            where=op.op.source,
+            remedy=_other_parts(heads, "split='context'"),
+        )
+
+
+def _other_parts(axes: Iterable[Atom | None], split: str) -> str:
+    """A remedy: numbers of parts that fit one of the axes, or another split."""
+    known = [*axes]
+    fits = [str(n) for n in range(2, 9) if any(divides(axis, n) for axis in known)]
+    parts = [f"parts={' or '.join(fits)}"] if fits else []
+    return f"use {', or '.join([*parts, split])}"
+
+
+def _sized(choice: Choice, axis: Atom | None) -> str:
+    assert axis is not None
     return f"{choice.kinds.name(axis)} ({axis.extent})"
 
 
@@ -207,15 +196,13 @@ def _place(op: OpAxes) -> str:
 def _lines(layouts: Layouts) -> Iterator[str]:
     """``split by width in 2 parts``, then an op a line, tensors, and what stays whole."""
     yield f"split by {layouts.family} in {layouts.parts} parts"
-    for name, op in layouts.ops.items():
-        if not op.axis:
-            continue
-        wants = ", ".join(map(str, op.operands))
-        gives = op.result if op.after is None else f"{op.result}, total {op.after}"
-        if op.items:
-            gives = ", ".join(f"[{i}] {one}" for i, one in sorted(op.items.items()))
-        draws = ", own part of the whole draw" if op.draws else ""
-        yield f"  {name}: {op.axis}: ({wants}) -> {gives}{draws}"
+    for name, axis in layouts.axes.items():
+        way = layouts.ops[name]
+        wants = ", ".join(map(str, way.operands))
+        gives = ", ".join(f"[{i}] {one}" for i, one in sorted(way.results.items()))
+        if layouts.graph.values[name].is_tensor:
+            gives = str(way.result) if way.after is None else f"{way.result}, total {way.after}"
+        yield f"  {name}: {axis}: ({wants}) -> {gives}"
     for fqn, shard in layouts.shards.items():
         yield f"  {shard}" if fqn == shard.fqn else f"  {fqn}: as {shard}"
     if layouts.summed:

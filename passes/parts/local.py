@@ -6,34 +6,54 @@ are given, sections, groups, what a module is built with, and a bias that every 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pdcompile.ir.graph import Affine, Argument, ListOf, Op, OpGraph, Size, rewritten
+from pdcompile.ir.graph import Argument, Op, OpGraph, rewritten
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.parts.calls import Call
-from pdcompile.passes.parts.layouts import OpLayout
+from pdcompile.passes.parts.axes import Way
+from pdcompile.passes.parts.calls import Call, whole_numbers
+from pdcompile.passes.parts.layout import share
 
-#: Arguments of modules that are a size of a tensor of theirs: its name and dimension.
+_CONVOLUTION = {"in_channels": ("input", 1), "out_channels": ("", 1)}
+#: Arguments of modules that are a size of an operand, or of the result (""): of which dimension.
 _BUILT: dict[str, dict[str, tuple[str, int]]] = {
     "linear": {"out_features": ("weight", 0), "in_features": ("weight", 1)},
     "embedding": {"embedding_dim": ("weight", 1)},
+    "groupnorm": {"num_channels": ("weight", 0)},
     **{f"batchnorm{n}d": {"num_features": ("weight", 0)} for n in (1, 2, 3)},
+    **{f"conv{kind}{n}d": _CONVOLUTION for kind in ("", "transpose") for n in (1, 2, 3)},
 }
+#: Where the number of groups stands among the arguments.
+_GROUPS = {
+    "groupnorm": (1, "num_groups"),
+    **{f"conv{n}d": (6, "groups") for n in (1, 2, 3)},
+    **{f"convtranspose{n}d": (7, "groups") for n in (1, 2, 3)},
+}
+_VIEWS = {
+    "view": "view", "viewas": "view", "reshape": "reshape", "reshapeas": "reshape",
+    "expand": "expand", "expandas": "expand", "broadcastto": "expand", "unflatten": "reshape",
+    "squeeze": "reshape",
+}  # fmt: skip
 
 
-def local_op(graph: OpGraph, op: Op, layout: OpLayout, parts: int) -> Op:
+def local_op(graph: OpGraph, op: Op, layout: Way, parts: int) -> Op:
     """The op of one part; what is added to a sum (`layout.added`) is left out of it."""
-    if not layout.axis:
+    if layout.axis is None:
         return op
     call = Call(op, graph)
     if op.mutates:
         op = _anew(op)
     if layout.added:
         op = _without(op, call, layout.added)
-    change = _CHANGES.get(plain_name(op))
-    return op if change is None else change(op, call, layout, parts)
+    name = plain_name(op)
+    if op.kind == "module":
+        op = replace(op, constructor=_changed(op.constructor, _built(call, layout, parts)))
+    if name in _GROUPS:
+        return _with_fewer_groups(op, call, layout, parts)
+    if name in _VIEWS:
+        return _resized(op, call, layout, parts)
+    return _of_sections(op, call, layout, parts) if name in ("split", "splitwithsizes") else op
 
 
 def _anew(op: Op) -> Op:
@@ -72,113 +92,57 @@ def _without(op: Op, call: Call, added: tuple[int, ...]) -> Op:
     return replace(op, args=args, kwargs=kwargs, parameters=kept)
 
 
-def _resized(op: Op, call: Call, layout: OpLayout, parts: int) -> Op:
-    """Sizes of a view: the part's, where a dimension is split."""
-    shape = call.graph.values[op.name].shape
-    local, dim = layout.result.local(shape, parts), layout.result.dim
+def _resized(op: Op, call: Call, layout: Way, parts: int) -> Op:
+    """A view to sizes of the part; -1 where the user says it."""
     name = plain_name(op)
-    if name in ("viewas", "reshapeas", "expandas") or (name == "squeeze" and len(op.args) == 1):
-        target = {"viewas": "view", "expandas": "expand"}.get(name, "reshape")
-        return replace(op, kind="method", target=target, args=(op.args[0], local), kwargs=())
-    if layout.result.kind != "S":
+    alike = name.endswith("as") or (name == "squeeze" and len(op.args) == 1)
+    if layout.result.kind != "S" and not alike:
         return op
-    start = 0
-    if name == "unflatten":
-        start = int(call.argument(1, "dim")) % call.rank(0)
-    first = 2 if name == "unflatten" else 1
-
-    def sizes(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        at = dim - start
-        if not 0 <= at < len(given) or given[at] == -1:
-            return given
-        return (*given[:at], local[dim], *given[at + 1 :])
-
-    if len(op.args) <= first:
-        return replace(op, kwargs=tuple((n, _listed(v, sizes)) for n, v in op.kwargs))
-    one = op.args[first]
-    if isinstance(one, tuple | ListOf):
-        return replace(op, args=(*op.args[:first], _listed(one, sizes), *op.args[first + 1 :]))
-    return replace(op, args=(*op.args[:first], *sizes(op.args[first:])))
+    local = layout.result.local(call.graph.values[op.name].shape, parts)
+    sizes = whole_numbers(call.argument(1, "size"), op.args[2:])
+    if len(sizes) == len(local) and name in ("view", "reshape", "expand"):
+        local = tuple(-1 if old == -1 else new for old, new in zip(sizes, local, strict=True))
+    return replace(op, kind="method", target=_VIEWS[name], args=(op.args[0], *local), kwargs=())
 
 
-def _listed(given: Argument, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Argument:
-    if isinstance(given, ListOf):
-        return ListOf(change(given.items))
-    return change(given) if isinstance(given, tuple) else given
-
-
-def _sections(op: Op, call: Call, layout: OpLayout, parts: int) -> Op:
+def _of_sections(op: Op, call: Call, layout: Way, parts: int) -> Op:
     """Sizes of sections, where the split is inside of them."""
     dim = call.argument(2, "dim", 0) % call.rank(0)
     if layout.operands[0].dim != dim or len(op.args) < 2:
         return op
-    part = rewritten(op.args[1], lambda size: _share(size, parts))
+    part = rewritten(op.args[1], lambda size: share(size, parts))
     return replace(op, args=(op.args[0], part, *op.args[2:]))
 
 
-def _share(size: Size, parts: int) -> Size:
-    return Affine(size.scale // parts) if isinstance(size, Affine) else size // parts
-
-
-def _grouped(position: int, name: str) -> Callable[[Op, Call, OpLayout, int], Op]:
+def _with_fewer_groups(op: Op, call: Call, layout: Way, parts: int) -> Op:
     """Fewer groups, where groups are what is split."""
-
-    def change(op: Op, call: Call, layout: OpLayout, parts: int) -> Op:
-        data = layout.operands[0]
-        groups = call.argument(position, name, 1)
-        split = data.kind == "S" and data.dim == 1 and layout.result.kind == "S" and groups > 1
-        if op.kind == "module":
-            sizes = {"num_channels": ("weight", 0)} if name == "num_groups" else {}
-            built: dict[str, Any] = dict(op.constructor)
-            built.update(_built(call, layout, parts, sizes))
-            for key, place in (("in_channels", 0), ("out_channels", 1)):
-                if key in built:
-                    has = data if place == 0 else layout.result
-                    whole = has.kind == "S" and has.dim == 1
-                    built[key] = built[key] // parts if whole else built[key]
-            if split:
-                built[name] = groups // parts
-            return replace(op, constructor=tuple(built.items()))
-        if not split:
-            return op
-        if position < len(op.args):
-            return replace(
-                op, args=(*op.args[:position], groups // parts, *op.args[position + 1 :])
-            )
-        kwargs = dict(op.kwargs) | {name: groups // parts}
-        return replace(op, kwargs=tuple(kwargs.items()))
-
-    return change
-
-
-def _rebuilt(op: Op, call: Call, layout: OpLayout, parts: int) -> Op:
-    """What a module is built with: sizes of its tensors."""
-    if op.kind != "module":
+    (position, word), data = _GROUPS[plain_name(op)], layout.operands[0]
+    groups = call.argument(position, word, 1)
+    if data.kind != "S" or data.dim != 1 or layout.result.kind != "S" or groups == 1:
         return op
-    sizes = _built(call, layout, parts, _BUILT[plain_name(op)])
-    return replace(op, constructor=tuple((dict(op.constructor) | sizes).items()))
+    fewer = {word: groups // parts}
+    if op.kind == "module":
+        return replace(op, constructor=_changed(op.constructor, fewer))
+    if position < len(op.args):
+        args = (*op.args[:position], groups // parts, *op.args[position + 1 :])
+        return replace(op, args=args)
+    return replace(op, kwargs=_changed(op.kwargs, fewer))
 
 
-def _built(
-    call: Call, layout: OpLayout, parts: int, sizes: dict[str, tuple[str, int]]
-) -> dict[str, Any]:
+def _built(call: Call, layout: Way, parts: int) -> dict[str, Any]:
+    """What a module of one part is built with: sizes of what it reads and makes."""
     found: dict[str, Any] = {}
-    for name, (tensor, dim) in sizes.items():
-        number = call.role(1, tensor)
-        if number is not None:
-            found[name] = layout.operands[number].local(call.shape(number), parts)[dim]
+    for word, (role, dim) in _BUILT.get(call.name, {}).items():
+        number = call.role(0 if role == "input" else 1, role)
+        if not role:
+            shape = call.graph.values[call.op.name].shape
+            found[word] = layout.result.local(shape, parts)[dim]
+        elif number is not None:
+            found[word] = layout.operands[number].local(call.shape(number), parts)[dim]
     return found
 
 
-_CHANGES: dict[str, Callable[[Op, Call, OpLayout, int], Op]] = {
-    **dict.fromkeys(
-        ("view", "viewas", "reshape", "reshapeas", "expand", "expandas", "broadcastto",
-         "unflatten", "squeeze"), _resized,
-    ),
-    "split": _sections,
-    "splitwithsizes": _sections,
-    **{f"conv{n}d": _grouped(6, "groups") for n in (1, 2, 3)},
-    **{f"convtranspose{n}d": _grouped(7, "groups") for n in (1, 2, 3)},
-    "groupnorm": _grouped(1, "num_groups"),
-    **dict.fromkeys(_BUILT, _rebuilt),
-}  # fmt: skip
+def _changed(
+    pairs: tuple[tuple[str, Argument], ...], changes: dict[str, Any]
+) -> tuple[tuple[str, Argument], ...]:
+    return tuple((dict(pairs) | changes).items())

@@ -6,11 +6,16 @@ op's arguments.  An op without a rule is computed whole on every part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from pdcompile.ir.graph import Affine, Attr, Ref, Slice, TorchLiteral
 from pdcompile.passes.costs.costed_op import words
-from pdcompile.passes.parts.atoms import Extent
+from pdcompile.passes.parts.atoms import Extent, extent
 from pdcompile.passes.parts.calls import Call, whole_numbers
-from pdcompile.passes.parts.rules_of_views import VIEWS
 from pdcompile.passes.parts.signature import LETTERS, Form, Rule, letters_with
+
+_UNKNOWN = "its dimensions are not known"
 
 
 def _plain(signature: str, *names: str) -> Rule:
@@ -145,45 +150,73 @@ def _pool(call: Call) -> Form | str:
     return Form(f"bc{'UVW'[:places]}->bc{'RST'[:places]}", [0])
 
 
-def _over_one(call: Call) -> Form | str:
-    """softmax, cumsum and the like: one dimension is needed whole."""
-    dim = call.argument(1, "dim")
-    if not isinstance(dim, int) or not call.operands:
-        return "its dimension is not known"
-    dims = letters_with(call.rank(0), capital=(dim,))
-    return Form(f"{dims}->{dims}", [0])
+def _along(call: Call, dims: Sequence[int], made: str) -> Form | str:
+    """An op that needs dimensions whole; each is `made` "kept", "new", "one" or "gone"."""
+    if not dims or not call.operands or not call.rank(0):
+        return _UNKNOWN
+    rank = call.rank(0)
+    read = letters_with(rank, capital=dims)
+    forms = {"kept": read, "new": LETTERS[-rank:][::-1].upper(), "one": "1" * rank}
+    changed = forms.get(made, [""] * rank)
+    result = [changed[i] if c.isupper() else c for i, c in enumerate(read)]
+    return Form(f"{read}->{''.join(result)}")
 
 
-def _with_indices(call: Call) -> Form | str:
-    """sort and topk: values and their places, along one dimension."""
-    second = call.name == "topk"
-    dim = call.argument(2 if second else 1, "dim", -1)
-    if not isinstance(dim, int) or not call.operands:
-        return "its dimension is not known"
-    dims = letters_with(call.rank(0), capital=(dim,))
-    made = dims.replace(dims[dim], "Z") if second else dims
-    return Form(f"{dims}->{made},{made}", [0])
-
-
-def _reduced(summed: bool) -> Rule:
-    """Reductions over given dimensions, or over all."""
+def _whole_along(position: int, name: str, default: int | None, made: str) -> Rule:
+    """Along the dimensions that an argument names, all of them are needed."""
 
     def rule(call: Call) -> Form | str:
-        if not call.operands or not call.graph.values[call.op.name].is_tensor:
-            return "it has several results"
-        if call.name in ("max", "min") and call.role(1, "other") is not None:
-            return _elementwise(call)
-        rank = call.rank(0)
-        given = call.argument(1, "dim", call.argument(1, "axis"))
-        gone = (
-            {d % rank for d in whole_numbers(given)} if given not in (None, ()) else {*range(rank)}
-        )
-        dims = letters_with(rank, capital=() if summed else tuple(gone))
-        kept = len(call.out) == rank
-        left = [("1" if kept else "") if i in gone else dims[i] for i in range(rank)]
-        return Form(f"{dims}->{''.join(left)}", [0])
+        rest = call.op.args[position + 1 :] if name == "dims" else ()
+        return _along(call, whole_numbers(call.argument(position, name, default), rest), made)
 
     return rule
+
+
+def _reduced(call: Call) -> Form | str:
+    """Reductions over given dimensions, or over all; sums may be of parts."""
+    if not call.operands or not call.graph.values[call.op.name].is_tensor:
+        return "it has several results"
+    if call.name in ("max", "min") and call.role(1, "other") is not None:
+        return _elementwise(call)
+    rank, given = call.rank(0), call.argument(1, "dim", call.argument(1, "axis"))
+    gone = whole_numbers(given) or tuple(range(rank))
+    form = _along(call, gone, "one" if len(call.out) == rank else "gone")
+    if call.name == "sum" and isinstance(form, Form):
+        return Form(form.signature.lower())
+    return form
+
+
+def _padded(call: Call) -> Form | str:
+    given = call.argument(1, "pad", call.argument(1, "padding"))
+    if isinstance(given, int) and call.op.kind == "module":
+        given = (given,) * 4
+    if not isinstance(given, tuple):
+        return _UNKNOWN
+    pairs = range(len(given) // 2)
+    dims = [-1 - i for i in pairs if given[2 * i : 2 * i + 2] != (0, 0)]
+    return _along(call, dims, "new") if dims else Form("*->*")
+
+
+def _unfolded(call: Call) -> Form | str:
+    form = _along(call, whole_numbers(call.argument(1, "dimension")), "new")
+    if call.op.kind != "method" or isinstance(form, str):
+        return _UNKNOWN
+    return Form(f"{form.signature}M")  # of no result with that many dimensions
+
+
+def _permuted(call: Call) -> Form | str:
+    rank = call.rank(0)
+    order = [*range(rank)]
+    if call.name == "permute":
+        order = [*whole_numbers(call.argument(1, "dims"), call.op.args[2:])]
+    else:
+        named = ((1, "dim0", "axis0"), (2, "dim1", "axis1"))
+        one, two = (call.argument(i, name, call.argument(i, other)) for i, name, other in named)
+        if call.name in ("t", "mt"):
+            one, two = -2 if rank > 1 else -1, -1
+        order[one], order[two] = order[two], order[one]
+    dims = letters_with(rank)
+    return Form(f"{dims}->{''.join(dims[i] for i in order)}")
 
 
 def _embedding(call: Call) -> Form | str:
@@ -202,6 +235,193 @@ def _grouped_products(call: Call) -> Form | str:
     if call.argument(3, "bias") is not None:
         return "it has a bias"
     return Form("Tk,Ekn->Tn", [left, right])
+
+
+def _moved(call: Call) -> Form | str:
+    to_dtype = any(isinstance(one, TorchLiteral) for one in call.op.args)
+    return Form("") if (call.rank(0) or call.out) and not to_dtype else _UNKNOWN
+
+
+def _expanded(call: Call) -> Form:
+    """Dimensions of size one become loops that the operand does not have."""
+    dims, rank = letters_with(len(call.out)), call.rank(0)
+    return Form(f"{dims[len(dims) - rank :]}->{dims}")
+
+
+def _repeated(call: Call) -> Form | str:
+    times = whole_numbers(call.argument(1, "repeats"), call.op.args[2:])
+    rank, dims = call.rank(0), letters_with(call.rank(0))
+    if len(times) != len(call.out) or len(times) > 9:
+        return _UNKNOWN
+    copies, made = "RSTUVWXYZ", ""
+    for i, count in enumerate(times):
+        own = dims[i - len(times) + rank] if i >= len(times) - rank else ""
+        made += own if count == 1 and own else f"({copies[i]}{own})"
+    sizes = {copies[i]: extent(count) for i, count in enumerate(times)}
+    return Form(f"{dims}->{made}", sizes=sizes)
+
+
+def _interleaved(call: Call) -> Form | str:
+    """Every element several times in a row: heads that groups of queries share."""
+    count, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    if not isinstance(count, int) or not isinstance(dim, int):
+        return _UNKNOWN
+    dims = letters_with(call.rank(0))
+    at = dim % len(dims)
+    made = f"{dims[:at]}({dims[at]}R){dims[at + 1 :]}"
+    return Form(f"{dims}->{made}", sizes={"R": Extent(count)})
+
+
+def _sections(call: Call) -> Form | str:
+    """split and chunk: equal sections are a factor, which is needed whole; others stay whole."""
+    given, dim = call.argument(1, "split_size_or_sections"), call.argument(2, "dim", 0)
+    if call.name in ("chunk", "tensorsplit"):
+        given = call.argument(1, "chunks", call.argument(1, "indices_or_sections"))
+    elif given is None:
+        given = call.argument(1, "split_size", call.argument(1, "split_sizes"))
+    if not isinstance(dim, int):
+        return _UNKNOWN
+    dims = letters_with(call.rank(0))
+    at = dim % len(dims)
+    before, own, after = dims[:at], dims[at], dims[at + 1 :]
+    each = _equal_section(call, given, call.extents(0)[at])
+    if each is not None:
+        return Form(f"{before}(S{own}){after}->{before}{own}{after}", sizes={own: each})
+    count = len(given) if isinstance(given, tuple) else 0
+    if not 0 < count <= 15:
+        return "its sections are unequal"
+    made = [f"{before}{letter}{after}" for letter in LETTERS[-count:].upper()]
+    return Form(f"{before}{own.upper()}{after}->{','.join(made)}")
+
+
+def _equal_section(call: Call, given: Any, whole: Extent) -> Extent | None:
+    if isinstance(given, tuple):
+        return extent(given[0]) if len(set(given)) == 1 and given else None
+    if not isinstance(given, int | Affine):
+        return None
+    size = extent(given)
+    if not size.divides(whole):
+        return None
+    return whole.over(size) if call.name in ("chunk", "tensorsplit") else size
+
+
+def _joined(call: Call) -> Form | str:
+    """cat: the joined dimension is needed whole; what is empty does not count."""
+    given = call.inside(0, "tensors")
+    dim = call.argument(1, "dim", call.argument(1, "axis", 0))
+    if not given or not isinstance(dim, int):
+        return _UNKNOWN
+    full = [i for i in given if call.shape(i) != (0,)]
+    full = [i for i in full if call.shape(i)[dim] != 0] or full[:1]
+    dims = letters_with(call.rank(full[0])) if full else ""
+    if not dims or len(full) > 26 - len(dims):
+        return "it joins too many tensors"
+    if len(full) == 1:
+        return Form(f"{dims}->{dims}", full)
+    at = dim % len(dims)
+    own = [dims[:at] + letter + dims[at + 1 :] for letter in LETTERS[-len(full) :].upper()]
+    return Form(f"{','.join(own)}->{dims[:at]}{dims[at].upper()}{dims[at + 1 :]}", full)
+
+
+def _stacked(call: Call) -> Form | str:
+    given, dim = call.inside(0, "tensors"), call.argument(1, "dim", 0)
+    if not given or not isinstance(dim, int):
+        return _UNKNOWN
+    dims = letters_with(call.rank(given[0]))
+    at = dim % (len(dims) + 1)
+    return Form(f"{','.join([dims] * len(given))}->{dims[:at]}Z{dims[at:]}", given)
+
+
+def _gathered(call: Call) -> Form | str:
+    """gather: along `dim` the operand is needed whole, the index is free."""
+    index, dim = call.role(2, "index"), call.argument(1, "dim")
+    if index is None or not isinstance(dim, int) or call.rank(0) != call.rank(index):
+        return _UNKNOWN
+    dims = letters_with(call.rank(0))
+    read, places = [*dims], [*dims]
+    for i, (own, chosen) in enumerate(zip(call.extents(0), call.extents(index), strict=True)):
+        if i == dim % len(dims):
+            read[i] = "Z"
+        elif own != chosen:
+            read[i], places[i] = LETTERS[-2 - i].upper(), places[i].upper()
+    made = "".join(places)
+    return Form(f"{''.join(read)},{made}->{made}", [0, index])
+
+
+def _selected(call: Call) -> Form | str:
+    dim, index = call.argument(1, "dim"), call.role(2, "index")
+    if index is None or not isinstance(dim, int) or call.rank(index) != 1:
+        return _UNKNOWN
+    dims = letters_with(call.rank(0), capital=(dim,))
+    return Form(f"{dims},z->{dims.replace(dims[dim], 'z')}", [0, index])
+
+
+def _indexed(call: Call) -> Form | str:
+    """x[...]: numbers and slices need their dimension whole, tensors of indices are free."""
+    given = call.op.args[1]
+    index = list(given if isinstance(given, tuple) else (given,))
+    tensors = [part for part in index if isinstance(part, Ref | Attr)]
+    known = (int, Slice, Ref, Attr, type(None), type(...))
+    if any(isinstance(part, bool) or not isinstance(part, known) for part in index):
+        return "its index is no plain one"
+    used = sum(part is not None and part is not ... for part in index)
+    rank = call.rank(0)
+    if ... not in index:
+        index.append(...)
+    at = index.index(...)
+    index[at : at + 1] = [Slice()] * (rank - used)
+    if tensors:
+        return _looked_up(call, index)
+    read, made, letters = "", "", iter(LETTERS)
+    for part in index:
+        if part is None:
+            made += "1"
+            continue
+        own, size = next(letters), call.extents(0)[len(read)]
+        whole = isinstance(part, int) or not _is_all(part, size)
+        read += own.upper() if whole else own
+        made += "" if isinstance(part, int) else own
+    changed = "".join(_other(c) if c.upper() in read and c != "1" else c for c in made)
+    return Form(f"{read}->{changed}")
+
+
+def _other(letter: str) -> str:
+    """The capital for what a slice leaves of a dimension."""
+    return LETTERS[-1 - LETTERS.index(letter)].upper()
+
+
+def _is_all(part: Slice, size: Extent) -> bool:
+    if part.step not in (None, 1) or part.start not in (None, 0):
+        return False
+    if part.stop is None:
+        return True
+    return isinstance(part.stop, int | Affine) and extent(part.stop) == size
+
+
+def _looked_up(call: Call, index: list[Any]) -> Form | str:
+    """Tensors among the indices: what they index is needed whole, their own dimensions are free."""
+    numbers = [i for i, operand in enumerate(call.operands) if operand.slot == 1]
+    places = [i for i, part in enumerate(index) if isinstance(part, Ref | Attr | int)]
+    masks = any(call.dtype(i) in ("bool", "uint8") for i in numbers)
+    if masks or places != [*range(places[0], places[-1] + 1)]:
+        return "its index chooses by values"
+    chosen = LETTERS[-max(map(call.rank, numbers)) :] if any(map(call.rank, numbers)) else ""
+    read, made, letters = "", "", iter(LETTERS)
+    for i, part in enumerate(index):
+        if i == places[0]:
+            made += chosen
+        if part is None:
+            made += "1"
+            continue
+        own, size = next(letters), call.extents(0)[len(read)]
+        if i in places:
+            read += own.upper()
+        elif _is_all(part, size):
+            read, made = read + own, made + own
+        else:
+            read, made = read + own.upper(), made + _other(own)
+    terms = [chosen[len(chosen) - call.rank(i) :] for i in numbers]
+    return Form(f"{','.join([read, *terms])}->{made}", [0, *numbers])
 
 
 ELEMENTWISE = words(
@@ -240,12 +460,35 @@ RULES: dict[str, Rule] = {
         for n in (1, 2, 3)
     },
     **dict.fromkeys(words("interpolate upsample"), _pool),
-    **dict.fromkeys(words("softmax logsoftmax cumsum cumprod logcumsumexp"), _over_one),
-    **dict.fromkeys(words("sort topk"), _with_indices),
-    "sum": _reduced(summed=True),
     **dict.fromkeys(
-        words("mean amax amin max min var std prod any all logsumexp argmax argmin"),
-        _reduced(summed=False),
+        words("softmax logsoftmax cumsum cumprod logcumsumexp"),
+        _whole_along(1, "dim", None, "kept"),
     ),
-    **VIEWS,
+    "sort": _whole_along(1, "dim", -1, "kept"),
+    "topk": _whole_along(2, "dim", -1, "new"),
+    "roll": _whole_along(2, "dims", None, "kept"),
+    "flip": _whole_along(1, "dims", None, "kept"),
+    **dict.fromkeys(words("tril triu"), lambda call: _along(call, (-2, -1), "kept")),
+    **dict.fromkeys(words("narrow glu"), _whole_along(1, "dim", -1, "new")),
+    "select": _whole_along(1, "dim", None, "gone"),
+    "unbind": _whole_along(1, "dim", 0, "gone"),
+    "unfold": _unfolded,
+    "pad": _padded,
+    **dict.fromkeys(
+        words("sum mean amax amin max min var std prod any all logsumexp argmax argmin"), _reduced
+    ),
+    **dict.fromkeys(
+        words("view viewas reshape reshapeas flatten unflatten squeeze unsqueeze ravel"), _moved
+    ),
+    **dict.fromkeys(words("transpose swapaxes swapdims permute t mt"), _permuted),
+    **dict.fromkeys(words("expand expandas broadcastto"), _expanded),
+    "repeat": _repeated,
+    "repeatinterleave": _interleaved,
+    **dict.fromkeys(words("split chunk tensorsplit splitwithsizes"), _sections),
+    **dict.fromkeys(words("cat concat"), _joined),
+    "stack": _stacked,
+    "gather": _gathered,
+    "indexselect": _selected,
+    "onehot": lambda call: Form("*->*Z"),
+    "getitem": _indexed,
 }  # fmt: skip

@@ -30,11 +30,11 @@ from pdcompile.ir.graph import (
 from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.parts.attention import NAMES, Add, arguments, weights
+from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Operand, operands
 from pdcompile.passes.parts.functional import as_function
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout
-from pdcompile.passes.parts.layouts import Layouts, OpLayout
+from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import local_op
 from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.assemble import with_consumers
@@ -76,7 +76,7 @@ def write(layouts: Layouts) -> Program:
     """
     for op in layouts.graph.ops:
         plan = layouts.ops[op.name]
-        for one in (*plan.operands, plan.gives, *plan.items.values()):
+        for one in (*plan.operands, plan.gives, *plan.results.values()):
             if one.kind == "S" and isinstance(one.sizes[one.which], Affine):
                 raise PlanError(
                     f"{op.name} is split by samples, of which sizes of a part cannot be written",
@@ -134,6 +134,7 @@ class _Layouts:
         self.made = {name: _Form(Ref(name), WHOLE) for name in self.values}
         #: (value or FQN, layout, scope that it was converted for) -> in that layout
         self.forms: dict[tuple[str, Layout, str], _Form] = {}
+        self.roots: dict[int, str] = {}  # storage -> the op that made it
         self.belongs: dict[str, str] = {}
         self.notes: list[str] = []
         self._current = ""
@@ -218,6 +219,7 @@ class _Layouts:
             shape, storage = like.shape, like.storage
         storage = next(self.storages) if storage is None else storage
         self.ops.append(op)
+        self.roots.setdefault(storage, op.name)
         self.values[op.name] = replace(
             like, name=op.name, producer=op.name, shape=shape, storage=storage
         )
@@ -227,11 +229,6 @@ class _Layouts:
     def _local_tensor(self, fqn: str) -> tuple[int, ...]:
         shape, shard = self.graph.tensors[fqn].shape, self.layouts.shards.get(fqn)
         return shape if shard is None else shard.local_shape(shape)
-
-    def _shape(self, given: Ref | Attr) -> tuple[Size, ...]:
-        if isinstance(given, Attr):
-            return self._local_tensor(given.fqn)
-        return self.values[given.name].shape
 
     def _fresh(self, wish: str) -> str:
         names = (wish if i == 0 else f"{wish}_{i}" for i in count())
@@ -256,21 +253,23 @@ class _Writer(_Layouts):
             written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
         )
 
-    def _op(self, op: Op, plan: OpLayout) -> None:
+    def _op(self, op: Op, plan: Way) -> None:
         read, self._current = operands(op), op.name
         drops_out = _drops_out(op) if plan.axis else ""
         forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
-        if drops_out:
-            self._draw(op, plan, read, forms, drops_out == "dropout")
-            return
         local = local_op(self.graph, op, plan, self.parts)
+        if drops_out == "dropout":
+            self._dropout(local, forms[0].given, plan.result)
+            return
+        if drops_out:
+            local = self._attention(local, plan.result)
         made = _renamed(local, read, forms, plan)
         if plan.result == SUM:
             self._sum(op, made, plan, [forms[i].given for i in plan.added])
         else:
             self._add(op, made, plan.result)
 
-    def _sum(self, op: Op, made: Op, plan: OpLayout, added: Sequence[Ref | Attr]) -> None:
+    def _sum(self, op: Op, made: Op, plan: Way, added: Sequence[Ref | Attr]) -> None:
         """Adds an op of which each part has a share of a sum, the sum, and what is added to it."""
         value, layout = self.graph.values[op.name], plan.after or self._of_sum(op.name)
         found = conversion(SUM, layout)
@@ -295,72 +294,30 @@ class _Writer(_Layouts):
         self._record(replace(view, kind="method"), value, shape)
         return Ref(name)
 
-    def _draw(
-        self, op: Op, plan: OpLayout, read: Sequence[Operand], forms: Sequence[_Form], plain: bool
-    ) -> None:
-        """Drops out of a split value its own share of what would be dropped of the whole."""
-        value, layout = self.graph.values[op.name], plan.result
-        local = layout.local(value.shape, self.parts)
-        if plain:
-            mask = self._share_of_mask(op, op.args, value.shape, layout)
-            last: tuple[str, Ref | Attr, Ref | Attr] = "operator.mul", forms[0].given, mask
-        else:
-            self.notes.append(f"{op.name} ({op.source}) drops out: attention is written out")
-            slots = [NAMES[one.slot] if isinstance(one.slot, int) else one.slot for one in read]
-            given = {name: form.given for name, form in zip(slots, forms, strict=True)}
-            shapes = {name: self._shape(one) for name, one in given.items()}
-            of = dict(zip(slots, (self._whole(one) for one in read), strict=True))
-            masks = "attn_mask" in of and of["attn_mask"].dtype == "bool"
-            kept, values = weights(op, given, shapes, masks, self._adder(op))
-            shape = (*of["query"].shape[:-1], of["key"].shape[-2])
-            inner = layout if layout.dim < len(shape) - 1 else WHOLE
-            drawn = replace(op, target="torch.nn.functional.dropout", kwargs=())
-            p = (Ref(""), arguments(op)["dropout_p"])
-            mask = self._share_of_mask(drawn, p, shape, inner)
-            part = inner.local(shape, self.parts)
-            last = (
-                "torch.matmul",
-                self._adder(op)("kept", "operator.mul", kept, mask, shape=part),
-                values,
-            )
-        self._record(self._function(op, op.name, *last), value, local)
-        self._done(op.name, layout)
+    def _attention(self, op: Op, layout: Layout) -> Op:
+        """Attention that drops out, with its share of what is drawn for the whole."""
+        self.notes.append(f"{op.name} ({op.source}) drops out: attention is written out")
+        inner = layout.dim < len(self.graph.values[op.name].shape) - 1
+        kwargs = (*op.kwargs, *((("split", layout.dim), *_runs(layout)) if inner else ()))
+        return replace(op, target=f"{PARTS}.scaled_dot_product_attention", kwargs=kwargs)
 
-    def _share_of_mask(
-        self, op: Op, args: tuple[Argument, ...], shape: tuple[Size, ...], layout: Layout
-    ) -> Ref:
-        """Adds a dropout of ones for the whole; gives this part's share of it."""
-        value = self.graph.values[op.name]
-        kind = TorchLiteral("dtype", value.dtype), TorchLiteral("device", "self")
-        plain = replace(value, requires_grad=False, needs_gradient=False, stride_order=())
-        plain = replace(plain, shape=shape)
-        ones, mask = self._fresh(f"{op.name}_ones"), self._fresh(f"{op.name}_mask")
-        kwargs = ("dtype", kind[0]), ("device", kind[1])
-        self._record(self._function(op, ones, "torch.ones", shape, kwargs=kwargs), plain, shape)
-        args = rewritten(args, lambda one: Ref(ones) if isinstance(one, Ref) else one)
-        self._record(replace(op, name=mask, args=args, variable=""), plain, shape)
+    def _dropout(self, op: Op, given: Ref | Attr, layout: Layout) -> None:
+        """Drops out of a split value its share of what is dropped of ones, drawn for the whole."""
+        value, named = self.graph.values[op.name], (f"{op.name}_ones", f"{op.name}_mask")
+        like = replace(value, requires_grad=False, needs_gradient=False, stride_order=())
+        ones, mask = map(self._fresh, named)
+        kind = [("dtype", TorchLiteral("dtype", value.dtype)),
+                ("device", TorchLiteral("device", "self"))]  # fmt: skip
+        made = self._function(op, ones, "torch.ones", value.shape, kwargs=tuple(kind))
+        self._record(made, like, value.shape)
+        args = rewritten(op.args, lambda one: Ref(ones) if isinstance(one, Ref) else one)
+        self._record(replace(op, name=mask, args=args, variable=""), like, value.shape)
         found = conversion(WHOLE, layout)
-        if found is None:
-            return Ref(mask)
-        name = self._fresh(f"{op.name}_own")
-        return Ref(self._convert(found, Ref(mask), op, name, plain, layout))
-
-    def _adder(self, op: Op) -> Add:
-        """What adds ops that stand for one of the model's."""
-
-        def add(
-            word: str, target: str, *args: Argument, shape: tuple[Size, ...], dtype: str = ""
-        ) -> Ref:
-            value = replace(self.graph.values[op.name], stride_order=())
-            if dtype:
-                value = replace(value, dtype=dtype, requires_grad=False, needs_gradient=False)
-            literals = tuple((one.kind, one) for one in args if isinstance(one, TorchLiteral))
-            given = [one for one in args if not isinstance(one, TorchLiteral)]
-            name = self._fresh(f"{op.name}_{word}")
-            self._record(self._function(op, name, target, *given, kwargs=literals), value, shape)
-            return Ref(name)
-
-        return add
+        assert found is not None
+        share = self._convert(found, Ref(mask), op, self._fresh(f"{op.name}_own"), like, layout)
+        made = self._function(op, op.name, "operator.mul", given, Ref(share))
+        self._record(made, value, layout.local(value.shape, self.parts))
+        self._done(op.name, layout)
 
     def _add(self, op: Op, made: Op, layout: Layout) -> None:
         """Adds an op of the model, whose result has this layout."""
@@ -370,11 +327,22 @@ class _Writer(_Layouts):
             if self.graph.values[old.name].storage == storage >= 0 and not op.mutates:
                 storage = self.values[new.name].storage  # a view of what is read now
         shape = layout.local(value.shape, self.parts) if value.is_tensor else value.shape
+        if made.target == "view" and self._lies_otherwise(made, storage):
+            made = replace(made, target="reshape")
         self._record(made, value, shape, storage)
         self._done(op.name, layout)
 
+    def _lies_otherwise(self, op: Op, storage: int) -> bool:
+        """True if what an op reads may lie in memory otherwise than in the model: conversions give
+        contiguous values, and ops go by how their operands lie."""
+        root = self.roots.get(storage, "")
+        if root in op.inputs or root not in self.values:
+            return False
+        converted = root in self.belongs or root not in self.graph.values
+        return converted or self.values[root].stride_order != ()
 
-def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: OpLayout) -> Op:
+
+def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: Way) -> Op:
     """The op of one part with its operands as they are given; a few may be left out of it."""
     waiting = iter(zip(read, forms, strict=True))
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from pdcompile.ir.graph import Argument, DictOf, LeftOut, ListOf, Op, OpGraph, Ref, Value
-from pdcompile.ir.records import CONVERSIONS
+from pdcompile.ir.records import CONVERSIONS, FROM_PARTS
 
 # What generated source refers to by these names; no variable may hide them.
 RESERVED = frozenset(
@@ -97,7 +97,7 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
             found[op.name] = (_after_module(op), False)
         else:
             found[op.name] = (_after_op(op), False)
-    used = {op.target.rpartition(".")[2] for op in graph.ops if op.target in CONVERSIONS}
+    used = {op.target.rpartition(".")[2] for op in graph.ops if op.target in FROM_PARTS}
     return {n: (f"{wish}_" if wish in used else wish, again) for n, (wish, again) in found.items()}
 
 

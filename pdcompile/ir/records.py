@@ -18,6 +18,7 @@ PARTS = "pdcompile_parts"
 CONVERSIONS = frozenset(
     f"{PARTS}.{name}" for name in ("spread", "total", "gather", "own", "scatter", "swap")
 )
+FROM_PARTS = CONVERSIONS | {f"{PARTS}.scaled_dot_product_attention"}
 CHECK = "torch._assert"  # `pdcompile.ir.value_checks`: raises where its first argument is false
 GRADIENT = "torch.autograd.grad"
 

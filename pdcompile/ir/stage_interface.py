@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from pdcompile.errors import SourceError
 from pdcompile.ir.graph import Size
+from pdcompile.parts.shard import Shard
 
 #: attribute of a stage class that was loaded from text: its module, which sys.modules has not
 HOME = "_home"
@@ -140,10 +141,17 @@ def named_results(stage: int, ports: Sequence[Port], results: Any) -> dict[str, 
 class Sources:
     """Generated (or loaded) source: file name to text. `stage_k.py`, `pipeline.py`, plan.json.
 
-    `constants` are the tensors of kind "constant" by FQN (torch objects, for ``stage_k.pt``).
+    `constants` are the tensors of kind "constant" by FQN (torch objects, for ``stage_k.pt``),
+    `shards` say of which tensors each part of a stage has a slice.
     """
 
     files: dict[str, str]
     interfaces: tuple[StageInterface, ...]
     edited: tuple[str, ...] = ()  # names of files whose text is not what generate() wrote
     constants: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    shards: Mapping[str, Shard] = field(default_factory=dict, compare=False, repr=False)
+
+    def slices(self, fqn: str, whole: Any) -> Any:
+        """A tensor as ``stage_k.pt`` has it: where parts have slices, a list of them."""
+        shard = self.shards.get(fqn)
+        return [shard.own(whole, p) for p in range(shard.parts)] if shard else whole

@@ -18,7 +18,7 @@ import torch.nn.functional
 import torch.overrides
 
 from pdcompile.errors import SourceError, TraceError
-from pdcompile.ir.records import CONVERSIONS, PARTS, TorchLiteral
+from pdcompile.ir.records import FROM_PARTS, PARTS, TorchLiteral
 from pdcompile.parts import conversions
 from pdcompile.releases.torch_internals import (
     ASSERT,
@@ -161,7 +161,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 def _find(target: str) -> Any:
     parts = target.split(".")
-    if target in CONVERSIONS:
+    if target in FROM_PARTS:
         return getattr(conversions, parts[-1])
     if parts[-1] == "apply":
         cls = _function_class(parts[:-1])

@@ -8,7 +8,8 @@
     swap     split along one dimension -> split along another
 
 Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
-equal share: runs=3 for a fused qkv.
+equal share: runs=3 for a fused qkv.  `scaled_dot_product_attention` drops out
+what torch's would drop out of the whole.
 
 Parts are processes of a group (`Group`), or take turns in one process (`in_turns`).  This file
 needs torch alone: written stages carry it along.
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
@@ -62,6 +64,32 @@ def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1)
     return _convert(x, "swap", there, _Step("swap", new, new_runs, old, old_runs))
 
 
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, split: int | None = None, runs: int = 1,
+) -> Tensor:  # fmt: skip
+    """Attention whose weights are split along a dimension (None: along none of theirs).
+
+    Written out: kernels draw by the sizes that they are given.  Sums are in another order.
+    """
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (one.repeat_interleave(times, -3) for one in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.softmax(-1)
+    counts = [here().count if dim == split else 1 for dim in range(weights.dim())]
+    kept = F.dropout(torch.ones_like(weights).repeat(counts), dropout_p)
+    return (weights * (kept if split is None else own(kept, split, runs=runs))) @ value
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Forward or backward of a conversion; `dim` is split, or becomes split (swap: `new`)."""
@@ -85,58 +113,60 @@ class At:
         return f"{self.name} ({self.place})"
 
 
-class Parts:
-    """One part among `count`, and what it does together with the others.
+class Alone:
+    """One part among `count`, which takes all others to have what it has: for shapes and times."""
 
-    A stack has one more dimension, the first, with an item for each part.
-    """
+    def __init__(self, count: int, part: int = 0) -> None:
+        self.part, self.count = part, count
 
-    part: int
-    count: int
+    def meet(self, x: Tensor, at: At) -> Tensor:
+        """This part's result of a conversion, for which it gives x and the others theirs.
 
-    def sum(self, x: Tensor, at: At) -> Tensor:
-        """The sum of all parts' values; `at` says for errors which conversion it belongs to."""
-        raise NotImplementedError
-
-    def all(self, x: Tensor, at: At) -> Tensor:
-        """The stack of all parts' values."""
-        raise NotImplementedError
-
-    def scatter(self, stack: Tensor, at: At) -> Tensor:
-        """The sum of this part's items of all parts' stacks."""
-        raise NotImplementedError
-
-    def exchange(self, stack: Tensor, at: At) -> Tensor:
-        """The stack of this part's items of all parts' stacks."""
-        raise NotImplementedError
+        The result is the sum of what all give, the stack of it ("gather"), or of stacks with an
+        item for each part the sum ("scatter") or the stack ("swap") of this part's items.
+        """
+        return _results(at.step.kind, [x] * self.count)[self.part]
 
 
-class Group(Parts):
+def _results(kind: str, given: Sequence[Tensor]) -> list[Tensor]:
+    """What each of the parts gets; sums are always in the order of parts."""
+    if kind == "sum":
+        return [_sum(given) for _ in given]
+    if kind == "gather":
+        return [torch.stack([*given]) for _ in given]
+    columns = zip(*given, strict=True)
+    return [_sum(one) if kind == "scatter" else torch.stack([*one]) for one in columns]
+
+
+def _sum(given: Sequence[Tensor]) -> Tensor:
+    result = given[0].clone(memory_format=torch.contiguous_format)
+    for one in given[1:]:
+        result += one
+    return result
+
+
+class Group(Alone):
     """A process of a process group, whose ranks are the parts in order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_world_size(group), dist.get_rank(group))
         self._group = group
-        self.part, self.count = dist.get_rank(group), dist.get_world_size(group)
 
-    def sum(self, x: Tensor, at: At) -> Tensor:
-        result = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(_real(result), group=self._group)
-        return result
-
-    def all(self, x: Tensor, at: At) -> Tensor:
-        result = x.new_empty((self.count, *x.shape))
-        dist.all_gather_into_tensor(_bytes(result), _bytes(x.contiguous()), group=self._group)
-        return result
-
-    def scatter(self, stack: Tensor, at: At) -> Tensor:
-        result = stack.new_empty(stack.shape[1:])
-        given = _real(stack.contiguous()).flatten(0, 1)
-        dist.reduce_scatter_tensor(_real(result), given, group=self._group)
-        return result
-
-    def exchange(self, stack: Tensor, at: At) -> Tensor:
-        result = torch.empty_like(stack, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(_bytes(result), _bytes(stack.contiguous()), group=self._group)
+    def meet(self, x: Tensor, at: At) -> Tensor:
+        x, group = x.contiguous(), self._group
+        match at.step.kind:
+            case "sum":
+                result = x.clone()
+                dist.all_reduce(_real(result), group=group)
+            case "gather":
+                result = x.new_empty((self.count, *x.shape))
+                dist.all_gather_into_tensor(_bytes(result), _bytes(x), group=group)
+            case "scatter":
+                result = x.new_empty(x.shape[1:])
+                dist.reduce_scatter_tensor(_real(result), _real(x).flatten(0, 1), group=group)
+            case _:
+                result = torch.empty_like(x)
+                dist.all_to_all_single(_bytes(result), _bytes(x), group=group)
         return result
 
 
@@ -149,53 +179,15 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-class Alone(Parts):
-    """A part that takes all others to have what it has: for shapes, and for times of a stage."""
-
-    def __init__(self, count: int, part: int = 0) -> None:
-        self.part, self.count = part, count
-
-    def meet(self, at: At, given: Tensor, results: Results) -> Tensor:
-        """This part's result of a meeting of all parts, from what each of them gives."""
-        return results([given] * self.count)[self.part]
-
-    def sum(self, x: Tensor, at: At) -> Tensor:
-        return self.meet(at, x, lambda given: [_sum(given) for _ in given])
-
-    def all(self, x: Tensor, at: At) -> Tensor:
-        return self.meet(at, x, lambda given: [torch.stack(list(given)) for _ in given])
-
-    def scatter(self, stack: Tensor, at: At) -> Tensor:
-        return self.meet(at, stack, lambda given: [_sum(one) for one in _columns(given)])
-
-    def exchange(self, stack: Tensor, at: At) -> Tensor:
-        return self.meet(at, stack, lambda given: [torch.stack(one) for one in _columns(given)])
-
-
-Results = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _sum(given: Sequence[Tensor]) -> Tensor:
-    """The sum, always in the order of parts."""
-    result = given[0].clone(memory_format=torch.contiguous_format)
-    for one in given[1:]:
-        result += one
-    return result
-
-
-def _columns(stacks: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [list(one) for one in zip(*stacks, strict=True)]
-
-
 # Which part this is.
 
 _turn = threading.local()  # .parts, in a thread of `in_turns`
-_process: list[Parts] = []  # of this process, where it is one part
+_process: list[Alone] = []  # of this process, where it is one part
 
 
-def here() -> Parts:
+def here() -> Alone:
     """The part that is running."""
-    found: Parts | None = getattr(_turn, "parts", None) or (_process[-1] if _process else None)
+    found: Alone | None = getattr(_turn, "parts", None) or (_process[-1] if _process else None)
     if found is None:
         raise RuntimeError(
             "this stage is one of several parts, and nothing says which: run it by in_turns(...), "
@@ -205,7 +197,7 @@ def here() -> Parts:
 
 
 @contextmanager
-def using(parts: Parts) -> Iterator[None]:
+def using(parts: Alone) -> Iterator[None]:
     """Context in which this process is one part; backward belongs in it too."""
     _process.append(parts)
     try:
@@ -232,7 +224,6 @@ class _Turn(Alone):
         super().__init__(count, part)
         self.at: At | None = None  # the conversion that it waits at
         self.given, self.answer = torch.empty(0), torch.empty(0)
-        self.results: Results = list
         self.returned: Any = None
         self._function = function
         self._error: BaseException | None = None
@@ -245,9 +236,9 @@ class _Turn(Alone):
         )
         self._thread.start()
 
-    def meet(self, at: At, given: Tensor, results: Results) -> Tensor:
+    def meet(self, x: Tensor, at: At) -> Tensor:
         if not self._ends:
-            self.at, self.given, self.results = at, given, results
+            self.at, self.given = at, x
             self._stopped.release()
             self._go.acquire()
         if self._ends:
@@ -320,8 +311,9 @@ def _meet(turns: Sequence[_Turn]) -> None:
                 f"{' and '.join(said)}: all parts have to come to the same conversions, in the "
                 "same order; undo the last edit of the stage, or write it again"
             )
+    assert first.at is not None
     with torch.no_grad():  # before any goes on, and may write into what it gave
-        answers = first.results(given)
+        answers = _results(first.at.step.kind, given)
     for turn, answer in zip(turns, answers, strict=True):
         turn.answer = answer
 
@@ -351,26 +343,26 @@ def _set_draws(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
 # One conversion.
 
 
-def _run(at: At, x: Tensor, parts: Parts) -> Tensor:
+def _run(at: At, x: Tensor, parts: Alone) -> Tensor:
     step = at.step
     match step.kind:
         case "sum":
-            return parts.sum(x, at)
+            return parts.meet(x, at)
         case "gather":
-            return _join(parts.all(x, at), step.dim, step.runs)
+            return _join(parts.meet(x, at), step.dim, step.runs)
         case "own":
             return _cut(x, step.dim, step.runs, parts.count, at)[parts.part].contiguous()
         case "scatter":
-            return parts.scatter(_cut(x, step.dim, step.runs, parts.count, at), at)
+            return parts.meet(_cut(x, step.dim, step.runs, parts.count, at), at)
         case "swap":
-            stack = parts.exchange(_cut(x, step.new, step.new_runs, parts.count, at), at)
+            stack = parts.meet(_cut(x, step.new, step.new_runs, parts.count, at), at)
             return _join(stack, step.dim, step.runs)
     return x
 
 
 class _Conversion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: At, back: At, parts: Parts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: At, back: At, parts: Alone) -> Tensor:
         ctx.there, ctx.back, ctx.parts = there, back, parts
         y = _run(there, x, parts)
         return x.view_as(x) if y is x else y
@@ -380,7 +372,7 @@ class _Conversion(torch.autograd.Function):
         return _apply(gradients[0], ctx.back, ctx.there, ctx.parts), None, None, None
 
 
-def _apply(x: Tensor, there: At, back: At, parts: Parts) -> Tensor:
+def _apply(x: Tensor, there: At, back: At, parts: Alone) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Conversion.apply(x, there, back, parts)  # type: ignore[no-any-return,no-untyped-call]
     return _run(there, x, parts)

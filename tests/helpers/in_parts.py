@@ -17,7 +17,7 @@ from pdcompile.parts.conversions import in_turns
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.codegen import generate, stage_classes
 from pdcompile.passes.parts.families import Family
-from pdcompile.passes.parts.layouts import lay_out
+from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.written import Program, write
 from tests.helpers.cuts import cut
 from tests.helpers.generated import captured
@@ -34,6 +34,7 @@ class InParts:
     sources: Sources
     capture: Capture
     leaves: dict[str, Any]
+    layouts: Layouts
 
     @property
     def shards(self) -> dict[str, Shard]:
@@ -46,14 +47,15 @@ def written(
 ) -> InParts:  # fmt: skip
     """Captures, lays out, writes and generates."""
     flat, _, capture = captured(model, inputs, target, loss_fn)
-    train = write(lay_out(capture.train, family, parts))
+    layouts = lay_out(capture.train, family, parts)
+    train = write(layouts)
     evaluation = write(lay_out(capture.eval, family, parts))
     assert dict(train.shards) == dict(evaluation.shards)
     capture = replace(capture, train=train.graph, eval=evaluation.graph)
     count = sum(op.region == "forward" for op in capture.train.ops)
     plan = cut(capture, [count * k // stages for k in range(1, stages)])
-    sources = generate(capture, plan, parts)
-    return InParts(model, train, sources, capture, dict(flat.leaves))
+    sources = generate(capture, plan, parts, train.shards)
+    return InParts(model, train, sources, capture, dict(flat.leaves), layouts)
 
 
 def _loaded(it: InParts, part: int) -> list[nn.Module]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.gpt import GPT, loss_fn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError
 from pdcompile.ir.execution import Lookup, execute, run_op
@@ -21,7 +22,7 @@ from pdcompile.passes.parts.families import Family
 from pdcompile.passes.parts.layout import Layout
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.local import local_op
-from tests.helpers import models
+from tests.helpers import generated, models
 
 B = 4
 FAMILIES: tuple[Family, ...] = ("width", "width+sequence", "sequence", "context")
@@ -200,6 +201,29 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     assert "parts=2 or 4 or 8, or split='samples'" in str(caught.value)
     with pytest.raises(ConfigError, match="split='context' divides nothing"):
         lay_out(graph, "context", 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "family", "parts", "said", "remedy"),
+    [
+        (4, "width", 3, r"parts=3: heads \(4\) of blocks.0.attention.* do not divide",
+         "use parts=2 or 4 or 8, or split='samples'"),
+        (4, "sequence", 3, r"split='sequence': attention at .*gpt.py:\d+ has 4 heads, which 3 ",
+         "use parts=2 or 4, or split='context'"),
+        (3, "sequence", 2, "has 3 heads, which 2 parts cannot share",
+         "use parts=3, or split='context'"),
+        (4, "context", 3, r"parts=3: sequence \(16\) of .* do not divide",
+         "use parts=2 or 4 or 8, or split='samples'"),
+    ],
+)  # fmt: skip
+def test_heads_and_sequences_that_parts_cannot_share_are_refused_by_name(
+    heads: int, family: Family, parts: int, said: str, remedy: str
+) -> None:
+    model, ids = GPT(2, 16 * heads, heads, 16), torch.zeros(B, 16, dtype=torch.int64)
+    _, _, found = generated.captured(model, ids, ids, loss_fn)
+    with pytest.raises(ConfigError, match=said) as caught:
+        lay_out(found.train, family, parts)
+    assert remedy in str(caught.value)
 
 
 def test_operands_are_numbered_as_they_appear() -> None:

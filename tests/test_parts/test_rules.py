@@ -23,9 +23,8 @@ from pdcompile.ir.graph import ListOf, Op, OpGraph, Ref, Slice
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.parts.atoms import Extent, cut, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
-from pdcompile.passes.parts.choice import divides
-from pdcompile.passes.parts.layout import SPREAD, SUM, Layout, split_layout
-from pdcompile.passes.parts.layouts import OpLayout
+from pdcompile.passes.parts.families import divides
+from pdcompile.passes.parts.layout import SUM, Layout
 from pdcompile.passes.parts.local import local_op
 from pdcompile.passes.parts.rules import RULES
 from tests.helpers.graphs import GraphBuilder
@@ -206,23 +205,6 @@ def graph_of(case: Case, given: Mapping[str, Tensor], whole: Any) -> tuple[OpGra
     return graph, next(op for op in graph.ops if op.name == "made")
 
 
-def layout_of(found: OpAxes, way: Way) -> OpLayout | None:
-    """The layout of an op that is split in one way; None where it cannot be written."""
-    wants: list[Layout] = []
-    for number in range(len(found.call.operands)):
-        factor = way.operands.get(number)
-        layout = SPREAD if factor is None else split_layout(factor)
-        if layout is None:
-            return None
-        wants.append(layout)
-    results = {i: split_layout(factor) for i, factor in way.results.items()}
-    if way.summed:
-        return OpLayout("made", "axis", tuple(wants), SUM, added=found.added)
-    known = {i: one for i, one in results.items() if one is not None}
-    first = next(iter(known.values()))
-    return OpLayout("made", "axis", tuple(wants), first, items=known)
-
-
 def shard(layout: Layout, parts: int) -> Shard:
     sizes = tuple(size for size in layout.sizes if isinstance(size, int))
     return Shard("x", layout.dim, sizes, layout.which, parts)
@@ -264,42 +246,39 @@ def check_way(
     graph: OpGraph, found: OpAxes, way: Way, parts: int, given: dict[str, Tensor]
 ) -> None:
     """Compares the whole op with its parts, split in one way."""
-    layout = layout_of(found, way)
-    if layout is None:
-        return
-    op = found.op
+    op, summed = found.op, way.result == SUM
     whole = {name: leaf(tensor) for name, tensor in given.items()}
     expected = results(run(op, whole))
     above = weights_for(expected)
     wanted = gradients(expected, above, whole)
-    own = local_op(graph, op, layout, parts)
-    wants = {o.name: one for o, one in zip(found.call.operands, layout.operands, strict=True)}
-    added = {found.call.operands[i].name for i in layout.added}
+    own = local_op(graph, op, way, parts)
+    wants = {o.name: one for o, one in zip(found.call.operands, way.operands, strict=True)}
+    added = {found.call.operands[i].name for i in way.added}
     made, grads = [], []
     for part in range(parts):
         read = {name: leaf(shard(wants[name], parts).own(tensor, part))
                 if name in wants and wants[name].kind == "S" else leaf(tensor)
                 for name, tensor in given.items()}  # fmt: skip
         results_here = results(run(own, read))
-        up = [shard(layout.items[i], parts).own(one, part) if i in layout.items else one
+        up = [one if summed else shard(way.results[i], parts).own(one, part)
               for i, one in enumerate(above)]  # fmt: skip
         made.append(results_here)
         grads.append(gradients(results_here, up, read))
     for i, one in enumerate(expected):
         pieces = [here[i].detach() for here in made]
-        joined = sum(pieces) if way.summed else shard(layout.items[i], parts).joined(pieces)
+        joined = sum(pieces) if summed else shard(way.results[i], parts).joined(pieces)
         for name in added:
             bias = given[name]
             joined = joined + (bias[:, None, None][..., : one.dim() - 2].reshape(
                 (-1,) + (1,) * (one.dim() - 2)) if "conv" in op.target else bias)  # fmt: skip
-        torch.testing.assert_close(joined, one.detach(), msg=lambda m: f"{layout}: {m}")
+        torch.testing.assert_close(joined, one.detach(), msg=lambda m: f"{way}: {m}")
     for name, gradient in wanted.items():
         if name in added:
             continue
         pieces = [here[name] for here in grads]
         split = wants[name].kind == "S"
         joined = shard(wants[name], parts).joined(pieces) if split else sum(pieces)
-        torch.testing.assert_close(joined, gradient, msg=partial("{}, {}: {}".format, layout, name))
+        torch.testing.assert_close(joined, gradient, msg=partial("{}, {}: {}".format, way, name))
 
 
 def divided(found: OpAxes, draw: st.DataObject) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import GPT, loss_fn
-from pdcompile.errors import PlanError
+from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import Affine, OpGraph
 from pdcompile.ir.records import CONVERSIONS
 from pdcompile.passes.codegen import write as dump
@@ -26,6 +26,7 @@ from tests.helpers.in_parts import InParts, compare, written
 from tests.helpers.launch import torchrun
 
 FP64, FP32 = 1e-10, 2e-5
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def tokens(seed: int, length: int = 16, vocabulary: int = 96) -> Tensor:
@@ -166,10 +167,9 @@ def test_attention_that_drops_out_is_written_out(causal: bool, mask: str) -> Non
     y %= 64
     it = written(model, x, y, F.cross_entropy)
     compare(it, lambda: F.cross_entropy(model(x), y), FP64)
-    assert (
-        "scaled_dot"
-        not in it.sources.files["stage_0.py"].split("if self.training")[1].split("return")[0]
-    )
+    training = it.sources.files["stage_0.py"].split("if self.training")[1].split("return")[0]
+    assert "F.scaled_dot" not in training
+    assert "split=1" in training
 
 
 class Wide(nn.Module):
@@ -196,6 +196,66 @@ def test_hidden_units_drop_out_and_channels_are_split() -> None:
     agree(it, FP64, lambda: F.cross_entropy(model(x), y))
     assert "up.weight" in it.shards
     assert "own(self.drop(" in it.sources.files["stage_0.py"]
+
+
+class Circular(nn.Module):
+    """A convolution that only runs as a module, where the sum over parts has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Conv2d(4, 64, 3, bias=False), nn.BatchNorm2d(64)
+        self.down = nn.Conv2d(64, 4, 3, padding=1, padding_mode="circular")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.norm(self.up(x)))).mean((2, 3))
+
+
+def test_a_module_that_no_function_replaces_stays_whole_and_says_so() -> None:
+    torch.manual_seed(0)
+    model = Circular().double()
+    x, y = torch.randn(4, 4, 8, 8, dtype=torch.float64), torch.randint(4, (4,))
+    it = written(model, x, y, F.cross_entropy)
+    agree(it, FP64, lambda: F.cross_entropy(model(x), y))
+    assert "no function does what this module does" in str(it.layouts)
+    assert "up.weight" in it.shards
+
+
+class Viewed(nn.Module):
+    """Attention whose result is viewed as it lies in memory, without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (one.view(b, s, 4, 16).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v) + q
+        return x + self.proj(mixed.transpose(1, 2).view(b, s, 64))
+
+
+@pytest.mark.parametrize("family", ["width", "sequence", "width+sequence"])
+def test_a_view_of_what_was_converted_does_not_ask_how_it_lies(family: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Viewed().double(), torch.randn(4, 12, 64).double()
+    it = written(model, x, x, F.mse_loss, family=family)
+    agree(it, FP64, lambda: F.mse_loss(model(x), x))
+
+
+@pytest.mark.parametrize("family", ["width", "sequence"])
+@pytest.mark.parametrize("name", ["GPT", "Llama"])
+def test_four_parts(name: str, family: Any) -> None:
+    if name == "GPT":
+        it = written(gpt(), tokens(0), tokens(1), loss_fn, family=family, parts=4)
+        agree(it, FP64, lambda: loss_fn(it.model(tokens(0)), tokens(1)))
+        return
+    model = hugging_face(name)
+    if family == "sequence":
+        with pytest.raises(ConfigError, match="has 2 heads, which 4 parts cannot share"):
+            written(model, {"input_ids": tokens(0)}, tokens(1), of_logits, family=family, parts=4)
+        return
+    it = written(model, {"input_ids": tokens(0)}, tokens(1), of_logits, family=family, parts=4)
+    agree(it, 1e-7, lambda: of_logits(model(input_ids=tokens(0)), tokens(1)))
 
 
 RANKS = """
@@ -225,6 +285,21 @@ def test_two_ranks_run_what_was_written(tmp_path: Path) -> None:
 
 
 # What was written.
+
+
+@pytest.mark.parametrize("name", ["gpt_by_width", "gpt_by_sequence", "llama_by_width"])
+def test_stages_in_parts_read_like_ones_written_by_hand(name: str) -> None:
+    """Golden files; write them anew with PDCOMPILE_GOLDEN=write and read the difference."""
+    family: Any = name.partition("_by_")[2]
+    if name.startswith("gpt"):
+        it = gpt_in_parts(family, dtype=torch.float32)
+    else:
+        model = hugging_face("Llama", torch.float32)
+        it = written(model, {"input_ids": tokens(0)}, tokens(1), of_logits, family=family)
+    text, golden = it.sources.files["stage_0.py"], GOLDEN / f"{name}_stage_0.py"
+    if os.environ.get("PDCOMPILE_GOLDEN") == "write":
+        golden.write_text(text)
+    assert text.splitlines() == golden.read_text().splitlines()
 
 
 def test_the_graph_is_an_ordinary_one() -> None:
@@ -269,18 +344,34 @@ def test_values_have_the_shapes_that_they_are_said_to_have() -> None:
 
 def test_a_dumped_folder_runs_its_parts_without_pdcompile(tmp_path: Path) -> None:
     it = gpt_in_parts("width", 2, torch.float32)
-    dump(it.sources, tmp_path, model=it.model)
-    (tmp_path / "sitecustomize.py").write_text(
+    losses = _losses_of_folder(it, tmp_path)
+    assert losses[0] == losses[1]
+
+
+def test_each_part_of_a_dumped_folder_loads_its_slice_of_buffers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Circular()
+    model.norm.running_mean = torch.arange(64.0)
+    x, y = torch.randn(4, 4, 8, 8), torch.randint(4, (4,))
+    it = written(model, x, y, F.cross_entropy)
+    _losses_of_folder(it, tmp_path)
+    saved = torch.load(tmp_path / "stage_0.pt", weights_only=True)
+    assert [one.tolist() for one in saved["norm.running_mean"]] == [[*range(32)], [*range(32, 64)]]
+
+
+def _losses_of_folder(it: InParts, folder: Path) -> list[str]:
+    dump(it.sources, folder, model=it.model)
+    (folder / "sitecustomize.py").write_text(
         "import sys\nsys.modules['pdcompile'] = None\n", encoding="utf-8"
     )
     run = subprocess.run(
-        [sys.executable, "pipeline.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "pipeline.py"], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(folder)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     losses = [line for line in run.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 2
-    assert losses[0] == losses[1]
+    return losses
 
 
 def test_variables_keep_clear_of_the_conversions_names() -> None:
