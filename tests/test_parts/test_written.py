@@ -91,10 +91,10 @@ def test_two_stages_may_be_cut_inside_of_what_is_split() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
-        ("Llama", torch.float64, 1e-7),  # its norms compute in float32
+        pytest.param("Llama", torch.float64, 1e-7, marks=pytest.mark.slow),  # norms in float32
         ("Llama", torch.float32, FP32),
         ("GPT2", torch.float64, FP64),
-        ("GPT2", torch.float32, FP32),
+        pytest.param("GPT2", torch.float32, FP32, marks=pytest.mark.slow),
     ],
 )
 def test_unmodified_models_of_hugging_face(name: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -243,7 +243,7 @@ def test_a_view_of_what_was_converted_does_not_ask_how_it_lies(family: Any) -> N
 
 
 @pytest.mark.parametrize("family", ["width", "sequence"])
-@pytest.mark.parametrize("name", ["GPT", "Llama"])
+@pytest.mark.parametrize("name", ["GPT", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_four_parts(name: str, family: Any) -> None:
     if name == "GPT":
         it = written(gpt(), tokens(0), tokens(1), loss_fn, family=family, parts=4)
