@@ -1,4 +1,4 @@
-"""What share of each model of the zoo can two devices inside a stage divide?
+"""Measures the share of each model of the zoo that two devices inside a stage divide.
 
     python benchmarks/parts.py                        # the whole zoo, captured anew
     python benchmarks/parts.py --only gpt2 t5 --parts 4
@@ -38,7 +38,7 @@ ASKED = 0.95
 
 @dataclass(frozen=True)
 class Share:
-    """What parts divide of one model by one split: shares of FLOPs and of parameter bytes."""
+    """Shares of FLOPs and of parameter bytes that parts divide of one model by one split."""
 
     flops: float
     bytes: float

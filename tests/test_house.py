@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_691),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        10_017,
+        10_015,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_607),
     "schedules": (

@@ -7,7 +7,7 @@ Groups are numbered; `before` and `after` list the direct predecessors and succe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.lattice import Lists
@@ -20,23 +20,19 @@ def down_closed(
     after: Lists,
     limit: float,
     *,
-    late: Callable[[], bool] = lambda: False,
-    eager: int = 0,
-    links: list[Link] | None = None,
+    eager: int,
+    links: list[Link],
 ) -> list[int] | None:
-    """Every down-closed set; None when there are more than `limit`, or `late` ends the listing.
+    """Down-closed sets that hold the groups of the mask `eager` as soon as they can, in the order
+    found; None when there are more than `limit`.
 
-    Smaller ones come first.  With `eager`, a mask of groups that join as soon as they can, only
-    sets that hold them where they can, in the order found; `links` then receives (position of a
-    set, added group, position of the set it leads to).
+    `links` receives (position of a set, added group, position of the set it leads to).
     """
     needs = [sum(1 << u for u in parents) for parents in before]
     start = sum(1 << v for v, parents in enumerate(before) if not parents)
     position = {0: 0}
     found, ready = [0], [start]
     for here, down_set in enumerate(found):  # grows while it is walked
-        if not here & 255 and late():
-            return None
         for v in lattice.members(ready[here]):
             pulled = ready[here] & eager & ~(1 << v)
             larger = down_set | 1 << v | pulled
@@ -58,9 +54,8 @@ def down_closed(
                     return None
                 found.append(larger)
                 ready.append(opened)
-            if links is not None:
-                links.append((here, v, there))
-    return found if eager or links is not None else lattice.smaller_first(found)
+            links.append((here, v, there))
+    return found
 
 
 def prefixes(
@@ -68,7 +63,6 @@ def prefixes(
     limit: float,
     *,
     each: int | None = None,
-    late: Callable[[], bool] = lambda: False,
 ) -> list[int]:
     """Prefixes of orders together, smaller ones first; an order that exceeds `limit` ends them.
 
@@ -77,8 +71,6 @@ def prefixes(
     """
     found: dict[int, None] = {}
     for order in orders:
-        if found and late():
-            break
         mask, fresh = 0, {0: None}
         step = max(1, -(-len(order) // each)) if each else 1
         for i, v in enumerate(order, start=1):

@@ -29,14 +29,13 @@ def partition(
     Args:
         time_limit: seconds after which the best plan so far is returned; 0: the first plan.
             None: until proved, at most 20.
-        seed: of the random linear orders and of CP-SAT; equal seeds give equal answers as long
-            as the time limit is not reached.
+        seed: of CP-SAT; equal seeds give equal answers as long as the time limit is not reached.
         progress: called with a line of text, plan, bound and gap, when one of them improves.
         scope: inside which scope the certificate holds; default: the problem's.
 
     Raises:
-        InfeasibleError: no assignment satisfies the limits; names those that conflict, and the
-            least that would help.  Also when none was found within the time limit (it says so).
+        InfeasibleError: no assignment satisfies the limits; names those that conflict, and what
+            would help.  Also when none was found within the time limit (it says so).
         CostError: a cost is negative or not finite.
     """
     validate(problem)

@@ -201,7 +201,8 @@ def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
             remedy=f"ask for at most {n} stages (replicas='any' gives them several devices)",
         )
     for v in range(n):
-        sizes = {s: problem.stages[s].memory_bytes for s in _range(model, v)}
+        stages = range(model.lowest[v], model.highest[v] + 1)
+        sizes = {s: problem.stages[s].memory_bytes for s in stages}
         short, stage = min(
             (0 if size is None else _alone(model, v, s) - size, s) for s, size in sizes.items()
         )
@@ -216,10 +217,6 @@ def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
                 where=f"stage {stage}",
             )
     return None
-
-
-def _range(model: Model, group: int) -> range:
-    return range(model.lowest[group], model.highest[group] + 1)
 
 
 def _alone(model: Model, group: int, stage: int) -> int:

@@ -31,7 +31,7 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> Size | None:
-        """What a shape says of it; None where no shape does."""
+        """The size as shapes have it; None where no shape can."""
         if self.tag or self.power > 1:
             return None
         return Affine(self.number) if self.power else self.number
@@ -111,7 +111,7 @@ def join(one: Sequence[Atom], other: Sequence[Atom]) -> bool:
 
 
 def _divided(atom: Atom, first: Atom) -> Atom:
-    """What is left of an atom whose outermost factor is `first`."""
+    """The rest of an atom whose outermost factor is `first`."""
     rest = Atom(atom.extent.over(first.extent))
     atom.factors = (first, rest)
     return rest

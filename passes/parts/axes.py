@@ -39,7 +39,7 @@ class Way:
 
     @property
     def result(self) -> Layout:
-        """What the op itself gives."""
+        """The layout that the op itself gives."""
         return self.results.get(0, WHOLE)
 
     @property
@@ -50,7 +50,7 @@ class Way:
 
 @dataclass(frozen=True)
 class OpAxes:
-    """How one op divides.  `reason`: why it does not at all, "" where it has a rule.
+    """Axes of one op, and its ways to divide.  `reason`: why there are none, "" with a rule.
 
     `added`: numbers of operands that are added after a sum.
     """

@@ -1,4 +1,4 @@
-"""Which way each op is split: one axis an op, chosen so that few bytes are converted.
+"""Chooses the way that each op is split: one axis an op, so that few bytes are converted.
 
 Products (of the matmul family) come first.  Axes of weights are taken in the order of the bytes
 that splitting along them converts for each operation that it divides: the inner width of an MLP
@@ -74,7 +74,7 @@ class Choice:
         return self.kinds.preferred(op, ways) if op.op.name in self.flops else ways
 
     def _open(self, op: OpAxes, ways: list[Way], active: Collection[Atom | None]) -> list[Way]:
-        """What an op may be; products stay whole only where nothing divides them."""
+        """Ways open to an op; products stay whole only where nothing divides them."""
         found = []
         for way in ways:
             if way.axis in active or way.axis not in self.kinds.width:

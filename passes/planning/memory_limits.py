@@ -42,7 +42,8 @@ class PlannedLimit(NamedTuple):
 
 def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | None:
     """The least limit for which a plan was found; None where memory is not what is missing."""
-    limits = {s: size for s, one in enumerate(problem.stages) if (size := one.memory_bytes)}
+    sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
+    limits = {s: size for s, size in sizes.items() if size is not None}
     budget, least = Budget(SECONDS), 0
 
     def needed(limit: int | None) -> int | None:

@@ -51,9 +51,7 @@ def test_orders_are_topological_and_their_prefixes_down_closed(seed: int) -> Non
         assert len(place) == n
         assert all(place[a] < place[b] for a, b in arcs)
     assert set(linear_orders.prefixes(orders, 10**6)) <= set(closed(n, arcs))
-    assert (
-        len(linear_orders.prefixes(orders, 1)) == n + 1
-    )  # those of the first order are always there
+    assert len(linear_orders.prefixes(orders, 1)) == n + 1  # those of the first are always there
 
 
 def test_the_cheapest_cut_closes_what_is_open_first() -> None:

@@ -101,8 +101,7 @@ def describe(candidate: Candidate) -> str:
     widths = [option.replicas for option in candidate.options]
     again = sum(option.recompute for option in candidate.options)
     setting, stages = candidate.setting, len(candidate.options)
-    text = f"{name_of(setting.schedule)}, "
-    text += f"extra warm-up {setting.extra_warmup}, " if setting.extra_warmup else ""
+    text = f"{choices(candidate)['schedule']}, "
     text += f"{setting.num_microbatches} microbatch" + "es" * (setting.num_microbatches > 1) + ", "
     where = f"{stages} stage" + "s" * (stages > 1)
     if candidate.shared:

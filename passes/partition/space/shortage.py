@@ -117,9 +117,10 @@ def no_plan(
             where="memory" if short else "cluster",
             remedy=f"give more time{' or memory' if short else ''}, ask for less{others}",
         )
+    known = f"; by the formula alone, and devices as large as the largest, {least.what} would"
     return InfeasibleError(
-        "no plan of the space fits once messages and updates are counted; by the formula alone, "
-        f"and devices as large as the largest, {least.what} would",
+        "no plan of the space fits once messages and updates are counted"
+        + known * math.isfinite(share),
         where="memory",
         remedy=f"give a little more memory{others}",
     )

@@ -181,7 +181,8 @@ class FirstPlans:
         """The best cut at positions by its bound, and the one by load, that takes that share of
         the memory; `again`: all stages recompute."""
         if case.branch:
-            yield from case.branch.likely() if memory == 1 else ()
+            quick = case.branch.likely() if memory == 1 else ()
+            yield from (c for c in quick if not again or all(o.recompute for o in c.options))
             return
         space, prepared = self.space, self.prepared_at(case.setting.num_microbatches)
         seats = self._seats(case, memory)
