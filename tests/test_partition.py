@@ -325,8 +325,7 @@ def test_reductions_lose_nothing() -> None:
 
 
 def test_what_is_to_be_apart_is_not_joined_in_a_large_model() -> None:
-    problem = gpt_problem(80, 4, "flush")
+    problem = replace(gpt_problem(200, 4, "flush"), apart=((101, 102),))
     assert len(problem.items) > search.FIRST
-    for a in range(1, 40):
-        found, _ = partition(replace(problem, apart=((a, a + 1),)), time_limit=0)
-        assert found.stage_of[a] != found.stage_of[a + 1]
+    found, _ = partition(problem, time_limit=2)
+    assert found.stage_of[101] != found.stage_of[102]
