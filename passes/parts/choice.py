@@ -139,7 +139,7 @@ class Choice:
         return found.results.get(item_of(self.axes.ops[name].op), WHOLE) if found else WHOLE
 
     def way(self, name: str) -> Way:
-        """How an op is computed; items of a container as they are."""
+        """Return how an op is computed; items of a container as they are."""
         if name not in self._maker:
             return self.ways[name]
         layout, maker = self.given(name), self.ways[self._maker[name]]
@@ -160,7 +160,7 @@ class Choice:
         return size * sum(wire(have, want, self.parts, about.needs_gradient) for want in wants)
 
     def _around(self, name: str) -> tuple[float, int]:
-        """What changes with the way of one op: bytes, and operands that are converted."""
+        """Bytes that depend on the way of one op, and the operands that are converted."""
         way, about = self.ways[name], self.graph.values[name]
         size = about.bytes(self.graph.batch_size)
         found = sum(map(self._cost, dict.fromkeys(self._values[name])))

@@ -28,7 +28,7 @@ _ALLOWED: dict[Family, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Kinds:
-    """What kind of axis an atom is: of samples, of weights of products, or else of a sequence."""
+    """Kind of the axis of an atom: samples, weights of products, or else a sequence."""
 
     family: Family
     width: frozenset[Atom | None]
@@ -52,7 +52,7 @@ class Kinds:
         return Kinds(family, frozenset(found), names)
 
     def name(self, axis: Atom) -> str:
-        """What people call the axis."""
+        """Name of the axis in messages."""
         return self.names.get(axis, "hidden") if axis in self.width else self.kind(axis)
 
     def is_heads(self, axis: Atom | None) -> bool:

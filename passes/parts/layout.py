@@ -16,7 +16,7 @@ from pdcompile.ir.graph import Affine, Size
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What each part has of one value.
+    """Layout of one value: the piece that each part holds.
 
     For S: dimension `dim` is the product of `sizes`, and part p has the p-th of equal runs of the
     factor `which`, as in `pdcompile.parts.Shard`.

@@ -130,7 +130,7 @@ def _with_fewer_groups(op: Op, call: Call, layout: Way, parts: int) -> Op:
 
 
 def _built(call: Call, layout: Way, parts: int) -> dict[str, Any]:
-    """What a module of one part is built with: sizes of what it reads and makes."""
+    """Sizes that the module of one part reads and makes, to build it with."""
     found: dict[str, Any] = {}
     for word, (role, dim) in _BUILT.get(call.name, {}).items():
         number = call.role(0 if role == "input" else 1, role)

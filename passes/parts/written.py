@@ -44,7 +44,7 @@ Kwargs = tuple[tuple[str, Argument], ...]
 
 @dataclass(frozen=True)
 class Program:
-    """What one part computes.
+    """Program that one part computes.
 
     Attributes:
         shards: tensors of the model of which each part has a slice, by FQN.
@@ -164,7 +164,7 @@ class _Layouts:
         return self.forms[key]
 
     def _whole(self, operand: Operand) -> Value:
-        """What the model has for an operand."""
+        """Return the operand as it stands in the model."""
         if not operand.of_model:
             return self.graph.values[operand.name]
         info = self.graph.tensors[operand.name]

@@ -129,7 +129,7 @@ class Alone:
 
 
 def _results(kind: str, given: Sequence[Tensor]) -> list[Tensor]:
-    """What each of the parts gets; sums are always in the order of parts."""
+    """Give each part its result of the collective; sums are always in the order of parts."""
     if kind == "sum":
         return [_sum(given) for _ in given]
     if kind == "gather":
@@ -171,7 +171,7 @@ class Group(Alone):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """What is only moved is moved as bytes: libraries do not know every dtype."""
+    """View a tensor as bytes to move it: libraries do not know every dtype."""
     return x.flatten().view(torch.uint8)
 
 
