@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, new_bytes
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, new_bytes, new_of
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 from pdcompile.releases.torch_internals import FakeTensor
 from tests.helpers import models
@@ -95,16 +95,14 @@ def test_kept_bytes_follow_writes_and_shared_memory(build: Callable[[], nn.Modul
     model, x = build(), torch.rand(4, 8)
     graph = trace.trace(model, x)
     kept = kept_storages(graph, 4)
-    assert {op: sorted(kept.by_op[op].values()) for op in kept.by_op} == kept_really(
-        graph, model, x
-    )
+    assert {op: sorted(kept[op].values()) for op in kept} == kept_really(graph, model, x)
 
 
 def test_modules_of_another_dtype_run() -> None:
     layers = (nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Hardswish(), nn.Dropout(0.5))
     model, x = nn.Sequential(*layers).bfloat16(), torch.rand(2, 3, 8, dtype=torch.bfloat16)
     graph = trace.trace(model, x)
-    kept = kept_storages(graph, 2).by_op
+    kept = kept_storages(graph, 2)
     assert {op: sorted(kept[op].values()) for op in kept} == kept_really(graph, model, x)
 
 
@@ -122,7 +120,7 @@ def test_bytes_of_a_third_size_follow_from_two(name: str, monkeypatch: pytest.Mo
     found = {b: new_bytes(graph, b) for b in (1, 5, 24)}
     assert len(known) == 2
     for b, of_ops in found.items():
-        assert of_ops == kept_storages(graph, b).new()
+        assert of_ops == new_of(kept_storages(graph, b))
     assert any(found[1][name] < found[5][name] < found[24][name] for name in found[5])
 
 

@@ -19,7 +19,7 @@ from pdcompile.cli.costs import sizes_of
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import size_at
 from pdcompile.passes.costs import CostedOp, GraphIndex, forward_flops
-from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, new_of
 from pdcompile.passes.costs.symbolic import SymbolicCosts, polynomial_through
 from pdcompile.passes.trace import capture
 from tests.helpers import models
@@ -59,7 +59,7 @@ def numbers(model: nn.Module, inputs: Any, target: Any, loss_fn: Any) -> Numbers
     flat = example_call(model, inputs, target)
     graph = capture(model, flat, resolve_batch(flat), loss_fn).train
     index, b = GraphIndex.of(graph, graph.batch_size), graph.batch_size
-    kept = kept_storages(graph, b).new()
+    kept = new_of(kept_storages(graph, b))
     return [
         (
             tuple(size_at(size, b) for size in graph.values[op.name].shape),

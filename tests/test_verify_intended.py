@@ -100,8 +100,7 @@ def test_dropout_is_off_while_gradients_are_compared():
     model = models.gpt(dropout=0.5, layers=1)
     inputs, target = models.batch_for(model, 4)
     notes, hints = told(model, inputs, target, models.token_loss)
-    assert hints == ()
-    assert [note for note in notes if "random numbers" in note] == list(notes)
+    assert notes == hints == ()
 
 
 @pytest.mark.filterwarnings("ignore:captured as opaque")

@@ -90,7 +90,6 @@ def divide(
     def reachable(fqn: str, path: str) -> bool:
         return any(below(name, path) for name in reach[fqn])
 
-    apart: set[Hashable] = set()  # blocks that differ in too many numbers for one class
     trees = CallTrees(candidates.__contains__, reachable)
     while True:
         calls = tuple(
@@ -98,11 +97,12 @@ def divide(
             for each, keep in zip((train, evaluation), wanted, strict=True)
         )
         layout = CodeLayout(calls[0], calls[1], root, classes, partial=partial)
-        interned = Classes(capture, names, layout, apart)
+        interned = Classes(capture, names, layout)
         flat = interned.assign()
-        candidates -= flat
-        if not flat and interned.finish():
+        if not flat:
+            interned.finish()
             return layout
+        candidates -= flat
 
 
 def _candidates(
@@ -141,9 +141,7 @@ class Classes:
     capture: Capture
     names: Mapping[str, str]
     layout: CodeLayout
-    apart: set[Hashable]  # keys of classes that are equal only with the same numbers
     index_of: dict[Hashable, int] = field(default_factory=dict)
-    keys: list[Hashable] = field(default_factory=list)  # by index, without numbers
     facts: dict[str, Facts] = field(default_factory=dict)  # by path
     calls: dict[str, tuple[BlockCall | None, ...]] = field(default_factory=dict)
 
@@ -187,46 +185,24 @@ class Classes:
             if path not in flat:
                 self.facts[path] = reader
                 self.calls[path] = train, evaluation
-                self._intern(path, tuple(keys), train, evaluation, node)
+                index = self.index_of.setdefault(tuple(keys), len(self.layout.blocks))
+                if index == len(self.layout.blocks):
+                    self.layout.blocks.append(Block(index, path, train, evaluation, node))
+                self.layout.block_of[path] = node.block = index
         return flat
 
-    def _intern(
-        self,
-        path: str,
-        key: Hashable,
-        train: BlockCall | None,
-        evaluation: BlockCall | None,
-        node: Node,
-    ) -> None:
-        plain = key
-        if key in self.apart:
-            key = (key, tuple(map(repr, self.facts[path].numbers)))
-        index = self.index_of.get(key)
-        if index is None:
-            index = self.index_of[key] = len(self.layout.blocks)
-            self.layout.blocks.append(Block(index, path, train, evaluation, node))
-            self.keys.append(plain)
-        self.layout.block_of[path] = node.block = index
-
-    def finish(self) -> bool:
-        """Makes arguments of the numbers in which instances differ; False: divide once more."""
+    def finish(self) -> None:
+        """Makes arguments of the numbers in which instances differ."""
         found: list[Template] = []
-        complete = True
         for block in self.layout.blocks:
-            members = self.layout.members(block)
+            facts = [self.facts[path] for path in self.layout.members(block)]
             taken = (*block.node.children, *block.node.tensors)
-            one = class_arguments.template([self.facts[path] for path in members], taken)
-            if one is None:
-                self.apart.add(self.keys[block.index])
-                complete = False
-            found.append(one or Template())
-        if complete:
-            for path, index in self.layout.block_of.items():
-                node = self.layout.root.find(path)
-                assert node is not None
-                node.arguments = found[index].arguments(self.facts[path].numbers)
-            self.layout.blocks[:] = [self._general(block, found) for block in self.layout.blocks]
-        return complete
+            found.append(class_arguments.template(facts, taken))
+        for path, index in self.layout.block_of.items():
+            node = self.layout.root.find(path)
+            assert node is not None
+            node.arguments = found[index].arguments(self.facts[path].numbers)
+        self.layout.blocks[:] = [self._general(block, found) for block in self.layout.blocks]
 
     def _general(self, block: Block, found: Sequence[Template]) -> Block:
         """The block with its arguments in the place of the example's numbers."""

@@ -17,7 +17,6 @@ from pdcompile.passes.form.expressions import Named
 from pdcompile.passes.form.module_tree import TAKEN, Node
 from pdcompile.passes.stages.naming import identifier, unique
 
-MOST = 6  # arguments of a class; blocks that differ in more have classes of their own
 LETTERS = "nmpqrsuvwyz"
 
 Number: TypeAlias = int | float
@@ -115,10 +114,10 @@ class Template:
     numbers of all instances -> the argument that they are.
     """
 
-    names: tuple[str, ...] = ()
-    first: tuple[int, ...] = ()
-    at: dict[int, int] = field(default_factory=dict)
-    known: dict[Column, str] = field(default_factory=dict)
+    names: tuple[str, ...]
+    first: tuple[int, ...]
+    at: dict[int, int]
+    known: dict[Column, str]
 
     def arguments(self, numbers: Sequence[Any]) -> tuple[Any, ...]:
         """Constructor arguments of an instance with these numbers."""
@@ -135,8 +134,8 @@ class Template:
         return put
 
 
-def template(instances: Sequence[Facts], taken: Sequence[str]) -> Template | None:
-    """The arguments that a class needs for its instances; None if these are too many.
+def template(instances: Sequence[Facts], taken: Sequence[str]) -> Template:
+    """The arguments that a class needs for its instances.
 
     `taken`: names that no argument may have.
     """
@@ -150,8 +149,6 @@ def template(instances: Sequence[Facts], taken: Sequence[str]) -> Template | Non
                 columns[column] = len(first)
                 first.append(position)
             at[position] = columns[column]
-    if len(first) > MOST:
-        return None
     names: list[str] = []
     for position in first:
         names.append(_name(instances[0].hints[position], names, taken))

@@ -68,10 +68,8 @@ def _inputs(graph: OpGraph, interfaces: tuple[StageInterface, ...]) -> Iterator[
     for item in graph.inputs:
         if item.name in used:
             value = graph.values[item.name]
-            *first, last = fold(f"{quote(item.path)}: {_made_up(graph, item)},", 2)
-            lines = [Line(text, is_text=True) for text in first]
-            comment = shape_text(value.shape, value.dtype)
-            yield render([*lines, Line(last, comment, is_text=True)])
+            text = f"{quote(item.path)}: {_made_up(graph, item)},"
+            yield render([Line(text, shape_text(value.shape, value.dtype), depth=2)])
 
 
 def _made_up(graph: OpGraph, item: GraphInput) -> str:
@@ -138,7 +136,7 @@ def _run(
     if made:
         names = [variables[p.value] if p in made else "_" for p in signature.outputs]
         left = ", ".join(names) if len(names) > 1 else f"({names[0]},)"
-        yield f"({left}) = results" if len(left) > 84 else f"{left} = results"
+        yield f"{left} = results"
 
 
 def _argument(port: Port, variables: dict[str, str]) -> str:

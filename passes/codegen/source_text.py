@@ -26,7 +26,6 @@ class Line:
     code: str = ""
     comment: str = ""
     depth: int = 0
-    is_text: bool = False  # part of a docstring: never folded
 
     def deeper(self, levels: int = 1) -> Line:
         return replace(self, depth=self.depth + levels)
@@ -92,7 +91,7 @@ def render(lines: Iterable[Line]) -> str:
         if not line.code:
             done.append(f"{indent}# {line.comment}"[:WIDTH].rstrip() if line.comment else "")
             continue
-        folded = [indent + line.code] if line.is_text else fold(line.code, line.depth)
+        folded = fold(line.code, line.depth)
         comment = f"  # {line.comment}" if line.comment else ""
         if comment and len(folded[-1]) + len(comment) <= WIDTH:
             folded[-1] += comment

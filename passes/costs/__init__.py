@@ -16,15 +16,14 @@ from pdcompile.passes.costs.costed_op import (
     structural_key,
 )
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.forecast import forecast, rough_forecast
+from pdcompile.passes.costs.forecast import forecast
 from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
 from pdcompile.passes.costs.stage_ports import Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 
 __all__ = [
     "REFERENCE", "CostedOp", "GraphIndex", "Machine", "Operand", "Resident", "calibrate",
-    "costed_ops", "estimate", "forecast", "forward_flops", "rough_forecast", "seconds",
-    "structural_key",
+    "costed_ops", "estimate", "forecast", "forward_flops", "seconds", "structural_key",
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Forecasts what one microbatch keeps on each stage of a cut, and the peak of its backward.
 
 `forecast` is exact to the byte: each distinct stage is rehearsed once, and stages of equal layers
-are equal, so that a deep model costs little more than one of its stages.  `rough_forecast`, for
-what cannot be rehearsed, adds up what autograd keeps of the ops when the whole graph runs once.
+are equal, so that a deep model costs little more than one of its stages.  For what cannot be
+rehearsed, it adds up what autograd keeps of the ops when the whole graph runs once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from statistics import median_low
@@ -19,7 +19,7 @@ from typing import Any
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
-from pdcompile.passes.costs.stage_ports import Ports, Resident, mode_of, ports_of
+from pdcompile.passes.costs.stage_ports import Ports, Resident, ports_of
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 from pdcompile.schedule.instruction import TO_INPUTS, Action
@@ -60,10 +60,30 @@ class Rehearsal:
 
     @cached_property
     def key(self) -> str:
-        """A digest of all that decides what the stage holds."""
-        return f"{_key(self.calls, self.steps, self.ports)} {''.join(self.backwards)}" + (
-            f" {self.kernels}" if self.kernels != HOST else ""
-        )
+        """A digest of all that decides what the stage holds; names are numbered as they appear."""
+        numbers: dict[str, int] = {}
+        lines = [f"{''.join(self.backwards)} {self.kernels}"]
+
+        def note(names: Iterable[object]) -> None:
+            lines.append(" ".join(str(numbers.setdefault(str(n), len(numbers))) for n in names))
+
+        for call, step in zip(self.calls, self.steps, strict=True):
+            op, graph = call.op, call.index.graph
+            lines.append(f"{structural_key(call)} {op.saved_bytes} {graph.loss == op.name}")
+            read = operands(op)
+            note((*read, op.name, *(ref.fqn for ref in walk((op.args, op.kwargs), Attr))))
+            note((*op.parameters, *op.buffers_read, *op.buffers_written))
+            note(graph.values[name].storage for name in (*read, op.name))
+            lines.append(" ".join(str(graph.values[name].producer is None) for name in read))
+            note(op.mutates)
+            note(step.ends)
+        wiring = self.ports.wiring
+        for port, edge in (*wiring.inputs, *wiring.outputs):
+            note((port.value,))
+            lines.append(f"{edge is None} {edge in wiring.differentiable} {edge in wiring.chained}")
+        note(self.ports.copies)
+        lines.append(str(self.ports.keeps_outputs))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def rehearsals_of(
@@ -77,9 +97,12 @@ def rehearsals_of(
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     steps = Lifetimes.of(graph).steps
+    members: list[list[CostedOp]] = [[] for _ in ports]
+    for call, stage in zip(costed_ops(graph, b), stage_of, strict=True):
+        members[stage].append(call)
     return [
         Rehearsal(calls, steps([call.op for call in calls], own.given), own, backwards, kernels)
-        for calls, own in zip(_members(graph, stage_of, num_stages, b), ports, strict=True)
+        for calls, own in zip(members, ports, strict=True)
     ]
 
 
@@ -87,15 +110,11 @@ def forecast(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, **how: Any
 ) -> tuple[Resident, ...]:
     """Forecasts what each stage holds; arguments are those of `rehearsals_of`."""
-    return residents(graph, stage_of, b, rehearsals_of(graph, stage_of, num_stages, b, **how))
+    return residents(graph, b, rehearsals_of(graph, stage_of, num_stages, b, **how))
 
 
 def residents(
-    graph: OpGraph,
-    stage_of: Sequence[int],
-    b: int,
-    stages: Sequence[Rehearsal],
-    progress: Progress | None = None,
+    graph: OpGraph, b: int, stages: Sequence[Rehearsal], progress: Progress | None = None
 ) -> tuple[Resident, ...]:
     """Bytes that each of these stages of a cut holds; `progress` is told how many are done."""
     found: list[Resident | None] = []
@@ -103,42 +122,29 @@ def residents(
         if progress is not None:
             progress(s, len(stages), f"stage {s}")
         found.append(_rehearsed(stage))
-    kernels = stages[0].kernels if stages else HOST
-    rough = rough_forecast(graph, stage_of, len(stages), b, kernels) if None in found else ()
-    return tuple(rough[s] if one is None else one for s, one in enumerate(found))
+    if None not in found:
+        return tuple(filter(None, found))
+    from pdcompile.passes.costs.rehearsal.kept_storages import new_bytes
+
+    new = new_bytes(graph, b, stages[0].kernels)
+    each = zip(stages, found, strict=True)
+    return tuple(one or _added_up(stage, new) for stage, one in each)
 
 
-def rough_forecast(
-    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int, kernels: Kernels = HOST
-) -> tuple[Resident, ...]:
-    """Adds up what each stage holds: a storage counts once, received ones do not count.
+def _added_up(stage: Rehearsal, new: Mapping[str, int]) -> Resident:
+    """Bytes that a stage holds by those that are `new` with each of its ops, and its results.
 
-    A received tensor lies in a receive slot; results are kept as roots of the stage's backward.
-    Workspace is that of the op that needs the most, as in the planner's formula.
+    Never less than it holds: what is received lies in a receive slot as well.  Workspace is that of
+    the op that needs the most, as in the planner's formula.
     """
-    from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, newly
-
-    kept = kept_storages(graph, b, kernels)
-    between = mode_of(graph, stage_of, num_stages).edges
-    found = []
-    for stage, calls in enumerate(_members(graph, stage_of, num_stages, b)):
-        received = (edge.value for edge in between if stage in edge.targets)
-        seen = {key for name in received for key in kept.of_value[name]}
-        saved = [newly(kept.by_op[call.op.name], seen) for call in calls]
-        roots = (edge.value for edge in between if edge.source == stage and edge.gradient)
-        results = sum(newly(kept.of_value[name], seen) for name in roots)
-        workspace = max((call.workspace_bytes for call in calls), default=0)
-        found.append(Resident(sum(saved) + results, workspace))
-    return tuple(found)
-
-
-def _members(
-    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
-) -> list[list[CostedOp]]:
-    found: list[list[CostedOp]] = [[] for _ in range(num_stages)]
-    for call, stage in zip(costed_ops(graph, b), stage_of, strict=True):
-        found[stage].append(call)
-    return found
+    results = {port.value for port, _ in stage.ports.wiring.outputs}
+    saved = workspace = 0
+    for call in stage.calls:
+        saved += new[call.op.name]
+        if call.op.name in results:
+            saved += sum(one.bytes for one in call.outputs)
+        workspace = max(workspace, call.workspace_bytes)
+    return Resident(saved, workspace)
 
 
 def _rehearsed(stage: Rehearsal) -> Resident | None:
@@ -165,30 +171,3 @@ def _rehearsed(stage: Rehearsal) -> Resident | None:
         rehearsals.seconds += took
         rehearsals.rates.append(took / len(stage.calls))
     return _cache[key]
-
-
-def _key(calls: Sequence[CostedOp], steps: Sequence[Step], ports: Ports) -> str:
-    """A digest of all that decides what a stage holds; names are numbered as they appear."""
-    numbers: dict[str, int] = {}
-    lines: list[str] = []
-
-    def note(names: Iterable[object]) -> None:
-        lines.append(" ".join(str(numbers.setdefault(str(n), len(numbers))) for n in names))
-
-    for call, step in zip(calls, steps, strict=True):
-        op, values = call.op, call.index.graph.values
-        lines.append(f"{structural_key(call)} {op.saved_bytes} {call.index.graph.loss == op.name}")
-        read = operands(op)
-        note((*read, op.name, *(ref.fqn for ref in walk((op.args, op.kwargs), Attr))))
-        note((*op.parameters, *op.buffers_read, *op.buffers_written))
-        note(values[name].storage for name in (*read, op.name))
-        lines.append(" ".join(str(values[name].producer is None) for name in read))
-        note(op.mutates)
-        note(step.ends)
-    wiring = ports.wiring
-    for port, edge in (*wiring.inputs, *wiring.outputs):
-        note((port.value,))
-        lines.append(f"{edge is None} {edge in wiring.differentiable} {edge in wiring.chained}")
-    note(ports.copies)
-    lines.append(str(ports.keeps_outputs))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -7,12 +7,11 @@ reach of a peak in a data sheet is an assumption, and the same for every kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from pdcompile.cluster import HOST_KIND, KNOWN_KINDS, Cluster
-from pdcompile.errors import did_you_mean
 from pdcompile.hardware.data_sheets import SHEETS, Sheet
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
@@ -149,10 +148,9 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
         note = (
             f"nothing is known of device kind {', '.join(map(repr, unknown))}: costs are "
             f"estimated for {'one core of a server CPU' if kinds[0] in unknown else kinds[0]}, "
-            f"times each device's speed; {_meant(unknown)}known kinds are {', '.join(KNOWN_KINDS)}"
+            f"times each device's speed; known kinds are {', '.join(KNOWN_KINDS)}"
         )
         return replace(cluster, notes=(*cluster.notes, note))
-    seconds = {kind: _whole_seconds(graph, kind, microbatch_size) for kind in kinds}
     note = (
         f"costs are estimated for {kinds[0]} from its data sheet: {100 * REACHED_FLOPS:.0f} % of "
         f"the peak, {100 * REACHED_BANDWIDTH:.0f} % of the memory's bandwidth, "
@@ -160,7 +158,9 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
     )
     if len(kinds) > 1:
         own = any(device.speed != 1.0 for device in cluster.devices)
-        speed = {kind: seconds[kinds[0]] / max(s, 1e-300) for kind, s in seconds.items()}
+        calls = costed_ops(graph, microbatch_size)
+        whole = {kind: math.fsum(sum(seconds(one, KINDS[kind])) for one in calls) for kind in kinds}
+        speed = {kind: whole[kinds[0]] / max(s, 1e-300) for kind, s in whole.items()}
         if own:
             note += "; other kinds by the speeds that the cluster gives"
         else:
@@ -169,13 +169,3 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
             others = ", ".join(f"{kind} {speed[kind]:.2f}" for kind in kinds[1:])
             note += f"; speeds for this model, relative to it: {others}"
     return replace(cluster, notes=(*cluster.notes, note))
-
-
-def _meant(unknown: Iterable[str]) -> str:
-    """``did you mean 'l4'? ``, of a kind that may be one that is known, misspelt."""
-    return "".join(did_you_mean(kind, SHEETS) for kind in unknown if kind not in KNOWN_KINDS)
-
-
-def _whole_seconds(graph: OpGraph, kind: str, microbatch_size: int) -> float:
-    machine = KINDS.get(kind, REFERENCE)
-    return math.fsum(sum(seconds(one, machine)) for one in costed_ops(graph, microbatch_size))

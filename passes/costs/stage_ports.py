@@ -70,19 +70,14 @@ class Ports(NamedTuple):
         return {self.wiring.signature.loss or "", *(one.value for one, _ in self.wiring.outputs)}
 
 
-def mode_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> Mode:
-    """The graph with its ops on stages, and what crosses between these."""
-    placed = {op.name: stage for op, stage in zip(graph.ops, stage_of, strict=True)}
-    crossing = edges(graph, placed, num_stages, graph.batch_size)
-    return Mode(graph, placed, num_stages - 1, crossing)
-
-
 def ports_of(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, *, keeps_outputs: bool = True
 ) -> list[Ports]:
     """The ports of each stage; ops of the loss are on the last one."""
-    mode = mode_of(graph, stage_of, num_stages)
-    shared = tied(graph, mode.stage_of)
+    placed = {op.name: stage for op, stage in zip(graph.ops, stage_of, strict=True)}
+    crossing = edges(graph, placed, num_stages, graph.batch_size)
+    mode = Mode(graph, placed, num_stages - 1, crossing)
+    shared = tied(graph, placed)
     return [
         Ports(
             wire(k, num_stages, signature(mode, k), mode.edges, training=True),

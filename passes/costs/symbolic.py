@@ -24,7 +24,7 @@ from pdcompile.errors import ConfigError, TraceError
 from pdcompile.ir.graph import OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, new_of
 from pdcompile.units import format_bytes, format_flops
 
 Dims = dict[str, tuple[int, ...]]  # path of an input -> its dims that are the length
@@ -363,7 +363,7 @@ def _batch_sizes(own: OpGraph, others: Sequence[OpGraph]) -> list[int]:
 
 def _numbers(graph: OpGraph, b: int) -> list[SymbolicOp]:
     """Costs of each op at one size; an opaque module has no closed form."""
-    kept = kept_storages(graph, b).new()
+    kept = new_of(kept_storages(graph, b))
 
     def numbers(call: CostedOp) -> SymbolicOp:
         op = call.op

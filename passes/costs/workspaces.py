@@ -48,10 +48,10 @@ class Kernels:
         here = devices.of_kind(kind)
         gpu = "" if devices.is_host(here) else devices.name_and_modes(here)
         chosen = re.findall(r":(\d+):(\d+)", os.environ.get(VARIABLE, ""))
-        if chosen:
-            own = sum(int(size) * int(count) * KIB for size, count in chosen)
-        else:
-            own = NEWER if _is_newer(kind) else OLDER
+        own = sum(int(size) * int(count) * KIB for size, count in chosen)
+        if not chosen:
+            is_newer = kind == devices.GPU and gpu and devices.capability(here)[0] >= HOPPER
+            own = NEWER if kind in OF_NEWER or is_newer else OLDER
         return Kernels(copies=False, product_bytes=THREADS * own, gpu=gpu)
 
     @staticmethod
@@ -91,16 +91,6 @@ class Kernels:
 
 
 HOST = Kernels()
-
-
-def _is_newer(kind: str) -> bool:
-    from pdcompile.hardware import devices
-
-    here = devices.of_kind(kind)
-    named = kind.strip().lower()
-    if named in OF_NEWER or devices.is_host(here) or named != devices.GPU:
-        return named in OF_NEWER
-    return devices.capability(here)[0] >= HOPPER
 
 
 def _multiplies(call: CostedOp) -> bool:

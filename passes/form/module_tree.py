@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ def skeleton(
     inside: dict[str, dict[str, TensorInfo]] = {path: {} for path in leaves}
     declared: dict[str, dict[str, TensorInfo]] = {}
     for name, fqn in names.items():
-        leaf = _leaf_of(name, leaves)
+        leaf = leaf_of(name, leaves)
         if leaf is not None:
             inside[leaf][name[len(leaf) + 1 :]] = tensors[fqn]
         else:
@@ -138,7 +138,8 @@ def prune(node: Node) -> None:
             del node.children[name]
 
 
-def _leaf_of(name: str, leaves: Mapping[str, Op]) -> str | None:
+def leaf_of(name: str, leaves: Container[str]) -> str | None:
+    """The leaf module that a tensor's name lies in; None where it is in none of these."""
     return next((path for path in ancestors(name)[:-1] if path in leaves), None)
 
 

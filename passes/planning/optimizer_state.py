@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pdcompile.eager.optimizers import Optimizers, make_optimizer
-from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, tensors_in
+from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 
 PROBE_SHAPE = (32, 32)
 _VECTOR = (1024,)
@@ -122,15 +123,14 @@ class _Step(LiveStorages):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        read = [tensor for _, one in given for tensor in tensors_in(one)]
+        read = tensors_among(args)
         written = [
             tensor
-            for argument, one in given
+            for argument, one in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tensors_in(one)
+            for tensor in tensors_among(one)
         ]
-        made = [one for one in tensors_in(result) if all(one is not other for other in read)]
+        made = [one for one in tensors_among(result) if all(one is not other for other in read)]
         if not func.is_view:
             sizes = (one.numel() * one.element_size() for one in (*read, *written, *made))
             self.moved_bytes += sum(size for size in sizes if size > SCALAR_BYTES)

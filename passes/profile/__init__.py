@@ -199,10 +199,8 @@ def apply(
     model.
     """
     b = found.microbatch_size
-    entries = {entry.key: entry for entry in found.entries}
-    calls = costed_ops(graph, b)
-    known = [entries.get(structural_key(call)) for call in calls]
-    if complete and calls and not any(known):
+    known = _known(graph, found)
+    if complete and known and not any(known):
         raise CostError(
             "the profile lists none of this model's ops",
             remedy="measure this model, at this microbatch size",
@@ -217,13 +215,18 @@ def apply(
 
 def said_of(graph: OpGraph, found: Profile) -> str:
     """Note of a plan about costs that were measured on a GPU."""
-    entries = {entry.key: entry for entry in found.entries}
-    keys = [structural_key(call) for call in costed_ops(graph, found.microbatch_size)]
-    work, queueing = _work_and_queueing([entries.get(key) for key in keys])
+    work, queueing = _work_and_queueing(_known(graph, found))
     return (
         f"costs were measured on {found.device}: a microbatch of {found.microbatch_size} takes it "
         f"{format_seconds(work)}, and its host {format_seconds(queueing)} to queue"
     )
+
+
+def _known(graph: OpGraph, found: Profile) -> list[Entry | None]:
+    """The entry of each op; None for those that the profile does not list."""
+    entries = {entry.key: entry for entry in found.entries}
+    calls = costed_ops(graph, found.microbatch_size)
+    return [entries.get(structural_key(call)) for call in calls]
 
 
 def _work_and_queueing(entries: Sequence[Entry | None]) -> tuple[float, float]:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, bound
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.costs import CostedOp, Operand
 from pdcompile.passes.costs.costed_op import laid_out
-from pdcompile.passes.costs.rehearsal.live_storages import tensors_in
 from pdcompile.passes.costs.timing import Took, timed, took
 from pdcompile.passes.form.index_ranges import index_range
 from pdcompile.passes.profile.entries import Entry
@@ -99,7 +99,7 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device
 
     own = [*(module.parameters() if module is not None else ()), *attributes.values()]
     weights = [tensor for tensor in own if tensor.requires_grad]
-    values = [t for name in op.inputs for t in tensors_in(made[name])]
+    values = [t for name in op.inputs for t in tensors_among(made[name])]
     return Bench(prepare, [t for t in (*values, *weights) if t.requires_grad], weights, device)
 
 
@@ -125,7 +125,7 @@ def _backward(bench: Bench, budget_seconds: float) -> Took:
     `autograd.grad` hands gradients of activations on as a stage's backward does, where
     `backward` would copy them into `.grad`; weights do accumulate, so that is added here.
     """
-    results = [t for t in tensors_in(bench.prepare()()) if t.requires_grad]
+    results = [t for t in tensors_among(bench.prepare()()) if t.requires_grad]
     if not results or not bench.leaves:
         return Took(0.0)
     gradients = [torch.ones_like(result) for result in results]

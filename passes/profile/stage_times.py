@@ -76,14 +76,18 @@ def measure_stages(
         leaves: the call's leaves by path (`FlatCall.leaves`), of one microbatch.
         budget_seconds: for all stages together; each runs at least three times.
     """
-    keys = [stage_key(graph, plan, k, microbatch_size) for k in range(len(plan.stages))]
+    stage_of = stage_of_ops(graph, plan)
+    ops: list[list[str]] = [[] for _ in plan.stages]
+    for call in costed_ops(graph, microbatch_size):
+        ops[stage_of[call.op.name]].append(structural_key(call))
+    keys = [hashlib.sha256("\n".join(each).encode()).hexdigest()[:20] for each in ops]
     share = budget_seconds / len(set(keys))
     found: dict[str, StageTimes] = {}
     tensors = tensors_by_name(model, sources)
     device = _device(plan, tensors)
     leaves = pytree.tree_map(lambda leaf: _on(device, leaf), dict(leaves))
     environment = cache.Environment.here(device, microbatch_size)
-    making = making_of_nothing(graph, stage_of_ops(graph, plan))
+    making = making_of_nothing(graph, stage_of)
     regions = regions_of(plan.training.autocast, device)
     with preserved_rng(device), preserved_state(model, training=True), regions:
         model.zero_grad(set_to_none=True)
@@ -159,14 +163,6 @@ def _measure(
     back = took(backward, device, seconds / 2, most_queued=1)
     sides = (forth.seconds, back.seconds), (forth.dispatch_seconds, back.dispatch_seconds)
     return StageTimes(*max(sides, key=sum))
-
-
-def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:
-    """A digest that is equal for stages that run equal ops in the same order."""
-    stage_of = stage_of_ops(graph, plan)
-    calls = costed_ops(graph, microbatch_size)
-    keys = [structural_key(call) for call in calls if stage_of[call.op.name] == stage]
-    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:20]
 
 
 def _cached(

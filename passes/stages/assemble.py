@@ -69,7 +69,7 @@ def plan_of_cut(
         if known is not None and known.rehearsed == _digest(held, known.stages):
             resident = known.stages
         else:
-            resident = residents(given, placed, b, held, progress)
+            resident = residents(given, b, held, progress)
     ops: list[list[Op]] = [[] for _ in speeds]
     for op in graph.ops:
         ops[stage_of[op.name]].append(op)

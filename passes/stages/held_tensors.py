@@ -11,6 +11,7 @@ from itertools import takewhile
 
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Capture, Op, OpGraph, TensorInfo, written_buffers
+from pdcompile.passes.form.module_tree import leaf_of
 from pdcompile.plan import Plan
 
 
@@ -83,8 +84,8 @@ def stage_names(
     for k, fqns in enumerate(held):
         for fqn in fqns:
             every = (fqn, *tensors[fqn].aliases)
-            here = [name for name in every if _inside(name, leaves[k])]
-            free = [name for name in every if not _inside(name, everywhere)]
+            here = [name for name in every if leaf_of(name, leaves[k]) is not None]
+            free = [name for name in every if leaf_of(name, everywhere) is None]
             if fqn in direct[k]:
                 here = [*here, *free] or [fqn]
             for name in here or free or [fqn]:
@@ -96,12 +97,6 @@ def stage_names(
             if name not in present:
                 named[first][name] = fqn
     return tuple(named)
-
-
-def _inside(name: str, modules: set[str]) -> bool:
-    """True if a tensor's name lies in one of the modules."""
-    parts = name.split(".")
-    return any(".".join(parts[:n]) in modules for n in range(len(parts)))
 
 
 def _check_opaque(graph: OpGraph, stage_of: Mapping[str, int]) -> None:

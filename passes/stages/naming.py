@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from pdcompile.ir.graph import Argument, DictOf, LeftOut, ListOf, Op, OpGraph, Ref, Value
 from pdcompile.ir.records import CONVERSIONS, FROM_PARTS
@@ -89,12 +89,14 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
         if (
             op.name in escaping
             and first is not None
-            and _alike(graph.values, op.name, first.name)
             and found[first.name][1]
+            and _alike(graph.values[op.name], graph.values[first.name])
         ):
             found[op.name] = found[first.name]
         elif op.name in escaping:
-            found[op.name] = (_after_module(op), False)
+            name = scope_of(op).rpartition(".")[2]
+            plain = name.isdigit() or not name
+            found[op.name] = (_after_op(op) if plain else identifier(name, "module"), False)
         else:
             found[op.name] = (_after_op(op), False)
     used = {op.target.rpartition(".")[2] for op in graph.ops if op.target in FROM_PARTS}
@@ -131,22 +133,16 @@ def _escaping(graph: OpGraph) -> set[str]:
     return outside | (set(scopes) - consumed)
 
 
+def _alike(one: Value, other: Value) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
 def _code_of(op: Op, graph: OpGraph) -> str:
     """FQN of the module whose own code calls the op: a ModuleList has none."""
     scope = scope_of(op)
     while scope and is_container(graph.classes.get(scope, ("", ""))[0]):
         scope = scope.rpartition(".")[0]
     return scope
-
-
-def _alike(values: Mapping[str, Value], one: str, other: str) -> bool:
-    a, b = values.get(one), values.get(other)
-    return a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def _after_module(op: Op) -> str:
-    name = scope_of(op).rpartition(".")[2]
-    return _after_op(op) if name.isdigit() or not name else identifier(name, "module")
 
 
 def _after_op(op: Op) -> str:

@@ -50,7 +50,9 @@ class Mode:
 def signature(mode: Mode, k: int) -> Signature:
     """Arguments and results of stage k.  Raises PlanError for a loss that looks into the model."""
     ops = mode.ops(k)
-    results = _results(mode, k)
+    results = [edge.value for edge in mode.edges if edge.source == k]
+    if k == mode.last:
+        results = list(dict.fromkeys(ref.name for ref in walk(mode.graph.output, Ref)))
     received = _received(mode, ops, results)
     inputs = _name_inputs(mode, received)
     outputs = _name_outputs(mode, ops, results, inputs)
@@ -74,12 +76,6 @@ def signature(mode: Mode, k: int) -> Signature:
         draws=draws,
         opaque_calls=_expectations(mode.graph, ops),
     )
-
-
-def _results(mode: Mode, k: int) -> list[str]:
-    if k == mode.last:
-        return list(dict.fromkeys(ref.name for ref in walk(mode.graph.output, Ref)))
-    return [edge.value for edge in mode.edges if edge.source == k]
 
 
 def _received(mode: Mode, ops: list[Op], results: list[str]) -> list[str]:

@@ -61,7 +61,7 @@ class Attempts:
         self._size = subject.size
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[Any, ...] = ()
-        self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
+        self._reads: AttributeReads
         self.assumed = Assumptions()  # of the last attempt
 
     def __call__(self, assumed: Assumptions) -> Capture:

@@ -20,7 +20,6 @@ from pdcompile.batch.step_result import own_loss
 from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError, some
 from pdcompile.ir.graph import Op, OpGraph
-from pdcompile.passes.form.lifetimes import draws
 from pdcompile.passes.trace.python_state import preserved_state
 from pdcompile.plan import Training
 from pdcompile.releases.torch_internals import BatchNorm
@@ -49,7 +48,7 @@ def full_batch_notes(
         flat, layout: a minibatch; of it the first `most` microbatches are used, None: all.
         reduction: the weights of the microbatches' losses.
     """
-    notes = [*graph.notes, *_random(graph)]
+    notes = [*graph.notes]
     norms = [path for path, module in model.named_modules() if isinstance(module, BatchNorm)]
     count = -(-layout.size // graph.batch_size) if layout.splits else 1
     if graph.loss is None or count < 2:
@@ -215,19 +214,6 @@ class _NoDropout(TorchFunctionMode):
         elif is_random_function(func) and not name.endswith(("lstm", "gru", "rnn_tanh")):
             self.drawn = self.drawn or name
         return func(*args, **kwargs)
-
-
-def _random(graph: OpGraph) -> list[str]:
-    leaves = ("module", "opaque")
-    drawing = [op for op in graph.ops if draws(op) or (op.draw is not None and op.kind in leaves)]
-    if not drawing:
-        return []
-    first = drawing[0]
-    return [
-        f"random numbers are named by seed, minibatch, microbatch and op ({len(drawing)} ops, "
-        f"{first.target} at {first.source} first): other numbers than one run of eager draws from "
-        "torch's generator, and the same on every plan"
-    ]
 
 
 def _places(gradient: Tensor) -> Tensor:

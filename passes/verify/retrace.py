@@ -10,7 +10,7 @@ captured graph computes, in the same order.  Two microbatch sizes tell a number 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -160,13 +160,14 @@ class _Stage:
         follower = _Follower(self, b)
         set_draw(type(self.module), follower.announced)
         try:
-            with ExitStack() as around:
-                around.enter_context(gpu_autocast_anywhere())
-                around.enter_context(follower.watched())
-                around.enter_context(torch.set_grad_enabled(self.graph.training))
-                around.enter_context(autocast_region(self.training.autocast))
-                around.enter_context(META)
-                around.enter_context(follower)
+            with (
+                gpu_autocast_anywhere(),
+                follower.watched(),
+                torch.set_grad_enabled(self.graph.training),
+                autocast_region(self.training.autocast),
+                META,
+                follower,
+            ):
                 self._run(follower)
         except _Unlike as unlike:
             return unlike

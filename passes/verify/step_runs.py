@@ -16,7 +16,8 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs, Step
-from pdcompile.passes.trace.python_state import write_buffers
+from pdcompile.passes.trace.constants import shuffled
+from pdcompile.passes.trace.python_state import kept_buffers, write_buffers
 from pdcompile.passes.trace.tape.observer import stage_line_of
 from pdcompile.plan import Plan
 from pdcompile.units import format_bytes
@@ -90,30 +91,18 @@ def _other(flat: FlatCall, layout: BatchLayout, graph: OpGraph) -> FlatCall:
         last = microbatch_sizes(rows, -(-rows // size))[-1]
         last = last if graph.sizes.holds(last) else size
         return resize(_rolled(flat, layout, last if rows > size else rows // 2), layout, last)
-    leaves = {
-        path: _reordered(leaf) if isinstance(leaf, Tensor) else leaf
-        for path, leaf in flat.leaves.items()
-    }
-    return resize(FlatCall(leaves, flat.spec), layout, size)
+    return resize(shuffled(flat), layout, size)
 
 
 def _rolled(flat: FlatCall, layout: BatchLayout, rows: int) -> FlatCall:
     """The minibatch with its last rows first."""
     leaves = {}
     for path, leaf in flat.leaves.items():
-        dim = layout.dims[path]
-        leaves[path] = leaf if dim is None else _kept_layout(leaf, leaf.detach().roll(rows, dim))
+        leaves[path] = leaf
+        if (dim := layout.dims[path]) is not None:
+            made = torch.empty_like(leaf, requires_grad=False).copy_(leaf.detach().roll(rows, dim))
+            leaves[path] = made.requires_grad_(leaf.requires_grad)
     return FlatCall(leaves, flat.spec)
-
-
-def _reordered(leaf: Tensor) -> Tensor:
-    """The same numbers back to front along the last dimension."""
-    return leaf if leaf.ndim == 0 else _kept_layout(leaf, leaf.detach().flip(-1))
-
-
-def _kept_layout(like: Tensor, values: Tensor) -> Tensor:
-    made = torch.empty_like(like, requires_grad=False).copy_(values)
-    return made.requires_grad_(like.requires_grad)
 
 
 @contextmanager
@@ -123,13 +112,12 @@ def restored_weights(model: nn.Module) -> Iterator[None]:
     The original memory of the parameters is never written.
     """
     data = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        yield
+        with kept_buffers(model):
+            yield
     finally:
         for parameter, original in data:
             parameter.data = original
-        write_buffers(model, buffers)
 
 
 def advance(

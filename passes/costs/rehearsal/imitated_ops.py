@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.ir.graph import size_at
-from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
-from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, saved_storages, tensors_in
+from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, saved_storages
 
 RECURRENT = frozenset(("lstm", "gru", "rnn"))
 ATTENTION = "scaleddotproductattention"
@@ -72,22 +73,19 @@ def fused_attention(call: CostedOp) -> Footprint | None:
     return Footprint(tuple(numbers), (0,), FLOAT * rows + size * masks)
 
 
-def by_running(
-    call: CostedOp, build: Callable[[], nn.Module], at: Callable[[int], CostedOp]
-) -> Footprint:
+def by_running(call: CostedOp, build: Callable[[], nn.Module]) -> Footprint:
     """The footprint of a recurrent layer, from real runs on zeros; bytes are affine in the batch,
     but for what oneDNN rounds up to pages.
 
-    Args:
-        build: makes the module on real tensors.
-        at: the same call at another microbatch size.
+    `build`: makes the module on real tensors.
     """
     b = int(call.index.b)
     size = sum(int(one.bytes) for one in (*call.inputs, *call.outputs))
     if size <= REAL_BYTES or b <= 3:
         return _run(call, build())
     # Kernels of a single sample may be others.
-    low, high = _run(at(2), build()), _run(at(3), build())
+    few = (CostedOp(call.op, GraphIndex.of(call.index.graph, n)) for n in (2, 3))
+    low, high = (_run(one, build()) for one in few)
 
     def line(first: int, second: int) -> int:
         return max(0, first + (second - first) * (b - 2))
@@ -101,19 +99,22 @@ def by_running(
 
 
 def _run(call: CostedOp, module: nn.Module) -> Footprint:
-    given = [_zeros(one) for one in call.inputs if not one.of_model]
-    names = [one.name for one in call.inputs if not one.of_model]
+    operands = [one for one in call.inputs if not one.of_model]
+    given = [
+        torch.zeros(one.shape, dtype=getattr(torch, one.dtype)).requires_grad_(one.requires_grad)
+        for one in operands
+    ]
     weights = list(module.parameters())
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     gradients = [w.grad for w in weights if w.grad is not None]
     live = LiveStorages([*given, *weights, *module.buffers(), *gradients])
-    states = _nested(given[1:])
+    states = given[1:]
     with live, saved_storages() as saved_here:
-        result = module(given[0], *states)
+        result = module(given[0], *([tuple(states)] if len(states) == 2 else states))
     kept = set(saved_here)
     saved_here.clear()  # backward has to free them
-    results = [t for t in tensors_in(result) if t.requires_grad]
+    results = [t for t in tensors_among(result) if t.requires_grad]
     # The stage holds the first result; final states are dropped unless autograd keeps them.
     result_bytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
     first = results[0].untyped_storage()._cdata
@@ -129,24 +130,14 @@ def _run(call: CostedOp, module: nn.Module) -> Footprint:
     places = {one.name: i for i, one in enumerate(call.inputs)}
     return Footprint(
         tuple(
-            places[n]
-            for n, t in zip(names, given, strict=True)
+            places[one.name]
+            for one, t in zip(operands, given, strict=True)
             if t.untyped_storage()._cdata in kept
         ),
         tuple(i for i, t in enumerate(results[:1]) if t.untyped_storage()._cdata in kept),
         max(0, extra),
         max(0, workspace),
     )
-
-
-def _zeros(operand: Operand) -> Tensor:
-    made = torch.zeros(operand.shape, dtype=getattr(torch, operand.dtype))
-    return made.requires_grad_(operand.requires_grad)
-
-
-def _nested(states: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The initial states of a recurrent layer, as its forward takes them."""
-    return (tuple(states),) if len(states) == 2 else tuple(states)
 
 
 class _Imitation(torch.autograd.Function):

@@ -6,7 +6,6 @@ The whole graph runs forward once on tensors without memory, with torch's own au
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,28 +21,17 @@ from pdcompile.releases.torch_internals import quiet_shape_errors
 Storages = Mapping[int, int]  # a number for each storage -> its bytes
 
 
-@dataclass(frozen=True, slots=True)
-class KeptStorages:
-    """Storages that autograd keeps of one microbatch.
-
-    `by_op`: the storages that the backward of each op needs; `of_value`: those that each value
-    lies in.  Parameters, the caller's inputs and views of these are in neither.
-    """
-
-    by_op: Mapping[str, Storages]
-    of_value: Mapping[str, Storages]
-
-    def new(self) -> dict[str, int]:
-        """The bytes that are kept because of each op and of no earlier one."""
-        seen: set[int] = set()
-        return {name: newly(storages, seen) for name, storages in self.by_op.items()}
+KeptStorages = Mapping[str, Storages]  # by op: those that its backward needs
 
 
-def newly(storages: Storages, seen: set[int]) -> int:
-    """Bytes of the storages that are not in `seen`, which grows by them."""
-    new = storages.keys() - seen
-    seen |= new
-    return sum(storages[key] for key in new)
+def new_of(kept: KeptStorages) -> dict[str, int]:
+    """The bytes that are kept because of each op and of no earlier one."""
+    sizes: dict[int, int] = {}
+    found = {}
+    for name, storages in kept.items():
+        found[name] = sum(size for key, size in storages.items() if key not in sizes)
+        sizes |= storages
+    return found
 
 
 _CACHED_GRAPHS = 8
@@ -57,10 +45,10 @@ def new_bytes(graph: OpGraph, b: int, kernels: Kernels = HOST) -> dict[str, int]
     key = _key(graph, b, kernels)
     others = [one for one in _cache if one[1:] == key[1:]]
     if key in _cache or len(others) < 2:
-        return kept_storages(graph, b, kernels).new()
+        return new_of(kept_storages(graph, b, kernels))
     first, last = min(others), max(others)
-    share, low = (b - first[0]) / (last[0] - first[0]), _cache[first].new()
-    high = _cache[last].new()
+    share, low = (b - first[0]) / (last[0] - first[0]), new_of(_cache[first])
+    high = new_of(_cache[last])
     return {name: max(0, round(low[name] + share * (high[name] - low[name]))) for name in low}
 
 
@@ -69,9 +57,10 @@ def _key(graph: OpGraph, b: int, kernels: Kernels) -> tuple[int, str, Kernels, b
 
 
 def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> KeptStorages:
-    """Finds what autograd keeps of the graph at microbatch size b.
+    """Finds what autograd keeps of one microbatch of size b, by op.
 
-    An op that cannot run keeps what `guessed` says.
+    Parameters, the caller's inputs and views of these are not counted.  An op that cannot run keeps
+    what `guessed` says.
     """
     key = _key(graph, b, kernels)
     if key not in _cache:
@@ -99,7 +88,6 @@ def _kept(graph: OpGraph, index: GraphIndex, kernels: Kernels) -> KeptStorages:
             return {one._cdata: one.nbytes() for one in found}
 
         by_op: dict[str, Storages] = {}
-        of_value: dict[str, Storages] = {}
         for op in graph.ops:
             with stage.meter, saved_storages(again=False) as saved:
                 try:
@@ -107,5 +95,4 @@ def _kept(graph: OpGraph, index: GraphIndex, kernels: Kernels) -> KeptStorages:
                 except Exception:  # of a user's op
                     env[op.name] = stage.imitated(op, env)
             by_op[op.name] = counted(saved.values())
-            of_value[op.name] = counted(storages_in(env[op.name]))
-    return KeptStorages(by_op, of_value)
+    return by_op

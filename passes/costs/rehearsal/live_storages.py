@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.costs import cpu_kernels
-from pdcompile.releases.torch_internals import TorchDispatchMode, pytree
+from pdcompile.releases.torch_internals import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,7 +50,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = self.result(func, args, kwargs or {})
-        for tensor in tensors_in(result):
+        for tensor in tensors_among(result):
             if tensor.layout == torch.strided:
                 self._see(tensor.untyped_storage(), func, args)
         inside = self._inside(func, args, result)
@@ -99,8 +100,3 @@ def saved_storages(*, again: bool = True) -> Iterator[dict[int, torch.UntypedSto
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a nested value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -24,6 +24,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, size_at
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
@@ -38,7 +39,7 @@ from pdcompile.passes.costs.rehearsal.imitated_ops import (
     guessed,
     imitate,
 )
-from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages, tensors_in
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
@@ -142,7 +143,10 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
         fakes.fill()
-        meter = _Meter([*fakes.tensors.values()], inside_of(kernels))
+        inside = partial(gpu_kernels.inside, kernels.gpu) if kernels.gpu else lambda *_: 0
+        if kernels.copies:
+            inside = cpu_kernels.inside
+        meter = _Meter([*fakes.tensors.values()], inside)
         yield Stage(index, steps, fakes, meter, footprints)
 
 
@@ -159,18 +163,8 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
             tensor.data.zero_()
         return module
 
-    def at(b: int) -> CostedOp:
-        return CostedOp(call.op, GraphIndex.of(call.index.graph, b))
-
     with preserved_rng():
-        return by_running(call, real, at)
-
-
-def inside_of(kernels: Kernels) -> Callable[..., int]:
-    """The function that tells how many bytes a kernel takes while it runs."""
-    if kernels.copies:
-        return cpu_kernels.inside
-    return partial(gpu_kernels.inside, kernels.gpu) if kernels.gpu else lambda *_: 0
+        return by_running(call, real)
 
 
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
@@ -373,7 +367,7 @@ def _sent_on(
 
 
 def storages_in(value: Any) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tensors_in(value) if t.layout == torch.strided]
+    return [t.untyped_storage() for t in tensors_among(value) if t.layout == torch.strided]
 
 
 def outside(ops: Sequence[Op]) -> list[str]:

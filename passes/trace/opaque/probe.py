@@ -7,7 +7,7 @@ keeps for backward, its random draws and floating-point operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from pdcompile.passes.trace.comparison.step_values import same
 from pdcompile.passes.trace.constants import shuffled
 from pdcompile.passes.trace.interceptors.flex_attention import refuse_backward
 from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
-from pdcompile.passes.trace.python_state import State
+from pdcompile.passes.trace.python_state import State, kept_buffers
 from pdcompile.passes.trace.refusals import remedy
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.interceptor import patched
@@ -226,22 +226,23 @@ def _run(
     args, kwargs, _ = flat.unflatten(leaves)
     watch = _OpaqueWatch(model, subject.table, paths, hooks=hooks)
     sentinel = Sentinel()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     given = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     device = next(given, devices.HOST)
+    unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
     try:
-        with ExitStack() as stack:
-            stack.enter_context(watch.calls())
-            stack.enter_context(python_draws.watched(sentinel.follow))
-            stack.enter_context(flex_attention_uncompiled())
-            stack.enter_context(flex_attention_checked(refuse_backward))
-            unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
-            stack.enter_context(patched((torch.random, "default_generator", unseeded)))
-            stack.enter_context(regions_of(subject.autocast, device))
-            stack.enter_context(autocast_region(subject.autocast or f"{device.type}:off"))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(watch)
-            stack.enter_context(watch.functions)
+        with (
+            kept_buffers(model),
+            watch.calls(),
+            python_draws.watched(sentinel.follow),
+            flex_attention_uncompiled(),
+            flex_attention_checked(refuse_backward),
+            patched((torch.random, "default_generator", unseeded)),
+            regions_of(subject.autocast, device),
+            autocast_region(subject.autocast or f"{device.type}:off"),
+            torch.enable_grad(),
+            watch,
+            watch.functions,
+        ):
             model(*args, **kwargs)
         sentinel.check(None)
     except TraceError:
@@ -254,11 +255,6 @@ def _run(
         ) from error
     finally:
         sentinel.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if buffer.shape != value.shape:
-                    buffer.resize_(value.shape)
-                buffer.copy_(value)
     return watch.found
 
 

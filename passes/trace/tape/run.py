@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from pdcompile.passes.trace.cached_tensors import Computations
 from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
-from pdcompile.passes.trace.opaque.probe import CallKey, ObservedCall, probe
+from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.python_state import State, write_rebound
 from pdcompile.passes.trace.refusals import (
     COMPILED,
@@ -98,8 +98,9 @@ def record(
         def run(sizes: Policy | None = None) -> Recording:
             before.restore()
             one = _Run(subject, call, assumed, sizes, findings)
+            one.tape.opaque, one.tape.assigned = observed, assigned
             with subject.global_state.as_before():
-                return one.recording(observed, assigned)
+                return one.recording()
 
         if training not in assumed.sizes_vary:
             return run()
@@ -165,7 +166,7 @@ class _Run:
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
         self._observer = observer = Observer(subject.known_results)
-        self._tape = tape = Tape(subject.table, fakes, observer, INTERCEPTORS)
+        self.tape = tape = Tape(subject.table, fakes, observer, INTERCEPTORS)
         tape.boundary = run.__code__
         if sizes is not None:
             observer.selections = Selections(sizes, lambda: tape.path)
@@ -174,18 +175,9 @@ class _Run:
         tape.assumed = assumed
         tape.examples = partial(example_calls, subject.flat, subject.layout, self._inputs, call)
 
-    def recording(
-        self, observed: Mapping[CallKey, ObservedCall], assigned: dict[tuple[int, str], str]
-    ) -> Recording:
-        """Runs the model and returns the recording.
-
-        Args:
-            observed: the calls of opaque modules, seen in a real run.
-            assigned: filled with the line that assigned each (id of module, attribute).
-        """
-        subject, tape = self._subject, self._tape
-        tape.opaque = observed
-        tape.assigned = assigned
+    def recording(self) -> Recording:
+        """Runs the model and returns the recording."""
+        subject, tape = self._subject, self.tape
         try:
             with ExitStack() as stack:
                 for each in self._around():
@@ -198,7 +190,7 @@ class _Run:
 
     def _around(self) -> tuple[AbstractContextManager[Any], ...]:
         """Everything that sees the run: interceptors, patched calls, modes."""
-        tape, fakes = self._tape, self._tape.fakes
+        tape, fakes = self.tape, self.tape.fakes
         device = fakes.device.type
         # What the model makes of nothing is on the device when a stage runs there.
         making = nullcontext() if fakes.home == fakes.device else devices.making(fakes.device)
@@ -218,7 +210,7 @@ class _Run:
         )
 
     def _finished(self, output: Any, loss: Any) -> Recording:
-        subject, tape, fakes = self._subject, self._tape, self._tape.fakes
+        subject, tape, fakes = self._subject, self.tape, self.tape.fakes
         if subject.autocast is not None:
             off = f"{fakes.device.type}:{OFF}"
             tape.ops = [op if op.autocast else replace(op, autocast=off) for op in tape.ops]
