@@ -103,10 +103,8 @@ class GraphIndex:
             stride_order=value.stride_order,
         )
 
-    def attribute(self, fqn: str) -> Operand | None:
-        info = self.tensors.get(fqn)
-        if info is None:
-            return None
+    def attribute(self, fqn: str) -> Operand:
+        info = self.tensors[fqn]
         trainable = info.requires_grad and info.kind == "parameter"
         return Operand(info.fqn, info.shape, info.dtype, trainable, of_model=True)
 
@@ -145,7 +143,7 @@ class CostedOp:
         fqns = (*self.op.attributes, *self.op.parameters, *self.op.buffers_read)
         for fqn in dict.fromkeys(fqns):
             operand = self.index.attribute(fqn)
-            if operand is not None and operand.name not in {other.name for other in found}:
+            if operand.name not in {other.name for other in found}:
                 found.append(operand)
         return tuple(found)
 
@@ -185,8 +183,8 @@ class CostedOp:
         if isinstance(argument, Attr):
             return self.index.attribute(argument.fqn)
         if self.op.kind == "module" and argument is None:
-            path = self.op.module_path
-            return self.index.attribute(f"{path}.{keyword}" if path else keyword)
+            name = f"{self.op.module_path}.{keyword}"
+            return self.index.attribute(name) if name in self.index.tensors else None
         return None
 
     def argument(self, position: int, keyword: str, default: Any = None) -> Any:
@@ -273,14 +271,14 @@ def structural_key(call: CostedOp) -> str:
             case Ref(name):
                 return value(name)
             case Attr(fqn):
-                operand = index.attribute(fqn)
-                return _operand(operand) if operand is not None else fqn
+                return _operand(index.attribute(fqn))
             case Affine():
                 return part.at(index.b)
             case TorchLiteral() | None | bool() | int() | float() | complex() | str():
                 return part
         return type(part).__name__  # whose repr may be of the user
 
+    held = dict.fromkeys((*op.parameters, *op.buffers_read, *op.buffers_written))
     parts = [
         op.kind,
         op.target,
@@ -290,16 +288,10 @@ def structural_key(call: CostedOp) -> str:
         str(op.autocast),
         str(call.requires_grad),
         repr(rewritten((op.args, op.kwargs, op.constructor), leaf)),
-        _held(op, index),
+        ",".join(_operand(index.attribute(fqn)) for fqn in held),
         ",".join(_operand(output) for output in call.outputs),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
-
-
-def _held(op: Op, index: GraphIndex) -> str:
-    names = (*op.parameters, *op.buffers_read, *op.buffers_written)
-    operands = [index.attribute(fqn) for fqn in dict.fromkeys(names)]
-    return ",".join(_operand(operand) for operand in operands if operand is not None)
 
 
 def _operand(operand: Operand) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pdcompile.cluster import HOST_KIND, KNOWN_KINDS, Cluster
+from pdcompile.errors import did_you_mean
 from pdcompile.hardware.data_sheets import SHEETS, Sheet
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
@@ -145,10 +146,11 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
         return cluster
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
+        meant = "".join(did_you_mean(one, SHEETS) for one in unknown if one not in KNOWN_KINDS)
         note = (
             f"nothing is known of device kind {', '.join(map(repr, unknown))}: costs are "
             f"estimated for {'one core of a server CPU' if kinds[0] in unknown else kinds[0]}, "
-            f"times each device's speed; known kinds are {', '.join(KNOWN_KINDS)}"
+            f"times each device's speed; {meant}known kinds are {', '.join(KNOWN_KINDS)}"
         )
         return replace(cluster, notes=(*cluster.notes, note))
     note = (

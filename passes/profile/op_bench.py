@@ -83,11 +83,7 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device
     op, index = call.op, call.index
     synthesis = Synthesis(call, device, torch.Generator(device).manual_seed(0))
     made: dict[str, Any] = {name: synthesis.value(name) for name in op.inputs}
-    attributes: dict[str, Tensor] = {}
-    for fqn in op.attributes:
-        operand = index.attribute(fqn)
-        assert operand is not None, f"{op.name} reads {fqn}, which the graph does not list"
-        attributes[fqn] = synthesis.tensor(operand)
+    attributes = {fqn: synthesis.tensor(index.attribute(fqn)) for fqn in op.attributes}
     module = None
     if op.kind in ("module", "opaque"):
         module = _copy_of(op.module_path, model, index.graph.training, device)

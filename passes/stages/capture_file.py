@@ -32,7 +32,7 @@ from pdcompile.passes.trace.subject import CaptureCall
 from pdcompile.passes.trace.tape.observer import is_user
 from pdcompile.plan import Plan
 
-SCHEMA = "pdcompile.capture/2"
+SCHEMA = "pdcompile.capture/3"
 
 
 def made_with() -> str:
@@ -42,7 +42,7 @@ def made_with() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """The file; `eval` is None where its ops are those of `train`."""
+    """The file."""
 
     schema: str
     made_with: str
@@ -61,9 +61,8 @@ def write_capture(found: Capture, path: Path) -> str:
         if constants := {**found.train.tensor_values, **found.eval.tensor_values}:
             path.unlink(missing_ok=True)
             return f"forward uses a tensor that is no parameter or buffer ({next(iter(constants))})"
-        same = replace(found.eval, training=True) == found.train
         train, evaluation = (graph_json.to_record(graph) for graph in (found.train, found.eval))
-        document = _Document(SCHEMA, made_with(), train, None if same else evaluation)
+        document = _Document(SCHEMA, made_with(), train, evaluation)
         write_whole(path, msgspec.json.encode(asdict(document)))
     return ""
 
@@ -81,10 +80,10 @@ def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
         document = jsonio.decode(_Document, data, where=str(path))
         if (document.schema, document.made_with) != (SCHEMA, made_with()):
             return f"{path} is of {document.made_with}"
-        train = graph_json.from_record(OpGraph, document.train, f"{path}: train")
-        evaluation = replace(train, training=False)
-        if document.eval is not None:
-            evaluation = graph_json.from_record(OpGraph, document.eval, f"{path}: eval")
+        train, evaluation = (
+            graph_json.from_record(OpGraph, record, f"{path}: {mode}")
+            for mode, record in (("train", document.train), ("eval", document.eval))
+        )
     except (PdcompileError, OSError) as error:
         return f"{path} cannot be read: {error}"
     if changed := next((file for file, at in _files() if at > written), None):

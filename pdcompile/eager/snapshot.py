@@ -129,35 +129,26 @@ def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
         return None if _same(kept, value, alike) else path
     if type(kept.container) is not type(value):
         return path
-    value = _table(value)
+    old, value = kept.content, _table(value)
     if is_array(value):
-        old = kept.content
         equal = (old.shape, old.dtype, old.tobytes()) == (value.shape, value.dtype, value.tobytes())
         return None if equal else path
     if _ordered(value) and path.endswith("_hooks"):
         # The keys count all hooks that were ever registered.
-        old, new = list(kept.content.values()), list(value.values())
-        same = len(old) == len(new) and all(
-            difference(a, b, path, alike) is None for a, b in zip(old, new, strict=True)
-        )
-        return None if same else path
-    if isinstance(value, dict):
-        for key in [*kept.content, *(k for k in value if k not in kept.content)]:
-            if key not in kept.content or key not in value:
-                return f"{path}[{key!r}]"
-            found = difference(kept.content[key], value[key], f"{path}[{key!r}]", alike)
-            if found:
-                return found
-        return None
+        old, value = list(old.values()), list(value.values())
     if isinstance(value, list | tuple):
-        if len(value) != len(kept.content):
+        if len(value) != len(old):
             return path
-        for i, (old, new) in enumerate(zip(kept.content, value, strict=True)):
-            found = difference(old, new, f"{path}[{i}]", alike)
-            if found:
-                return found
-        return None
-    return None if value == kept.content else path
+        old, value = dict(enumerate(old)), dict(enumerate(value))
+    if not isinstance(value, dict):
+        return None if value == old else path
+    for key in [*old, *(k for k in value if k not in old)]:
+        place = f"{path}[{key!r}]"
+        if key not in old or key not in value:
+            return place
+        if found := difference(old[key], value[key], place, alike):
+            return found
+    return None
 
 
 def _same(kept: Any, value: Any, alike: Alike) -> bool:
@@ -191,28 +182,24 @@ def restore(kept: Any) -> None:
     """Restores the containers of a snapshot in place."""
     if not isinstance(kept, Contents):
         return
-    container = _table(kept.container)
-    if isinstance(container, dict):
-        if any(container.get(k, container) is not _bare(v) for k, v in kept.content.items()) or (
-            len(container) != len(kept.content)
-        ):
-            container.clear()
-            container.update({k: _bare(v) for k, v in kept.content.items()})
-        for item in kept.content.values():
-            restore(item)
-    elif isinstance(container, tuple):
-        for item in kept.content:
-            restore(item)
-    elif isinstance(container, list):
-        container[:] = [_bare(item) for item in kept.content]
-        for item in kept.content:
-            restore(item)
-    elif is_array(container):
+    container, content = _table(kept.container), kept.content
+    if is_array(container):
         if container.flags.writeable:
-            container[...] = kept.content
-    else:
+            container[...] = content
+        return
+    if isinstance(container, dict):
+        own = {key: _bare(item) for key, item in content.items()}
+        alike = len(container) == len(own)
+        if not alike or any(container.get(key, own) is not one for key, one in own.items()):
+            container.clear()
+            container.update(own)
+    elif isinstance(container, list):
+        container[:] = map(_bare, content)
+    elif isinstance(container, set):
         container.clear()
-        container.update(kept.content)
+        container.update(content)
+    for item in content.values() if isinstance(container, dict) else content:
+        restore(item)
 
 
 def _bare(kept: Any) -> Any:
