@@ -28,7 +28,7 @@ from pdcompile.parts.conversions import (
     total,
     using,
 )
-from tests.helpers.launch import torchrun
+from tests.helpers.launch import processes
 from tests.helpers.parts import FORMS, PARTS, check, train
 
 
@@ -77,7 +77,7 @@ RANKS = """
 
 
 def test_two_ranks_train_as_plain_pytorch(tmp_path: Path) -> None:
-    run = torchrun(RANKS, 2, tmp_path)
+    run = processes(RANKS, 2, tmp_path)
     assert run.code == 0, run
     assert run.output.count("agrees") == 2
 

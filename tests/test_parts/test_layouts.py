@@ -154,9 +154,9 @@ class Part:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "name",
-    ["gpt", "mlp", "convnet", "LlamaForCausalLM",
+    ["gpt", "mlp", "convnet",
      *(pytest.param(name, marks=pytest.mark.slow) for name in
-       ("unet", "GPT2LMHeadModel", "T5ForConditionalGeneration"))],
+       ("unet", "LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"))],
 )  # fmt: skip
 def test_parts_compute_the_model_and_its_gradients(name: str, family: Family) -> None:
     model, graph, given = captured(name)
