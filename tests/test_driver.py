@@ -37,10 +37,10 @@ def compiled(name: str, **options: Any) -> Any:
     return pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), **options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
-@pytest.mark.parametrize("name", ["gpt", "unet"])
+@pytest.mark.parametrize("name", ["unet", "gpt"])
 def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: int) -> None:
     """But for updates, which forecasts count and certificates do not.
 

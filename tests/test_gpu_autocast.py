@@ -28,6 +28,7 @@ from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import has_kernel
 from tests.helpers import models
 from tests.helpers.alike import WORKLOAD, Call
+from tests.helpers.cases import case
 from tests.test_codegen_wild import run_pipeline_file
 
 GPUS = pdcompile.Cluster.local(2, kind="a100-80")
@@ -44,6 +45,7 @@ def planned(model: nn.Module, cluster: pdcompile.Cluster = GPUS, **options: Any)
         "loss_fn": models.loss_for(like), "stages": 2, "microbatches": 4, "costs": "estimated",
         "optimizer": partial(torch.optim.AdamW, lr=1e-3), "progress": False,
         "autocast": "bfloat16", "cluster": cluster, "time_limit": 2.0,
+        "verify": "auto" if cluster is GPUS else "off",
     }  # fmt: skip
     return build(model, flatten_call(model, (x,), {}, y), Options.given(given | options))
 
@@ -71,10 +73,13 @@ def _many(x: Tensor) -> Tensor:
     return wide + x.float() @ x.t().float() @ x + F.gelu(x)
 
 
+small_gpt = partial(models.gpt, layers=1)
+
+
 def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for() -> None:
     """The lists of ops are those in torch's documentation of autocast."""
     model = Casting(_many)
-    there, here = planned(model), planned(model, CPUS)
+    there, here = planned(model), planned(model, CPUS, verify="auto")
     assert (there.plan.training.autocast, here.plan.training.autocast) == (
         "cuda:bfloat16", "cpu:bfloat16",
     )  # fmt: skip
@@ -90,16 +95,20 @@ def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for() -> None:
     assert "with the casts of" not in str(here.verification)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "build", [partial(models.gpt, layers=1), models.unet, models.convnet, models.mlp]
+    ("build", "meta"),
+    [
+        case((build, meta) in ((small_gpt, False), (models.mlp, True)), build, meta)
+        for meta in (False, True)
+        for build in (small_gpt, models.unet, models.convnet, models.mlp)
+    ],
 )
-@pytest.mark.parametrize("meta", [False, True])
 def test_all_models_are_captured_in_the_region_of_gpus(
-    build: Callable[[], nn.Module], meta: bool
+    build: Callable[[], nn.Module], meta: bool, fast: bool
 ) -> None:
     model = build()
-    there = planned(model.to("meta") if meta else model, verify="auto" if meta else "full")
+    verify = "auto" if meta or fast else "full"
+    there = planned(model.to("meta") if meta else model, verify=verify)
     here = planned(build(), CPUS)
     assert list(dtypes(there)) == list(dtypes(here))
     assert Plan.from_json(there.plan.to_json()) == there.plan
@@ -198,7 +207,7 @@ def test_opaque_modules_have_the_dtypes_of_gpus() -> None:
 FULL = {"verify": "full"}  # two steps, whatever the model
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -281,13 +290,13 @@ class Recurrent(nn.Module):
         return out
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
-        *((one, "float16") for one in (nn.GRU, nn.LSTM, nn.RNN)),  # cuDNN's, in every region
         *((one, "bfloat16") for one in (nn.GRUCell, nn.LSTMCell, nn.RNNCell)),
+        *((one, "float16") for one in (nn.GRU, nn.LSTM, nn.RNN)),  # cuDNN's, in every region
     ],
 )
 def test_recurrent_layers_are_those_of_cudnn(
@@ -398,6 +407,7 @@ def test_a_region_that_torch_switched_off_is_not_none() -> None:
         planned(models.mlp(), autocast=region)
 
 
+@pytest.mark.slow
 def test_measured_costs_open_the_region_quietly(
     recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +432,7 @@ def test_what_fails_on_the_cpu_is_planned_and_not_compared(monkeypatch: pytest.M
 
     monkeypatch.setattr(Comparison, "run", fails)
     with pytest.raises(ModelFails):
-        planned(models.mlp(), CPUS)
+        planned(models.mlp(), CPUS, verify="auto")
     said = "evaluation: on the CPU, with the casts of cuda:bfloat16, the model itself fails on"
     assert said in str(planned(models.mlp()).verification)
 

@@ -322,7 +322,7 @@ def test_a_gpus_generator_is_seeded_wherever_the_cpus_is(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(randomness.python_draws, "announce", told)
     before = gpus.get_state()
-    model = models.gpt(dropout=0.1, layers=2)
+    model = models.gpt(dropout=0.1, layers=1)
     x, y = models.batch_for(model, 4)
     pipe = pdcompile.compile(
         model, (x,), example_target=y, loss_fn=models.loss_for(model), stages=2, microbatches=2,

@@ -221,7 +221,7 @@ class Shifted(nn.Module):
     ("name", "stages"),
     [
         case(stages == 3 or name == "mlp", name, stages)
-        for name in ("gpt", "mlp", "convnet", "unet")
+        for name in ("unet", "gpt", "mlp", "convnet")
         for stages in (1, 2, 3)
     ],
 )

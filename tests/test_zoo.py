@@ -59,8 +59,8 @@ def checked(folder: Path, *arguments: str) -> dict[str, Report]:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt2",
         "unet",
+        "gpt2",
         "message_passing",
         pytest.param("bloom", marks=pytest.mark.slow),
         pytest.param("t5", marks=pytest.mark.slow),
