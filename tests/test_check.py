@@ -203,7 +203,7 @@ RICH: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_no_instruction_may_be_dropped_or_doubled(name: str, kind: str, fast: bool) -> None:

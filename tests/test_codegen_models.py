@@ -302,7 +302,7 @@ def captured_case(name):
     return model, *captured(model, inputs, target, loss_fn)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "position"),
     [(name, position) for name, case in CASES.items() for position in [None, *case[-1]]],

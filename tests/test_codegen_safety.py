@@ -103,6 +103,7 @@ class Loss(nn.Module):
         return self.loss(self.forward_(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_part_named_as_a_method_of_a_stage_trains(recompute):
     torch.manual_seed(0)

@@ -372,7 +372,8 @@ def test_convolutions_are_tried_on_the_gpu_that_is_here(
     assert other == (less,)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
 def test_attention_on_a_gpu_keeps_no_scores(dropout: float) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -439,6 +440,7 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert said.index("forecast") < said.index("measured")
 
 
+@pytest.mark.slow
 def test_the_benchmark_goes_on_after_a_model_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def test_trains_as_the_reference(forward: Forward) -> None:
     pipe.close()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_at_the_root_it_is_refused_with_the_line(forward: Forward) -> None:
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))

@@ -125,7 +125,7 @@ BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by what a block has i
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("page", "code"), [*blocks()])
 def test_python_of_the_pages_runs(
     page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

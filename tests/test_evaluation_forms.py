@@ -84,7 +84,7 @@ def eager(model: nn.Module, **inputs: Any) -> Any:
         return copy.deepcopy(model).eval()(**inputs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

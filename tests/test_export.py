@@ -302,6 +302,7 @@ def test_adam_makes_no_difference_of_rounding(noise: float, code: int, tmp_path:
     assert "gradients that are rounding: features.0.bias features.4.bias" in run.output
 
 
+@pytest.mark.slow
 def test_a_script_says_that_ranks_draw_weights_of_their_own(tmp_path: Path) -> None:
     made("unseeded", 2, "torch-pipelining", tmp_path)
     run = trained(tmp_path, 2)
@@ -351,6 +352,7 @@ def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
     assert source_of("package.module:build", folder).place == "package.module"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -400,7 +402,7 @@ def odd(how: str) -> Workload:
     return Workload(Odd(how), inputs, loss_fn, lambda: [(inputs, target)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "options", "said"),
     [

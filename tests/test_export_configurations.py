@@ -151,7 +151,7 @@ def test_accelerate_dispatches_it(tmp_path: Path) -> None:
     assert found.equal(expected)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "to", "said"),
     [

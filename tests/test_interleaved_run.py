@@ -48,7 +48,7 @@ def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) ->
     train_alike(pipe, build, schedule=schedule)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
 @pytest.mark.parametrize(
     ("build", "stages", "ranks"),

@@ -194,7 +194,7 @@ KERNELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] =
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_kernel_takes_inside_is_what_torch_allocates(name: str) -> None:
     """Forward and backward, within a tenth of what is alive."""

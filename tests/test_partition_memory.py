@@ -69,7 +69,7 @@ def test_bounds_stay_below_the_optimum_under_memory_limits(block: int, fast: boo
     assert sum(ratio > 0.7 for ratio in found) > count // 12
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(30))
 def test_searches_under_memory_limits_end_between_bound_and_optimum(seed: int) -> None:
     problem = tight(1000 + seed)

@@ -42,7 +42,7 @@ def _batch_squared(self: nn.Module, x: Tensor) -> Tensor:
 FORWARDS = [_rows_in_a_loop, _in_reverse, _twice, _batch_as_float, _batch_squared]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_it_is_the_model_at_this_size(forward: Forward) -> None:
     model = make(forward, second=nn.Linear(8, 8))

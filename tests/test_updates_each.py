@@ -92,7 +92,7 @@ UNTIED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 @pytest.mark.parametrize(
     ("name", "stages"),

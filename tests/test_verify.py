@@ -53,7 +53,7 @@ def num_ops(found: Capture) -> int:
     return sum(op.region == "forward" for op in found.train.ops)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_stages_equal_eager(name, num_stages):
@@ -66,7 +66,7 @@ def test_stages_equal_eager(name, num_stages):
     assert report.rows[0].gradients == len(list(model.parameters()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("position", range(1, 36, 5))
 def test_every_cut_through_a_block_equals_eager(position):
     model, flat, layout, found = captured("gpt")
@@ -266,7 +266,7 @@ def test_inputs_that_the_model_does_not_take_end_the_comparison_after_one_step(m
         verify(*given)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
 def test_the_second_input_is_another_one(rows):
     model = models.mlp()
