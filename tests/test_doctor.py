@@ -174,6 +174,7 @@ def test_a_weight_that_is_no_number_differs(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.result == "DIFFERS"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_schedule")
 def test_it_runs_on_a_gpu_that_is_there() -> None:
     with SimulatedGpu() as gpu:

@@ -251,7 +251,7 @@ class Routed(nn.Module):
         return y
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Casting(lambda x: x * x[x > 0].sum()), Routed()])
 def test_sizes_by_values_are_captured_without_a_gpu(model: nn.Module) -> None:
     there, here = planned(model, **FULL), planned(model, CPUS)
@@ -290,7 +290,7 @@ class Recurrent(nn.Module):
         return out
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize(
     ("build", "dtype"),
