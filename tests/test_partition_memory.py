@@ -63,7 +63,7 @@ def some(problem: PartitionProblem, r: random.Random, count: int) -> Iterator[tu
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 12))]
 )
 def test_bounds_stay_below_the_optimum_under_memory_limits(block: int, fast: bool) -> None:
-    count = 20 if fast else 60
+    count = 12 if fast else 60
     found = ratios(tight(seed) for seed in range(60 * block, 60 * block + count))
     assert len(found) > count // 3
     assert sum(ratio > 0.7 for ratio in found) > count // 12
