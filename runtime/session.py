@@ -16,6 +16,8 @@ from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
+from pdcompile.passes.schedules.between_calls import buffers, norms, refresh
+from pdcompile.passes.schedules.stream import gradients
 from pdcompile.plan import Edge
 from pdcompile.runtime.device import device_of
 from pdcompile.runtime.failure.guarded import Agreement, Guarded
@@ -132,7 +134,7 @@ class Session(Guarded):
             if not overlaps:
                 worker.weights.open_gradients(keep=not updates, summed=replicas is not None)
         count = len(feeds[0].sizes)
-        program = self._programs.step(count) if updates else self._programs.gradients(count)
+        program = self._programs.step(count) if updates else self._programs.of(gradients, count)
         self._run(program, minibatch, feeds)
         for worker in self.workers if not updates else ():
             worker.weights.give_sums(minibatch)
@@ -161,17 +163,17 @@ class Session(Guarded):
             self._run(self._programs.flush(), minibatch)
             self.in_flight = False
         if together and (self.replicas_apart or self._uncompared):
-            self._run(self._programs.buffers(), minibatch)
+            self._run(self._programs.of(buffers), minibatch)
             self.replicas_apart = self._uncompared = False
 
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date while the user has the gradients, and may yet use them."""
         if self._stale_copies:
-            self._run(self._programs.refresh(), minibatch)
+            self._run(self._programs.of(refresh), minibatch)
 
     def clip(self, minibatch: int, max_norm: float) -> Tensor:
         """Scale what is in .grad by its norm over all ranks; returns the norm."""
-        self._run(self._programs.norms(), minibatch, max_norm=max_norm)
+        self._run(self._programs.of(norms), minibatch, max_norm=max_norm)
         return self.workers[0].norms.total
 
     def share(

@@ -15,7 +15,9 @@ from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.check.programs import Programs
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.schedules.alone import written_of
+from pdcompile.passes.schedules.between_calls import norms, refresh
 from pdcompile.passes.schedules.device_order import in_device_order
+from pdcompile.passes.schedules.stream import gradients
 from pdcompile.plan import Plan, TiedParameter
 from pdcompile.schedule import Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS
@@ -50,10 +52,10 @@ def operations(column: Sequence[Instruction], rank: int) -> list[int]:
 @given(plans(max_stages=6, several=True), st.data())
 def test_every_schedule_runs_in_device_order(plan: Plan, data: st.DataObject) -> None:
     """Skips, ties, replicas, clipping, several stages a rank; minibatches of any sizes."""
-    check(plan, channels="device_order")
+    check(plan, ordered=True)
     sizes = st.integers(1, plan.training.num_microbatches)
     counts = data.draw(st.lists(sizes, min_size=1, max_size=6))
-    check_programs(plan, ordered_programs(plan, counts), channels="device_order")
+    check_programs(plan, ordered_programs(plan, counts), ordered=True)
 
 
 @settings(max_examples=40)
@@ -64,11 +66,11 @@ def test_so_do_the_programs_between_calls(plan: Plan, data: st.DataObject) -> No
     assert programs.step(count) == make_stream(plan, ordered=True).step(count)[0]
     programs.flush()
     programs.restart(0)
-    programs.norms()
+    programs.of(norms)
     programs.evaluation(count, with_loss=True)
     if not KINDS[plan.training.schedule].stream:
-        programs.gradients(count)
-        programs.refresh()
+        programs.of(gradients, count)
+        programs.of(refresh)
     if plan.num_ranks > 1:
         programs.share((Broadcast(Kind.STATE, 0, -1, 0, plan.spec.others(0)),))
 
@@ -105,12 +107,12 @@ def test_nothing_but_the_order_changes(plan: Plan, data: st.DataObject) -> None:
 def test_a_written_schedule_runs_in_device_order() -> None:
     for name in ("gpipe", "1f1b", "zb-h1", "interleaved"):
         plan = make_plan(name, 4, 4, per_rank=2 if name == "interleaved" else 1)
-        check(of(written_of(plan)), channels="device_order")
+        check(of(written_of(plan)), ordered=True)
 
 
 def test_the_proof_says_so() -> None:
     plan = make_plan("2bw", 3, 4, clip=1.0, replicas=(2, 1, 1))
-    text = str(check(plan, channels="device_order"))
+    text = str(check(plan, ordered=True))
     assert "channels device_order" in text
     assert "at most 1 unfinished on a rank" in text
     assert "unfinished" not in str(check(plan))
@@ -124,7 +126,7 @@ def test_the_order_of_pytorch_172668_is_refused() -> None:
     plan = make_plan("1f1b", 2, 2)
     program = blocking(programs_of(plan, (2,))[0])
     with pytest.raises(DeadlockError) as caught:
-        check_programs(plan, [program], channels="device_order")
+        check_programs(plan, [program], ordered=True)
     assert caught.value.message == (
         "deadlock: rank 0 (stage 0) at WAIT_SEND 1 e0 >1 s0, microbatch 1 of this minibatch waits "
         "for rank 1 (stage 1) at WAIT_SEND_GRADIENT 0 e0 >0 s1, microbatch 0 of this minibatch "
@@ -132,13 +134,13 @@ def test_the_order_of_pytorch_172668_is_refused() -> None:
     )
     order = [str(one) for one in program.columns[0]]
     assert order.index("SEND 1 e0 >1 s0") < order.index("POST_RECV_GRADIENT 0 e0 <1 s0")
-    check_programs(plan, ordered_programs(plan, (2,)), channels="device_order")
+    check_programs(plan, ordered_programs(plan, (2,)), ordered=True)
 
 
 def test_receives_that_are_posted_ahead_are_refused() -> None:
     plan = make_plan("1f1b", 2, 3)
     with pytest.raises(ScheduleError) as caught:
-        check_programs(plan, programs_of(plan, (3,)), channels="device_order")
+        check_programs(plan, programs_of(plan, (3,)), ordered=True)
     assert "occupies the device: 1 at a time in device order" in caught.value.message
     assert "<-- here" in str(caught.value.where)
 
@@ -248,7 +250,7 @@ def test_what_check_accepts_comes_to_the_end(plan: Plan, data: st.DataObject) ->
     first = data.draw(st.integers(0, len(operations(column, rank)) - 2))
     changed = mutated(program, rank, exchanged(column, rank, first))
     try:
-        check_programs(plan, [changed, flush], channels="device_order")
+        check_programs(plan, [changed, flush], ordered=True)
     except ScheduleError:
         return
     assert Devices(plan).run([changed, flush])
@@ -265,7 +267,7 @@ def test_exchanged_operations_are_found() -> None:
             if not Devices(plan).run([changed, flush]):
                 hang += 1
                 with pytest.raises(ScheduleError):
-                    check_programs(plan, [changed, flush], channels="device_order")
+                    check_programs(plan, [changed, flush], ordered=True)
     assert hang > 10
 
 
@@ -286,10 +288,10 @@ def test_an_operation_that_is_dropped_doubled_or_early_is_found(
                 changed = [*column[:index], *[column[index]] * kept, *column[index + 1 :]]
                 with pytest.raises(ScheduleError):
                     check_programs(plan, [*programs[:2], mutated(program, rank, changed),
-                                          programs[3]], channels="device_order")  # fmt: skip
+                                          programs[3]], ordered=True)  # fmt: skip
             if n and column[index].action.phase is Phase.POST_RECV:  # before the one before ended
                 early = [*column[: starts[n - 1] + 1], column[index],
                          *column[starts[n - 1] + 1 : index], *column[index + 1 :]]  # fmt: skip
                 with pytest.raises(ScheduleError):
                     check_programs(plan, [*programs[:2], mutated(program, rank, early),
-                                          programs[3]], channels="device_order")  # fmt: skip
+                                          programs[3]], ordered=True)  # fmt: skip

@@ -224,7 +224,7 @@ def test_a_group_keeps_its_own_learning_rate(tmp_path: Path) -> None:
 
 
 def saved_as(groups: Any, state: Any) -> StoredScheduler:
-    return StoredScheduler("s", groups, state)
+    return StoredScheduler("s", "StepLR", groups, state)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_programs_are_proved_when_they_are_asked_for(monkeypatch: pytest.MonkeyP
     """Nothing reaches a runtime that the proof refuses; what was proved is handed out again."""
     plan = make_plan("1f1b", 3, 4, tied=(TiedParameter("w", (0, 2), 1),))
     whole = Programs(plan, plan.edges)
-    assert whole.gradients(3) is whole.gradients(3)
+    assert whole.of(gradients, 3) is whole.of(gradients, 3)
     assert whole.step(4) == make_stream(plan).step(4)[0]
 
     def broken(*_: object, **__: object) -> Schedule:
@@ -189,7 +189,7 @@ def test_programs_are_proved_when_they_are_asked_for(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("pdcompile.passes.check.programs.refresh", broken)
     with pytest.raises(ScheduleError):
-        whole.refresh()
+        whole.of(refresh)
 
 
 # What hands data to another rank.  Which call a rank makes, and the first weights, are agreed on

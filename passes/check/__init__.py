@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.check.exchange import ChannelModel
 from pdcompile.passes.check.walk import EVALUATION, Walk
 from pdcompile.passes.schedules.stream import Stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec, with_edges
 
-__all__ = ["ChannelModel", "Proof", "check", "check_programs"]
+__all__ = ["Proof", "check", "check_programs"]
 
 MAX_LISTED = 16
 MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled: beyond that
@@ -52,9 +51,7 @@ class Proof:
         return "\n  ".join([head, *self.statements])
 
 
-def check(
-    plan: Plan, counts: Iterable[int] | None = None, *, channels: ChannelModel = "per_direction"
-) -> Proof:
+def check(plan: Plan, counts: Iterable[int] | None = None, *, ordered: bool = False) -> Proof:
     """Prove every sequence of calls: full minibatches without end, short ones, flushes.
 
     Full minibatches are walked until the stream and the token state both repeat; from there on
@@ -65,6 +62,7 @@ def check(
 
     Args:
         counts: microbatches of short minibatches; None: 1 and the deepest warm-up.
+        ordered: for channels in device order, see `exchange`.
 
     Raises:
         DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
@@ -72,15 +70,14 @@ def check(
     spec, full = plan.spec, plan.training.num_microbatches
     chosen = (1, max(spec.warmup)) if counts is None else counts
     shorts = tuple(sorted({short for short in chosen if 1 <= short < full}))
-    return _check(spec, shorts, channels)
+    return _check(spec, shorts, ordered=ordered)
 
 
 @lru_cache(maxsize=16)
-def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) -> Proof:
+def _check(spec: PipelineSpec, shorts: tuple[int, ...], *, ordered: bool) -> Proof:
     begin = time.perf_counter()
     full = spec.num_microbatches
-    ordered = channels == "device_order"
-    walk, stream = Walk(spec, channels), Stream.begin(spec, ordered=ordered)
+    walk, stream = Walk(spec, ordered=ordered), Stream.begin(spec, ordered=ordered)
     stream, calls = _repeat(walk, stream, full)
     walks, steady = [walk], dict[int, tuple[object, ...]]()  # by phase
     for _ in range(spec.period):
@@ -96,7 +93,7 @@ def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) 
         walks.append(_flushed(other, after))
         walks.append(_settled(other, after, after != stream, steady, f"{short} microbatches"))
     for phase in range(1, spec.period):
-        other = Walk(spec, channels, minibatches=phase)
+        other = Walk(spec, ordered=ordered, minibatches=phase)
         after = Stream.begin(spec, phase, ordered=ordered)
         walks.append(_settled(other, after, True, steady, f"a flush of {phase} calls"))
     sequences = [f"{full}, {full}, …"] + [f"{full}, {short}, {full}, …" for short in shorts]
@@ -114,7 +111,7 @@ def check_programs(
     edges: tuple[Edge, ...] | None = None,
     broadcasts: Sequence[Broadcast] = (),
     *,
-    channels: ChannelModel = "per_direction",
+    ordered: bool = False,
 ) -> Proof:
     """Prove exactly these successive programs, while nothing is in flight before the first.
 
@@ -128,7 +125,7 @@ def check_programs(
     begin, listed = time.perf_counter(), list(programs)
     spec = plan.spec if edges is None else with_edges(plan.spec, edges)
     forward_only = all(program.name.endswith(EVALUATION) for program in listed)
-    walk = Walk(spec, channels, forward_only=forward_only)
+    walk = Walk(spec, ordered=ordered, forward_only=forward_only)
     for program in listed:
         walk.run(program, broadcasts)
     return _proof([walk], f"{walk.num_programs} programs in this order", begin)
@@ -169,8 +166,9 @@ def _flushed(walk: Walk, stream: Stream) -> Walk:
     other, spec = walk.copy(), stream.spec
     program, after = stream.flush()
     other.run(program)
-    fresh = Walk(spec, walk.exchange.model, minibatches=walk.base)
-    begin = Stream.begin(spec, walk.base, ordered=stream.half_begun is not None)
+    ordered = walk.exchange.ordered
+    fresh = Walk(spec, ordered=ordered, minibatches=walk.base)
+    begin = Stream.begin(spec, walk.base, ordered=ordered)
     if other.state() != fresh.state() or after != begin:
         raise ScheduleError("the flush program leaves something behind", where=program.name)
     return other
@@ -188,12 +186,12 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     lags = [spec.lag(stage) for stage in range(num_stages)]
     versions = [spec.versions(stage) for stage in range(num_stages)]
     groups = [spec.group(stage) for stage in range(num_stages)]
-    ordered = walks[0].exchange.model == "device_order"
+    ordered = walks[0].exchange.ordered
     order = "the schedule's" if spec.kind.turns else "ascending"
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         "pairing: each receive has its send, first in first out; channels "
-        + walks[0].exchange.model,
+        + ("device_order" if ordered else "per_direction"),
         "no deadlock, even where a send ends only when its receiver has come to the wait"
         + (f"; at most {OPERATIONS} unfinished on a rank" if ordered else ""),
         f"coverage: each microbatch once {directions} on each of {num_stages} stages, on one "

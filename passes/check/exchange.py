@@ -8,10 +8,10 @@ out, so no order of events can lead elsewhere.  For the same reason one order of
 
 Each program must complete without the next one having begun: in one process it has to.
 
-Channel models: `per_direction` (gloo with tags), and `device_order` (a rank has at most
-`OPERATIONS` transfers and collectives begun and not waited for: on a device they occupy it).  There
-a rank waits before it begins the next one, so that two ranks which begin their transfers in unlike
-orders wait for each other; a device that queues them instead waits for less.
+Channels are one per direction (gloo with tags), or in device order (a rank has at most `OPERATIONS`
+transfers and collectives begun and not waited for: on a device they occupy it).  There a rank waits
+before it begins the next one, so that two ranks which begin their transfers in unlike orders wait
+for each other; a device that queues them instead waits for less.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Literal
 
 from pdcompile.passes.check.transfers import Violation
 from pdcompile.passes.schedules.program_walk import Operation, ProgramWalk, Step, Visitor
@@ -27,7 +26,6 @@ from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import DATA, ENDS, POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec
 
-ChannelModel = Literal["per_direction", "device_order"]
 #: rank, action, item (of an exchange its stage), microbatch, peer
 Told = tuple[int, Action, int, int, int]
 BROADCAST = (Kind.LOSS, Kind.OUTPUT, Kind.STATE)
@@ -37,9 +35,9 @@ EXCHANGED = (Kind.NORMS, Kind.BUFFERS)  # between calls
 class Exchange(Visitor):
     """The state of all channels between calls; `run` executes one program."""
 
-    def __init__(self, spec: PipelineSpec, channels: ChannelModel):
-        """Nothing is in flight."""
-        self.model = channels
+    def __init__(self, spec: PipelineSpec, *, ordered: bool):
+        """Nothing is in flight; `ordered`: channels are in device order."""
+        self.ordered = ordered
         self.walk = ProgramWalk(spec, self, rendezvous=True)
         #: in device order, what each rank has begun as data and not waited for
         self.unfinished: dict[int, list[Operation]] = {}
@@ -92,7 +90,7 @@ class Exchange(Visitor):
             self.told[rank, action, one.edge, one.microbatch, one.peer] += 1
         elif kind is Kind.BUFFERS or (kind is Kind.NORMS and one.stage < 0):
             self.told[rank, action, one.stage, -1, -1] += 1
-        if operation and self.model == "device_order" and kind in DATA and one.peer != rank:
+        if operation and self.ordered and kind in DATA and one.peer != rank:
             self._occupy(step, operation)
         return 0.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcompile.passes.check import ChannelModel, check, check_programs
-from pdcompile.passes.schedules.between_calls import buffers, norms, refresh, share
+from pdcompile.passes.check import check, check_programs
+from pdcompile.passes.schedules.between_calls import share
 from pdcompile.passes.schedules.device_order import in_device_order
-from pdcompile.passes.schedules.stream import Stream, evaluation, gradients, make_stream
+from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast
@@ -22,19 +22,18 @@ class Programs:
 
     def __init__(self, plan: Plan, eval_edges: tuple[Edge, ...], *, ordered: bool = False) -> None:
         self._plan, self._eval_edges = plan, eval_edges
-        self._channels: ChannelModel = "device_order" if ordered else "per_direction"
         self._ordered = ordered
         self._stream = make_stream(plan, ordered=ordered)
         self._counts: set[int] = set()  # microbatches of minibatches that were proved
         self._proved: dict[object, Schedule] = {}
         if ordered:  # who made the plan has proved it for tags
-            check(plan, channels=self._channels)
+            check(plan, ordered=self._ordered)
 
     def step(self, num_microbatches: int) -> Schedule:
         """One minibatch and its update; of a stream also what earlier calls left."""
         if num_microbatches not in self._counts:
             usual = num_microbatches in (1, self._plan.training.num_microbatches)
-            check(self._plan, None if usual else (num_microbatches,), channels=self._channels)
+            check(self._plan, None if usual else (num_microbatches,), ordered=self._ordered)
             self._counts.add(num_microbatches)
         program, self._stream = self._stream.step(num_microbatches)
         return program
@@ -48,43 +47,29 @@ class Programs:
         program, self._stream = self._stream.flush()
         return program
 
-    def gradients(self, num_microbatches: int) -> Schedule:
-        """One minibatch without its update."""
-        return self._prove_once(gradients, num_microbatches)
-
     def evaluation(self, num_microbatches: int, with_loss: bool) -> Schedule:
         """One minibatch forward, on the newest weights."""
         edges = self._eval_edges
-        return self._prove_once(evaluation, edges, num_microbatches, with_loss, edges=edges)
-
-    def refresh(self) -> Schedule:
-        """Bring tied copies up to date."""
-        return self._prove_once(refresh)
-
-    def norms(self) -> Schedule:
-        """Exchange the norms of the gradients that there are."""
-        return self._prove_once(norms)
-
-    def buffers(self) -> Schedule:
-        """Bring together the buffers of replicas, and compare their weights."""
-        return self._prove_once(buffers)
+        return self.of(evaluation, edges, num_microbatches, with_loss, edges=edges)
 
     def share(self, broadcasts: tuple[Broadcast, ...]) -> Schedule:
         """Bring what one rank has to those that need it."""
-        return self._prove_once(share, broadcasts, broadcasts=broadcasts)
+        return self.of(share, broadcasts, broadcasts=broadcasts)
 
-    def _prove_once(
+    def of(
         self,
         make: Callable[..., Schedule],
         *given: object,
         edges: tuple[Edge, ...] | None = None,
         broadcasts: tuple[Broadcast, ...] = (),
     ) -> Schedule:
+        """The program that `make` makes of the plan and what is given: `gradients` of a minibatch,
+        or one between calls."""
         found = self._proved.get((make, *given))
         if found is None:
             found = make(self._plan, *given)
             if self._ordered and not broadcasts:  # those go with tags
                 found, _ = in_device_order(self._stream.spec, found, ())
-            check_programs(self._plan, [found], edges, broadcasts, channels=self._channels)
+            check_programs(self._plan, [found], edges, broadcasts, ordered=self._ordered)
             self._proved[make, *given] = found
         return found

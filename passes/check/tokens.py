@@ -167,10 +167,6 @@ class Tokens(Updates):
 
     # -- boundaries ------------------------------------------------------------------------
 
-    def expect_refresh(self) -> None:
-        """The program brings tied copies up to date outside of updates."""
-        self.made(self.weights_out, (self.steps - 1, -1))
-
     def end_call(self, base: int, *, drained: bool, updates: bool) -> None:
         """Check the end of a program, `base` minibatches from the beginning: nothing forgotten;
         `drained`: nothing left either, but for what waits for the rest of its group."""

@@ -92,11 +92,6 @@ class Updates(Transfers):
         counts = (n for (tied, _), n in self.summed.items() if edge in (None, tied))
         return all(count > minibatch for count in counts)
 
-    def _owned_sums(self, minibatch: int) -> bool:
-        """True if those have come that this stage adds to gradients of its own."""
-        owned = (edge for edge, _ in self.summed if edge not in self.passed)
-        return all(self._has_sums(minibatch, edge) for edge in owned)
-
     def _collective(self, one: Instruction) -> Kind:
         if one.action.kind not in self.collectives:
             raise Violation("this rank takes part in no such collective")
@@ -112,7 +107,8 @@ class Updates(Transfers):
         before = self.collectives[: self.collectives.index(kind)]
         if any(self.waited[other] <= self.posted[kind] for other in before):
             raise Violation("posted before the replicas' gradients were reduced")
-        if not self._owned_sums(group[-1]):
+        owned = (edge for edge, _ in self.summed if edge not in self.passed)
+        if not all(self._has_sums(group[-1], edge) for edge in owned):
             raise Violation("posted before the sums of tied gradients have come")
         self.posted[kind] += 1
 

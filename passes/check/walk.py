@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.passes.check.exchange import ChannelModel, Exchange, shortest_cycle, waited_for
+from pdcompile.passes.check.exchange import Exchange, shortest_cycle, waited_for
 from pdcompile.passes.check.tokens import Tokens
 from pdcompile.passes.check.transfers import Violation
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
@@ -27,8 +27,8 @@ class Walk:
     def __init__(
         self,
         spec: PipelineSpec,
-        channels: ChannelModel = "per_direction",
         *,
+        ordered: bool = False,
         forward_only: bool = False,
         minibatches: int = 0,
     ):
@@ -36,7 +36,6 @@ class Walk:
         self.spec = spec
         self.forward_only = forward_only
         self.tokens: dict[int, dict[int, Tokens]] = {}
-        ordered = channels == "device_order"
         for rank, stages in spec.holders:
             for s in stages:
                 made = Tokens(
@@ -44,7 +43,7 @@ class Walk:
                 )
                 made.begin(minibatches)
                 self.tokens.setdefault(rank, {})[s] = made
-        self.exchange = Exchange(spec, channels)
+        self.exchange = Exchange(spec, ordered=ordered)
         self.base = minibatches  # calls of step so far
         self.num_programs = 0
         self.num_instructions = 0
@@ -65,9 +64,8 @@ class Walk:
             raise ScheduleError(
                 f"{program.name} has {len(program.columns)} columns for {self.spec.num_ranks} ranks"
             )
-        for _, tokens in self.each():
-            if kind == REFRESH:
-                tokens.expect_refresh()
+        for _, tokens in self.each() if kind == REFRESH else ():
+            tokens.made(tokens.weights_out, (tokens.steps - 1, -1))
         for rank, column in enumerate(program.columns):
             self._run_column(program, rank, column)
         try:

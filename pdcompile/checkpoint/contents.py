@@ -89,8 +89,8 @@ class Contents(OptimizerStates):
         self._placed: dict[tuple[str, str], StoredFile] = {}  # by `Holding.place`
         for stage in self.manifest.stages:
             self._weights |= {one.name: one for one in stage.weights.tensors}
-            for ending, file in stage.files.items():
-                self._placed |= {(ending, one.name): file for one in file.tensors}
+            for file in stage.files:
+                self._placed |= {(str(file.ending), one.name): file for one in file.tensors}
         self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
 
     @property
@@ -185,12 +185,10 @@ class Contents(OptimizerStates):
 
     # -- the optimizer -------------------------------------------------------------------------
 
-    def groups(self) -> list[NamedGroup]:
-        alike = self.manifest.optimizer  # of groups that do not say of which class they are
-        return [one._replace(kind=one.kind or alike) for one in super().groups()]
-
     def _of_optimizer(self, stage: StageState, name: str) -> Tensor:
-        stored = self.manifest.stages[stage.stage].optimizer
+        ending, _ = HoldingKind.OPTIMIZER.value
+        files = self.manifest.stages[stage.stage].files
+        stored = next((file for file in files if file.ending == ending), None)
         if stored is None:
             raise CheckpointError(f"{name} is in no file", where=str(self.place), remedy=ANOTHER)
         read = self._read.setdefault(stored.name, {})
@@ -198,24 +196,18 @@ class Contents(OptimizerStates):
             read[name] = self._file(stored).tensor(name)
         return read[name]
 
-    def schedulers(self) -> dict[str, list[StoredScheduler]]:
-        """Each scheduler that was handed over, stage by stage, as the rank of that had it."""
-        stages, first = self.manifest.stages, self.manifest.schedulers or {}
-        groups = [tuple(group.names for group in stage.groups) for stage in stages]
-        parts = {
-            name: [StoredScheduler(name, own, state) for own in groups]
-            for name, state in first.items()
-        }
-        for stage in stages:
+    def schedulers(self) -> dict[str, dict[int, StoredScheduler]]:
+        """Each scheduler that was handed over, by stage, as the rank of that had it."""
+        found: dict[str, dict[int, StoredScheduler]] = {}
+        for stage in self.manifest.stages:
             for one in stage.schedulers:
-                if one.name in parts:
-                    parts[one.name][stage.stage] = one
-        return parts
+                found.setdefault(one.name, {})[stage.stage] = one
+        return found
 
     def extra_states(self) -> dict[str, Any]:
         """Values that modules keep beside tensors, by their keys in a state dict."""
-        found = self.manifest.extra_states or {}
-        return {name: decode(one, f"{self.place}: extra_states") for name, one in found.items()}
+        where, found = f"{self.place}: extra_states", self.manifest.extra_states
+        return {name: decode(one, where) for name, one in found.items()}
 
     # -- files ---------------------------------------------------------------------------------
 

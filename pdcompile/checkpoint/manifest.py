@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdcompile.errors import CheckpointError, errors_as
 from pdcompile.files import read_limited
-from pdcompile.jsonio import decode, dumps, encode, loads
+from pdcompile.jsonio import decode, dumps, loads
 
 
 class HoldingKind(Enum):
@@ -43,11 +43,11 @@ class Holding(NamedTuple):
         return file.format(number=self.number), key.format(name=self.name, number=self.number)
 
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 ANOTHER = "load another checkpoint of the folder"  # the remedy where one is damaged
-_FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
+_FILE = re.compile(r"stage-\d{3,}([a-z0-9-]*)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +69,29 @@ class StoredFile:
     header_crc32: int
     tensors: tuple[StoredTensor, ...]
 
+    @property
+    def ending(self) -> str | None:
+        """Ending of its name, see `Holding.place`; None: it is not the name of a stage's file."""
+        match = _FILE.fullmatch(self.name)
+        return None if match is None else match[1]
+
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A param_group: names of parameters, the values as JSON, and the class of its optimizer ("":
-    that of the manifest)."""
+    """A param_group: names of parameters, the values as JSON, and the class of its optimizer."""
 
     names: tuple[str, ...]
     values: Any
-    kind: str = ""
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoredScheduler:
-    """A learning-rate scheduler: its name, the names of parameters in each group of its optimizer,
-    and its state as JSON."""
+    """A learning-rate scheduler: its name and class, the names of parameters in each group of its
+    optimizer, and its state as JSON."""
 
     name: str
+    kind: str
     groups: tuple[tuple[str, ...], ...]
     state: Any
 
@@ -111,33 +117,23 @@ class StageState:
     waiting: int
     groups: tuple[StoredGroup, ...]
     state: dict[str, Any]
-    schedulers: tuple[StoredScheduler, ...] = ()
+    schedulers: tuple[StoredScheduler, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredStage(StageState):
-    """A stage in files.
+    """A stage in files (`Holding.place`): one of its weights, and of what else there is.
 
-    Args:
-        weights: its parameters and buffers that state dicts have, under the model's names.
-        optimizer: tensors of the optimizer's state; None: there are none.
-        rest: ``older/v/NAME`` (weights W_v), ``gradient/NAME`` (accumulated), ``buffer/NAME`` (one
-            that state dicts leave out); None: nothing of the kind.
-        replicas: buffers that training writes, of each replica; () where there is one, or where
-            they are equal: `weights` has their means.
+    Replicas have a file each where the buffers that training writes differ between them: those
+    among the weights are their means.
     """
 
-    weights: StoredFile
-    optimizer: StoredFile | None
-    rest: StoredFile | None
-    replicas: tuple[StoredFile, ...] = ()
+    files: tuple[StoredFile, ...]
 
     @property
-    def files(self) -> dict[str, StoredFile]:
-        """Files by the ending of their names, see `Holding.place`."""
-        found = {"": self.weights, "-optimizer": self.optimizer, "-rest": self.rest}
-        found |= {f"-replica-{n:03d}": one for n, one in enumerate(self.replicas)}
-        return {ending: one for ending, one in found.items() if one is not None}
+    def weights(self) -> StoredFile:
+        """Parameters and buffers that state dicts have, under the model's names."""
+        return next(file for file in self.files if not file.ending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +148,9 @@ class Manifest:
         plan: the hash of the plan in ``plan.json``, `plan_crc32`: of that file.
         optimizer: the names of its classes; "" without one.
         aliases: further names of tied tensors: (name, first name).
-        schedulers: rank 0's states, as JSON; `scheduler_types`: (name, name of the class).
-        random_state: of the generators of rank 0's process, as JSON; `random_states`: (rank, those
-            of its process), of ranks where they differ.
-        seed: of the random numbers that the model draws; None: not known.
+        random_states: (rank, those of the generators of its process, as JSON): of rank 0, and of
+            ranks where they differ.
+        seed: of the random numbers that the model draws.
         loss_scale: updates before, and fields of `Scale`, of the scales that later minibatches
             take; empty without a GradScaler.
         extra_states: of modules, by their keys in a state dict, as JSON.
@@ -174,35 +169,26 @@ class Manifest:
     optimizer: str
     aliases: tuple[tuple[str, str], ...]
     stages: tuple[StoredStage, ...]
-    schedulers: dict[str, Any] | None = None
-    random_state: Any = None
-    seed: int | None = None
-    scheduler_types: tuple[tuple[str, str], ...] = ()
-    loss_scale: tuple[tuple[int, float, int, float, float, int], ...] = ()
-    extra_states: dict[str, Any] | None = None
-    random_states: tuple[tuple[int, Any], ...] = ()
+    random_states: tuple[tuple[int, Any], ...]
+    seed: int
+    loss_scale: tuple[tuple[int, float, int, float, float, int], ...]
+    extra_states: dict[str, Any]
     checksum: int = 0
 
     def to_text(self) -> str:
         """The file's text, with its checksum."""
-        return _checked(encode(self)).decode()
+        checksum = zlib.crc32(dumps(replace(self, checksum=0)).encode())
+        return dumps(replace(self, checksum=checksum))
 
     def files(self) -> Iterator[StoredFile]:
         """All safetensors files, stage by stage."""
         for stage in self.stages:
-            yield from stage.files.values()
+            yield from stage.files
 
     @property
     def num_bytes(self) -> int:
         """Size of all safetensors files."""
         return sum(file.num_bytes for file in self.files())
-
-
-def _checked(data: dict[str, Any]) -> bytes:
-    """The text of a manifest as parsed JSON, which may lack keys that are newer than it, with its
-    right checksum."""
-    checksum = zlib.crc32(dumps({**data, "checksum": 0}).encode())
-    return dumps({**data, "checksum": checksum}).encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -229,7 +215,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             remedy="load it with the pdcompile that wrote it",
         )
     manifest = decode(Manifest, found, where=where, error=CheckpointError)
-    if _checked(found) != data:
+    if manifest.to_text().encode() != data:
         raise CheckpointError(
             "the manifest was changed after it was written: its checksum does not fit",
             where=where,
@@ -247,9 +233,11 @@ def _check(manifest: Manifest, where: str) -> None:
         place = f"stages[{n}]"
         if stage.stage != n:
             raise wrong(f"stage {stage.stage} is in the place of stage {n}", place)
-        for file in stage.files.values():
-            if not _FILE.fullmatch(file.name):
+        for file in stage.files:
+            if file.ending is None:
                 raise wrong(f"{file.name!r} is not the name of a safetensors file in it", place)
+        if "" not in [file.ending for file in stage.files]:
+            raise wrong("there is no file of its weights", place)
     weights = {one.name for stage in manifest.stages for one in stage.weights.tensors}
     for alias, first in manifest.aliases:
         if alias in weights or first not in weights:

@@ -8,7 +8,7 @@ by name, and names as the ``params`` of each group; torch's own optimizers load 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,16 +86,6 @@ def named_state(
         if values and id(numbered[number]) in names:
             found[names[id(numbered[number])]] = values
     return found
-
-
-def whole_state(
-    groups: Iterable[NamedGroup], state: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The state of a whole model as torch.distributed.checkpoint has it."""
-    return {
-        "state": {name: dict(values) for name, values in state.items()},
-        "param_groups": [{**group.values, "params": list(group.names)} for group in groups],
-    }
 
 
 def read_whole(given: Any, numbered: Sequence[Sequence[str]]) -> tuple[list[NamedGroup], Any]:

@@ -60,8 +60,7 @@ class Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value, name)
         if kind is complex:
-            parts = [self.encode(part, name, depth + 1) for part in (value.real, value.imag)]
-            return {"complex": parts}
+            return {"complex": str(value)}
         if kind is torch.dtype:
             return {"dtype": dtype_name(value)}
         tag = _TAGS.get(kind)
@@ -157,11 +156,6 @@ def _int(text: Any) -> int:
     return found
 
 
-def _complex(parts: Any) -> complex:
-    real, imag = (float(p["float"]) if isinstance(p, dict) else float(p) for p in parts)
-    return complex(real, imag)
-
-
 def _is_key(key: Any) -> bool:
     return key is None or isinstance(key, bool | int | float | str | tuple)
 
@@ -179,7 +173,7 @@ _MAPPINGS |= {tag: partial(defaultdict, factory) for factory, tag in _DEFAULTS.i
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "int": _int,
     "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__,
-    "complex": _complex,
+    "complex": complex,
     "dtype": lambda name: _DTYPES[name],
     "values": _values,
 }

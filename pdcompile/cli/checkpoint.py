@@ -70,18 +70,20 @@ def described(contents: Any) -> dict[str, Any]:
         "schedulers": [*contents.schedulers()],
         "bytes": manifest.num_bytes,
         "tied": [list(pair) for pair in manifest.aliases],
-        "stages": [
-            {
-                "stage": stage.stage,
-                "tensors": len(stage.weights.tensors),
-                "weights_bytes": stage.weights.num_bytes,
-                "optimizer_bytes": stage.optimizer.num_bytes if stage.optimizer else 0,
-                "rest_bytes": sum(one.num_bytes for one in (*stage.replicas, stage.rest) if one),
-                "weights": [*stage.older, stage.updates],
-                "waiting": stage.waiting,
-            }
-            for stage in manifest.stages
-        ],
+        "stages": [_stage(stage) for stage in manifest.stages],
+    }
+
+
+def _stage(stage: Any) -> dict[str, Any]:
+    sizes = {file.ending: file.num_bytes for file in stage.files}
+    return {
+        "stage": stage.stage,
+        "tensors": len(stage.weights.tensors),
+        "weights_bytes": sizes.pop(""),
+        "optimizer_bytes": sizes.pop("-optimizer", 0),
+        "rest_bytes": sum(sizes.values()),
+        "weights": [*stage.older, stage.updates],
+        "waiting": stage.waiting,
     }
 
 

@@ -83,7 +83,7 @@ def stage_states(
     state = {} if made is None else named_state(made, names)
     groups = [] if made is None else named_groups(made, names)
     told = [
-        (name, scheduler_groups(its, made, names), scheduler_state(name, its))
+        (name, type(its).__name__, scheduler_groups(its, made, names), scheduler_state(name, its))
         for name, its in (schedulers or {}).items()
     ]
     found = []
@@ -107,7 +107,7 @@ def stage_states(
             groups=tuple(stored),
             state={f: encoder.encode(dict(state[f]), f) for f in own([*state])},
             schedulers=tuple(
-                StoredScheduler(n, tuple(map(own, held)), its) for n, held, its in told
+                StoredScheduler(n, kind, tuple(map(own, held)), its) for n, kind, held, its in told
             ),
         )
         found.append((one, encoder.tensors))

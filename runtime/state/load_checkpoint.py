@@ -154,19 +154,19 @@ class Loading:
                 "the checkpoint has no loss scale: that of grad_scaler= stays as it is"
             )
         saved = contents.schedulers()
-        self._check_schedulers(list(saved))
+        self._check_schedulers(saved)
         contents.extra_states()
         own = session.plan.training.seed
-        if manifest.seed not in (None, own):
+        if manifest.seed != own:
             self.notes.append(
                 f"the checkpoint was saved with seed={manifest.seed}, and this pipeline has "
                 f"seed={own}: random numbers (dropout) are others from here on"
             )
         if self._wanted.random_state:  # rank 0's where there were more ranks or fewer
             alike = session.world is not None and manifest.ranks == session.plan.num_ranks
-            others = dict(manifest.random_states) if alike else {}
-            states = others.get(session.ranks[0], manifest.random_state)
-            self._generators = states_of(states, f"{contents.place}: random_state")
+            found = dict(manifest.random_states)
+            states = found.get(session.ranks[0] if alike else 0, found.get(0))
+            self._generators = states_of(states, f"{contents.place}: random_states")
         self._load_schedulers(saved)
 
     def undo(self) -> None:
@@ -224,12 +224,12 @@ class Loading:
             )
         return not missing
 
-    def _check_schedulers(self, saved: list[str]) -> None:
+    def _check_schedulers(self, saved: Mapping[str, Mapping[int, StoredScheduler]]) -> None:
         given, where = self._wanted.schedulers, f"{self.contents.place}: schedulers"
         if missing := [name for name in given if name not in saved]:
             raise CheckpointError(
                 f"the checkpoint has no state of scheduler {some(missing)}: it has "
-                f"{some(saved) or 'none'}",
+                f"{some([*saved]) or 'none'}",
                 where=where,
                 remedy="hand over the schedulers that were handed to save, in that order or by "
                 "name",
@@ -237,24 +237,25 @@ class Loading:
         left = [name for name in saved if name not in given]
         if left and not self._wanted.resumes:
             self.notes.append(note_on_schedulers(left))
-        for name, kind in self.contents.manifest.scheduler_types:
-            present = type(given.get(name)).__name__
-            if name in given and present != kind:
+        for name, one in given.items():
+            was, present = next(iter(saved[name].values())).kind, type(one).__name__
+            if present != was:
                 raise CheckpointError(
-                    f"scheduler {name} was a {kind} when it was saved, and is a {present} now",
+                    f"scheduler {name} was a {was} when it was saved, and is a {present} now",
                     where=where,
                     remedy="make the scheduler that was saved, or leave it out",
                 )
 
-    def _load_schedulers(self, saved: Mapping[str, Sequence[StoredScheduler]]) -> None:
+    def _load_schedulers(self, saved: Mapping[str, Mapping[int, StoredScheduler]]) -> None:
         session, where = self._session, f"{self.contents.place}: schedulers"
         parameters = all_parameters(session)
         names = {id(parameters[f]): one for f, one in self._stored.items() if f in parameters}
         same_plan = self.contents.manifest.plan == session.plan.hash()
         for name, one in self._wanted.schedulers.items():
-            own = [part for s, part in enumerate(saved[name]) if same_plan and s in session.stages]
+            parts = saved[name]
+            own = [part for stage, part in parts.items() if same_plan and stage in session.stages]
             groups = scheduler_groups(one, session.optimizer, names)
-            state = decode(fitting_state(own or saved[name], groups), where)
+            state = decode(fitting_state(own or [*parts.values()], groups), where)
             said = f"scheduler {name} ({type(one).__name__}) does not take its state"
             remedy = "make the scheduler as it was when it was saved, or leave it out"
             with errors_as(CheckpointError, said, where, remedy, Exception):

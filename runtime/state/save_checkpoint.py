@@ -31,7 +31,7 @@ from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import Row, holdings, stage_states
 from pdcompile.schedule.registry import name_of
 
-Written = list[tuple[int, str, StoredFile]]  # stage, ending of the file's name (`Holding.place`)
+Written = list[tuple[int, StoredFile]]  # with its stage
 
 
 def save(
@@ -75,7 +75,7 @@ def save(
         return {"files": encode(files), "stages": stages, "generators": generators}
 
     def close(parts: list[Any]) -> str:
-        manifest = _manifest(session, identity, position, parts, schedulers, str(written))
+        manifest = _manifest(session, identity, position, parts, str(written))
         with unwritten(written):
             return checkpoints.finish(written, manifest, session.plan.to_json()).name
 
@@ -106,7 +106,7 @@ def write_stages(
             ending, key = row.holding.place
             files[row.worker.stage, ending][key] = row.tensor
     return [
-        (stage, ending, write_tensors(folder / name, tensors, identity))
+        (stage, write_tensors(folder / name, tensors, identity))
         for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
         for name in [f"stage-{stage:03d}{ending}.safetensors"]
     ]
@@ -117,22 +117,18 @@ def _manifest(
     identity: str,
     position: Position,
     parts: Sequence[Mapping[str, Any]],
-    schedulers: Mapping[str, Any],
     where: str,
 ) -> Manifest:
     """The manifest of what all ranks have written."""
     plan, names, generators = session.plan, session.state.names, parts[0]["generators"]
-    files = sorted((stage, ending, file) for p in parts for stage, ending, file in p["files"])
-    stages = []
-    for one in sorted((s for p in parts for s in p["stages"]), key=lambda one: one["stage"]):
-        there = {ending: file for stage, ending, file in files if stage == one["stage"]}
-        weights, optimizer, rest = (
-            there.pop(kind.value[0], None)
-            for kind in (HoldingKind.WEIGHT, HoldingKind.OPTIMIZER, HoldingKind.BUFFER)
-        )
-        one |= {"weights": weights, "optimizer": optimizer, "rest": rest}
-        one |= {"replicas": [*there.values()]}
-        stages.append(decode(StoredStage, one, where=where, error=CheckpointError))
+    files: dict[int, list[Any]] = {}
+    for stage, file in (one for part in parts for one in part["files"]):
+        files.setdefault(stage, []).append(file)
+    told = {one["stage"]: one for part in parts for one in part["stages"]}
+    stages = [
+        decode(StoredStage, {**one, "files": files[n]}, where=where, error=CheckpointError)
+        for n, one in sorted(told.items())
+    ]
     return Manifest(
         version=VERSION,
         identity=identity,
@@ -146,13 +142,12 @@ def _manifest(
         optimizer=" and ".join(sorted({one.kind for stage in stages for one in stage.groups})),
         aliases=tuple((one, fqn) for fqn, keys in names.items() for one in keys if one != fqn),
         stages=tuple(stages),
-        schedulers={one.name: one.state for stage in stages[:1] for one in stage.schedulers},
-        scheduler_types=tuple((name, type(one).__name__) for name, one in schedulers.items()),
-        random_state=generators,
         seed=plan.training.seed,
         loss_scale=() if session.loss_scale is None else session.loss_scale.saved(),
         extra_states=encoded_extra_states(session.model),
         random_states=tuple(
-            (rank, p["generators"]) for rank, p in enumerate(parts) if p["generators"] != generators
+            (rank, part["generators"])
+            for rank, part in enumerate(parts)
+            if rank == 0 or part["generators"] != generators
         ),
     )

@@ -17,7 +17,6 @@ from pdcompile.checkpoint.named_optimizer import (
     named_loading,
     names_of,
     read_whole,
-    whole_state,
 )
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
@@ -81,7 +80,11 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     )
     groups = found.groups()
     state = {fqn: one for fqn in session.state.infos if (one := found.optimizer_state(fqn))}
-    return whole_state([_merged(one, groups) for one in order], copy.deepcopy(state))
+    merged = [_merged(one, groups) for one in order]
+    return {
+        "state": copy.deepcopy(state),
+        "param_groups": [{**group.values, "params": list(group.names)} for group in merged],
+    }
 
 
 def _merged(own: NamedGroup, groups: list[NamedGroup]) -> NamedGroup:

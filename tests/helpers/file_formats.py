@@ -24,6 +24,7 @@ from pdcompile.checkpoint.manifest import (
     Holding,
     HoldingKind,
     Manifest,
+    StoredScheduler,
     read_manifest,
 )
 from pdcompile.checkpoint.plain_values import Encoder, decode
@@ -81,11 +82,10 @@ class Training:
         pipe.close()
         (made,) = (folder / "saved").glob("save-*")
         # The states of random generators are long; of other values there is one of every kind.
-        whole = replace(
-            read_manifest(made),
-            random_state=None,
-            schedulers={"lr": Encoder(inline=True).encode(VALUES, "lr")},
-        )
+        whole = read_manifest(made)
+        lr = StoredScheduler("lr", "LambdaLR", (), Encoder(inline=True).encode(VALUES, "lr"))
+        stages = (replace(whole.stages[0], schedulers=(lr,)), *whole.stages[1:])
+        whole = replace(whole, random_states=(), stages=stages)
         text = whole.to_text().encode()
         (made / MANIFEST).write_bytes(text)
         return Training(compiled, folder / "saved")
@@ -265,10 +265,10 @@ def _everything(contents: Any) -> None:
     contents.verify()
     contents.groups()
     for parts in contents.schedulers().values():
-        fitting_state(parts, parts[0].groups if parts else ())
-        [decode(part.state, "schedulers") for part in parts]
-    if contents.manifest.random_state is not None:
-        states_of(contents.manifest.random_state, "random_state")
+        fitting_state([*parts.values()], ())
+        [decode(part.state, "schedulers") for part in parts.values()]
+    for _, states in contents.manifest.random_states:
+        states_of(states, "random_states")
     for name in contents.names:
         contents.tensor(Holding(HoldingKind.WEIGHT, name))
         contents.optimizer_state(name)
@@ -280,7 +280,7 @@ def _everything(contents: Any) -> None:
 def _saved_plan(folder: Path, training: Training) -> Format:
     """With a manifest that has its checksum."""
     place = _copied(folder, training)
-    manifest = replace(read_manifest(place), stages=(), aliases=(), schedulers=None)
+    manifest = replace(read_manifest(place), stages=(), aliases=())
 
     def read(data: bytes) -> Plan:
         put(place / PLAN, data)
@@ -300,10 +300,10 @@ def _tensors(folder: Path, training: Training) -> Format:
     manifest = read_manifest(place)
     weights = manifest.stages[0].weights
     stage = replace(
-        manifest.stages[0], weights=weights, optimizer=None, rest=None, trained=(), updates=0,
-        older=(), waiting=0, groups=(), state={}, replicas=(), schedulers=(),
+        manifest.stages[0], files=(weights,), trained=(), updates=0,
+        older=(), waiting=0, groups=(), state={}, schedulers=(),
     )  # fmt: skip
-    manifest = replace(manifest, stages=(stage,), aliases=(), schedulers=None)
+    manifest = replace(manifest, stages=(stage,), aliases=())
     (place / MANIFEST).write_bytes(manifest.to_text().encode())
     shard = place / weights.name
 
