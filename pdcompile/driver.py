@@ -49,7 +49,6 @@ from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.runtime.transport.launch import note_on_cores
 from pdcompile.user_plans import (
     check_here,
     check_memory,
@@ -172,7 +171,6 @@ def run_passes(
         *notes_on_own_buffers(plan, captured.train),
         *uneven_means(captured.train, plan.training),
         *note_on_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices),
-        *note_on_cores(options),
     )
     plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))
     check_memory(chosen.cluster, plan)

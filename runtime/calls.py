@@ -217,7 +217,7 @@ def _checked_size(
             )
     elif not told:
         return None
-    _check_sizes(graph, sizes, training=cut.training)
+    check_sizes(graph, sizes, training=cut.training)
     return size
 
 
@@ -355,14 +355,7 @@ def _check_values(cut: Cut, flat: FlatCall, size: int, part: tuple[int, ...] | N
         check_inputs(graph, parts[i], sizes[i])
 
 
-def check_size(session: Session, size: int, *, training: bool) -> None:
-    """Raise InputError where no call takes a minibatch of so many samples."""
-    if session.compiled.layout.splits:
-        cut = Cut(session, training)
-        _check_sizes(cut.graph, cut.sizes(size), training=training)
-
-
-def _check_sizes(graph: OpGraph, sizes: list[int], *, training: bool) -> None:
+def check_sizes(graph: OpGraph, sizes: list[int], *, training: bool) -> None:
     """The model may be another computation for fewer or more samples than were captured."""
     largest, smallest = sizes[0], sizes[-1]
     known = graph.sizes

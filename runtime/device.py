@@ -29,15 +29,6 @@ class DeviceFailed(PdcompileError):
     """Error with which something queued on the device ended."""
 
 
-def device_failed(text: str) -> DeviceFailed:
-    """The error for what torch said."""
-    said = text.partition("\n")[0]
-    return DeviceFailed(
-        f"what was queued on the device failed: {said}",
-        remedy="CUDA_LAUNCH_BLOCKING=1 names the op that did",
-    )
-
-
 class Handle:
     """A message in flight. `wait` returns the tensor of a receive."""
 

@@ -7,7 +7,6 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 from pdcompile.batch.step_result import total_loss
 from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import clip, memory_of
-from pdcompile.errors import ClosedError, DeadlockError
-from pdcompile.plan import Plan
+from pdcompile.errors import ClosedError
 from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.optimizer import Updater
@@ -29,6 +27,7 @@ from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
+from pdcompile.schedule.spec import hops
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
@@ -48,14 +47,8 @@ class Loss:
         self.parts: dict[int, Handle] = {}  # by rank
         self._value: Tensor | None = None
 
-    def add(self, rank: int, part: Handle) -> None:
-        self.parts[rank] = part
-
     def ready(self) -> bool:
         return self._value is not None or all(part.ready() for part in self.parts.values())
-
-    def abandon(self) -> None:
-        self.parts.clear()
 
     def wait(self) -> Tensor:
         if self._value is None:
@@ -91,12 +84,13 @@ class Losses(dict[int, Loss]):
         """This rank's part, of its microbatches' losses."""
         loss = self.of(minibatch)
         loss.own = total_loss(self._worker.feeds[minibatch].losses)
-        loss.add(self._worker.rank, self._device.fetch(loss.own))
+        loss.parts[self._worker.rank] = self._device.fetch(loss.own)
 
     def tell(self, minibatch: int, peer: int) -> None:
         loss, worker = self.of(minibatch), self._worker
         if (stages := worker.near.get(peer)) is not None:
-            stages[max(stages)].losses.of(minibatch).add(worker.rank, loss.parts[worker.rank])
+            theirs = stages[max(stages)].losses.of(minibatch)
+            theirs.parts[worker.rank] = loss.parts[worker.rank]
         elif worker.transport is not None:  # else it is a rank without a stage, in this process
             assert loss.own is not None
             channel = Channel(Kind.LOSS, 0, peer)
@@ -106,7 +100,7 @@ class Losses(dict[int, Loss]):
         if peer not in self._worker.near:  # else the part is added by who tells it
             expected = Expected((), self._dtype, minibatch)
             handle = self._worker.far.receive(Channel(Kind.LOSS, 0, peer), expected)
-            self.of(minibatch).add(peer, handle)
+            self.of(minibatch).parts[peer] = handle
 
 
 class Worker:
@@ -120,7 +114,7 @@ class Worker:
         norms: Norms, transport: GroupTransport | None, device: RankDevice,
     ) -> None:  # fmt: skip
         plan, train = compiled.plan, compiled.capture.train
-        self.stage, self.rank = stage, rank
+        self.stage, self.rank, replica = stage, rank, plan.spec.ranks[stage].index(rank)
         self.replicas: Replicas | None = None
         self.near: dict[int, dict[int, Worker]] = {rank: {stage: self}}
         self.weights, self.norms, self.transport = weights, norms, transport
@@ -131,7 +125,11 @@ class Worker:
         loss_dtype = "float32" if train.loss is None else train.values[train.loss].dtype
         self.losses = Losses(self, getattr(torch, loss_dtype), device)
         self._compute, self._device, self.base = compute, device, 0
-        self._tied, self._reach, self._replicas_of = plan.tied, plan.spec.reach, _later(plan, stage)
+        self._tied, self._reach, self._hops = (
+            plan.tied,
+            plan.spec.reach,
+            hops(plan.spec, stage, replica),
+        )
         self._max_norm = plan.training.max_grad_norm
         self._box: Box = {}
         self._clips_to: float | None = None  # where the user clips what is in .grad now
@@ -180,7 +178,7 @@ class Worker:
         self.current = None
         self._device.abandon()
         for one in [*self.losses] if minibatch is None else [minibatch]:
-            self.losses.of(one).abandon()
+            self.losses.of(one).parts.clear()
             del self.losses[one]
         if minibatch is not None:
             self.feeds.pop(minibatch, None)
@@ -248,8 +246,9 @@ class Worker:
         if kind is Kind.WEIGHT:
             self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
         elif kind is Kind.TIED:
-            replica = self._replicas_of[ins.edge].index(ins.peer)
-            self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], replica, tensor)
+            peers = [hop.peer for hop in self._hops.sums_in if hop.edge == ins.edge]
+            place = peers.index(ins.peer)
+            self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], place, tensor)
         elif kind in BROADCAST:
             self._box[ins.edge, ins.microbatch] = tensor
         else:
@@ -285,7 +284,7 @@ class Worker:
         feed, version = self.feeds[minibatch], self.weights.newest
         wiring = feed.wiring
         if wiring.training:
-            version = self.weights.numbers.version(minibatch, ins.lag)
+            version = self.weights.version_of(minibatch, ins.lag)
         values = self._compute.forward(
             feed, microbatch, version,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
@@ -310,7 +309,7 @@ class Worker:
         sent = self._compute.backward(
             self.feeds[minibatch],
             microbatch,
-            self.weights.numbers.version(minibatch, ins.lag),
+            self.weights.version_of(minibatch, ins.lag),
             lambda edge: self._arrived.pop((Kind.GRADIENT, edge, minibatch, microbatch)),
             split=ins.action is Action.BACKWARD_INPUT,
         )
@@ -319,7 +318,7 @@ class Worker:
 
     def _backward_weight(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        version = self.weights.numbers.version(minibatch, ins.lag)
+        version = self.weights.version_of(minibatch, ins.lag)
         self._compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
 
     def _step(self, ins: Instruction) -> None:
@@ -386,7 +385,7 @@ def run_together(
 ) -> None:
     """Run each rank until it would have to wait, then the next (one rank: just run it).
 
-    `workers[n]` is one of the stages of rank n.  Raises DeadlockError when no rank can go on.
+    `workers[n]` is one of the stages of rank n.  They come to the end, as is proved of programs.
     """
     position = [0] * len(workers)
     moved = True
@@ -406,21 +405,4 @@ def run_together(
                     stage.recording.add(stage.rank, ins, stage.base, began)
                 position[n] += 1
                 moved = True
-    stuck = [
-        f"rank {worker.rank} at {column[at].action} of edge {column[at].edge}, "
-        f"microbatch {column[at].microbatch}"
-        for worker, column, at in zip(workers, columns, position, strict=True)
-        if at < len(column)
-    ]
-    if stuck:
-        raise DeadlockError(f"no rank can go on: {'; '.join(stuck)}")
-
-
-def _later(plan: Plan, stage: int) -> dict[int, tuple[int, ...]]:
-    """Ranks of the next stage that holds each tied parameter of a stage."""
-    return {
-        index: plan.spec.ranks[later]
-        for index, tied in enumerate(plan.tied)
-        for holder, later in pairwise(tied.stages)
-        if holder == stage
-    }
+    assert position == [*map(len, columns)], f"no rank can go on at {position}"

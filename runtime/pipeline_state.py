@@ -15,7 +15,7 @@ from pdcompile.options import Options
 from pdcompile.options.option_checks import check_unscaled
 from pdcompile.plan import Plan
 from pdcompile.position import Position
-from pdcompile.runtime.calls import check_size, needed_paths
+from pdcompile.runtime.calls import Cut, check_sizes, needed_paths
 from pdcompile.runtime.device import DeviceMemory
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard, shards
@@ -166,7 +166,9 @@ class PipelineState(ModuleHints):
 
     def check_size(self, samples: int, *, training: bool = True) -> None:
         """Raise InputError where no call, of training or evaluation, takes so many samples."""
-        check_size(self._running, samples, training=training)
+        cut = Cut(self._running, training)
+        if self._running.compiled.layout.splits:
+            check_sizes(cut.graph, cut.sizes(samples), training=training)
 
     def explain(self, *, short: bool = False) -> str:
         """The plan as a table: stages, time, memory, traffic, proof.

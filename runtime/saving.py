@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -90,7 +91,6 @@ class Saving(PipelineState):
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         super().__init__(model, options)
-        self._exchange: Exchange | None = None
         self._own = OwnCheckpoints()
         self._left: tuple[str, ...] = ()  # schedulers that were saved, and not handed over yet
         self._resumed: Contents | None = None  # what the pipeline goes on from when it starts
@@ -139,7 +139,7 @@ class Saving(PipelineState):
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
             try:
-                made = save(session, self._told(session), place, self.position, named, apart)
+                made = save(session, self._exchange, place, self.position, named, apart)
             finally:  # each replica goes on with its own
                 for row, own in zip(buffers, apart, strict=True):
                     row.tensor.copy_(own.tensor)
@@ -174,7 +174,7 @@ class Saving(PipelineState):
     def _load(self, place: Path, wanted: Wanted) -> Path:
         with torch.inference_mode(False), self._refusable("load") as session:
             session.drain(self._num_minibatches)
-            contents = load(session, self._told(session), place, wanted)
+            contents = load(session, self._exchange, place, wanted)
         self._own.took(contents.place)
         self._left = ()
         position = contents.position
@@ -225,7 +225,7 @@ class Saving(PipelineState):
         """
         with self._call("full_state_dict") as session:
             session.drain(self._num_minibatches)
-            state = gather_state(session, self._told(session), self._num_minibatches)
+            state = gather_state(session, self._exchange, self._num_minibatches)
         return with_position(state, self.position) if state else state
 
     def load_state_dict(
@@ -265,7 +265,7 @@ class Saving(PipelineState):
         """
         with self._call("full_optimizer_state_dict") as session:
             session.drain(self._num_minibatches)
-            return gather_optimizer(session, self._told(session), self._num_minibatches)
+            return gather_optimizer(session, self._exchange, self._num_minibatches)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer of the whole model, on every rank: this process's part.
@@ -306,13 +306,12 @@ class Saving(PipelineState):
             )
         self.flush()
         with self._call("recorded") as session:
-            told = self._told(session).everywhere(recording.rows())
+            told = self._exchange.everywhere(recording.rows())
             return together(chain(*told)) if 0 in session.ranks else ()
 
-    def _told(self, session: Session) -> Exchange:
-        if self._exchange is None:
-            self._exchange = Exchange(session)
-        return self._exchange
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self._running)
 
 
 def _place(folder: Folder) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -10,31 +11,35 @@ from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
-from pdcompile.eager.loss_scale import loss_scale
+from pdcompile.eager.loss_scale import LossScale, loss_scale
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import one_thread, preserved_rng
+from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.passes.schedules.between_calls import buffers, norms, refresh
 from pdcompile.passes.schedules.stream import gradients
-from pdcompile.plan import Edge
-from pdcompile.runtime.device import device_of
+from pdcompile.plan import Edge, Plan
+from pdcompile.runtime.device import RankDevice, device_of
 from pdcompile.runtime.failure.guarded import Agreement, Guarded
 from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
-from pdcompile.runtime.interpreter import Box, run_together
+from pdcompile.runtime.interpreter import Box, Worker, run_together
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.stage.compute import Feed
-from pdcompile.runtime.stage.replicas import ReplicaWeights
-from pdcompile.runtime.state.model_state import initial_state
+from pdcompile.runtime.stage.compute import Compute, Feed
+from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
+from pdcompile.runtime.stage.weights import StageWeights
+from pdcompile.runtime.state.model_state import State, initial_state
 from pdcompile.runtime.transport.contract import Expected
 from pdcompile.runtime.transport.launch import World, data_path
+from pdcompile.runtime.transport.links import Link, pairs
+from pdcompile.runtime.transport.point_to_point import GroupTransport
+from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, refuse_coupled
-from pdcompile.runtime.workers import Workers, tied_here
 from pdcompile.schedule import Schedule
-from pdcompile.schedule.spec import Broadcast
+from pdcompile.schedule.spec import Broadcast, with_edges
 
 
 class Session(Guarded):
@@ -92,7 +97,9 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others(keep=self.options.held)
         self._adopt()
-        self._watch = _watched(self)
+        held = set(self.stages) if world is not None else set()
+        tied = [one.fqn for one in plan.tied if held & set(one.stages)]
+        self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
         self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
         self.end_call()
         if self._log is not None:
@@ -312,13 +319,6 @@ def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
         yield check
 
 
-def _watched(session: Session) -> ModelWatch:
-    alone, stages = session.world is None, set(session.stages)
-    tied = [one.fqn for one in session.plan.tied if not alone and stages & set(one.stages)]
-    given = session.model, session.options.loss_fn, session.compiled, tied
-    return ModelWatch(*given, several=not alone)
-
-
 def wirings(
     compiled: Compiled, stages: Iterable[int], eval_edges: tuple[Edge, ...]
 ) -> dict[tuple[int, bool], Wiring]:
@@ -331,3 +331,110 @@ def wirings(
         ):  # fmt: skip
             found[stage, training] = wire(stage, len(plan.stages), signature, edges, training)
     return found
+
+
+class Workers:
+    """Workers of a `Session`; `world` is None in one process.
+
+    `in_order`: by stage, then by replica; `of_rank`: one of the stages of each rank; `first`: the
+    weights of each stage, of its first replica here; `buffers_part`: replicas write their own;
+    `weights_part`: and have memory of their own for weights, which could differ.
+    """
+
+    def __init__(
+        self, compiled: Compiled, model: nn.Module, state: State, ranks: list[int],
+        world: World | None, device: RankDevice, scale: LossScale | None = None,
+    ) -> None:  # fmt: skip
+        self._compiled, self._model, self._state, self._world = compiled, model, state, world
+        self._device, self._scale = device, scale
+        self._spec = compiled.stream.spec
+        self.streams = Streams(compiled.plan.training.seed)
+        self._ordered = world is not None and world.path.ordered
+        self._boards: dict[int, Board] = defaultdict(dict)
+        self.buffers_part = any(
+            len(held) > 1 and compiled.written_buffers(stage)
+            for stage, held in enumerate(self._spec.ranks)
+        )
+        self.weights_part = world is not None and max(map(len, self._spec.ranks)) > 1
+        self.first: dict[int, StageWeights] = {}
+        self.of_rank: dict[int, Worker] = {}
+        self._near: dict[int, dict[int, Worker]] = {}  # of all ranks here
+        self.in_order: list[Worker] = []
+        here = [(rank, stages) for rank, stages in self._spec.holders if rank in ranks]
+        self._stages = sorted({stage for _, stages in here for stage in stages})
+        for rank, stages in here:
+            transport = self._transport(rank)
+            norms = Norms(self._sums(-1, rank), rank, state.owned, state.dtypes, scale)
+            held = {stage: self._worker(stage, rank, norms, transport) for stage in stages}
+            self._near[rank] = held
+            self.in_order += held.values()
+            self.of_rank[rank] = held[stages[0]]
+        self.in_order.sort(key=lambda worker: worker.stage)
+
+    def _transport(self, rank: int) -> GroupTransport | None:
+        if self._world is None:
+            return None
+        plan = int(self._compiled.plan.hash()[:15], 16)
+        world, reach, data = self._world, self._spec.reach, None
+        if self._ordered:
+            evaluation = with_edges(self._spec, self._compiled.eval_edges)
+            groups = {
+                sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair, self._device)
+                for pair in pairs(self._spec, evaluation)
+                if rank in pair
+            }
+            data = Link(groups, rank, direct=world.path.direct)
+        return GroupTransport(
+            world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
+        )
+
+    def _sums(self, stage: int, rank: int) -> Sums:
+        """Over the replicas of a stage, or (−1) over all ranks that hold stages.
+
+        Groups are made in one order on all ranks: pairs, all ranks, then stage by stage.
+        """
+        holders = tuple(sorted(rank for rank, _ in self._spec.holders))
+        ranks, name = holders, "norms"
+        if stage >= 0:
+            ranks, name = self._spec.ranks[stage], f"replicas/{stage}"
+        index = ranks.index(rank)
+        if self._world is None:
+            return LocalSums(self._boards[stage], len(ranks), index, self._device)
+        group = self._world.subgroup(name, ranks, self._device)
+        direct = self._world.path.direct
+        return GroupSums(group, ranks, index, self._device, direct=direct)
+
+    def _worker(
+        self, stage: int, rank: int, norms: Norms, transport: GroupTransport | None
+    ) -> Worker:
+        compiled, device = self._compiled, self._device
+        weights = self._weights(stage)
+        compute = Compute(stage, compiled, weights, self.streams, device, self._scale)
+        worker = Worker(stage, rank, compute, compiled, weights, norms, transport, device)
+        worker.near = self._near
+        if len(self._spec.ranks[stage]) > 1:
+            written = compiled.written_buffers(stage)
+            worker.replicas = Replicas(self._sums(stage, rank), weights, written)
+        return worker
+
+    def _weights(self, stage: int) -> StageWeights:
+        taken = {f for f, s in tied_here(self._compiled.plan, self._stages) if stage in s[1:]}
+
+        def tensor(fqn: str) -> Tensor:
+            found = self._state.tensors[fqn]
+            if fqn in taken:  # the first of these stages has the model's own
+                return nn.Parameter(found.detach().clone())
+            return found
+
+        given = stage, self._compiled, tensor, self._model
+        first = self.first.get(stage)
+        weights = StageWeights(*given) if first is None else ReplicaWeights(first, *given)
+        self.first.setdefault(stage, weights)
+        for module in weights.modules:
+            self.streams.attach(module, self._compiled.interfaces[stage])
+        return weights
+
+
+def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:
+    """Tied parameters, with those of these stages that hold them."""
+    return [(one.fqn, [s for s in one.stages if s in stages]) for one in plan.tied]

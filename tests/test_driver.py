@@ -22,7 +22,6 @@ from pdcompile.options import Options
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes.simulate import simulate
 from pdcompile.problem.constraints import CutBefore
-from pdcompile.runtime.transport.launch import note_on_cores
 from tests.helpers import casts, models
 from tests.helpers.casts import without_casts
 
@@ -227,31 +226,6 @@ def test_costs_beside_a_plan_are_noted() -> None:
     for costs, noted in (("measured", False), ("estimated", True)):
         notes = compiled("mlp", plan=plan, costs=costs).plan.notes
         assert any("costs= (--costs) has no effect" in one for one in notes) is noted
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("ranks", "threads", "cores", "note"),
-    [
-        ("4", 1, 4, ""),
-        ("4", 1, 2, "4 ranks of a thread each share 2 cores of this host"),
-        ("2", 3, 4, "2 ranks of 3 threads each share 4 cores of this host"),
-        (None, 8, 4, ""),
-    ],
-)
-def test_ranks_that_share_cores_are_noted(
-    ranks: str | None, threads: int, cores: int, note: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if ranks is not None else ():
-        monkeypatch.setenv(name, str(ranks))
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert "".join(note_on_cores(Options())).split(":")[0] == note
-    monkeypatch.delattr("os.sched_getaffinity")  # as on macOS
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert "".join(note_on_cores(Options())).split(":")[0] == note
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert list(note_on_cores(Options())) == []  # one process
 
 
 def test_microbatches_are_chosen_from_the_minibatch() -> None:

@@ -6,8 +6,7 @@ them or not, whatever the timing.  Who talks to whom is checked in `exchange`.
 
 from __future__ import annotations
 
-from pdcompile.passes.check.transfers import Violation
-from pdcompile.passes.check.updates import Updates
+from pdcompile.passes.check.transfers import Updates, Violation
 from pdcompile.passes.schedules.program_walk import Label
 from pdcompile.schedule import Action, Instruction, Kind
 from pdcompile.schedule.instruction import TO_INPUTS, TO_WEIGHTS

@@ -43,9 +43,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     spec = plan.spec
     found = [MemoryLedger()] * spec.num_ranks
     for rank, stages in spec.holders:
-        notes: list[_Parts] = []
-        peaks = [max(notes, key=sum) for _ in _walked(plan, programs, rank, stages, notes)]
-        found[rank] = MemoryLedger(*max([*peaks, *notes], key=sum))
+        peaks = (max(notes, key=sum) for notes in _walked(plan, programs, rank, stages))
+        found[rank] = MemoryLedger(*max(peaks, key=sum))
     return tuple(found)
 
 
@@ -69,10 +68,9 @@ def held_over_time(
     spec = plan.spec
     found: list[tuple[Held, ...]] = [()] * spec.num_ranks
     for rank, stages in spec.holders:
-        notes: list[_Parts] = []
-        walked = _walked(plan, programs, rank, stages, notes)
+        walked = _walked(plan, programs, rank, stages)
         curve, begin = [], 0.0
-        for _, end in zip(walked, passed_seconds[rank], strict=True):
+        for notes, end in zip(walked, passed_seconds[rank], strict=True):
             curve += [(begin, max(notes, key=sum)), (end, notes[-1])]
             begin = end
         found[rank] = tuple(_changes(curve))
@@ -89,14 +87,10 @@ def _changes(curve: Iterable[tuple[float, _Parts]]) -> Iterator[Held]:
 
 
 def _walked(
-    plan: Plan,
-    programs: Sequence[Schedule],
-    rank: int,
-    stages: Iterable[int],
-    notes: list[_Parts],
-) -> Iterator[Instruction]:
-    """Execute a rank's instructions, and give each one while `notes` has what it held for it."""
-    spec, held = plan.spec, dict[int, _StageLedger]()
+    plan: Plan, programs: Sequence[Schedule], rank: int, stages: Iterable[int]
+) -> Iterator[list[_Parts]]:
+    """What a rank holds during each of its instructions, the first as it was before."""
+    spec, held, notes = plan.spec, dict[int, _StageLedger](), list[_Parts]()
     for stage in stages:
         held[stage] = _StageLedger(plan, spec, stage, rank, held, notes)
     for base, program in numbered(spec, programs):
@@ -104,7 +98,7 @@ def _walked(
             walk.begin(base, trains=program.name == spec.name)
         for one in program.columns[rank]:
             held[one.stage].execute(one, base)
-            yield one
+            yield notes
             del notes[:-1]
 
 

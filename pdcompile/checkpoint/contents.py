@@ -221,36 +221,30 @@ class Contents(OptimizerStates):
         path = self.place / PLAN
         with errors_as(CheckpointError, "a file of the checkpoint cannot be read", path, ANOTHER):
             data = read_limited(path)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            text = None
-        if text is None or zlib.crc32(data) != self.manifest.plan_crc32:
+        if zlib.crc32(data) != self.manifest.plan_crc32:
             raise CheckpointError(
                 "the plan is damaged: its checksum does not fit",
                 where=str(path),
                 remedy="load with a plan of your own (plan=), or let it be planned anew",
             )
-        return text
+        return data.decode(errors="replace")
 
     def verify(self) -> list[CheckpointError]:
         """Errors of all that is damaged; reads everything."""
         found = list[CheckpointError]()
 
-        def read(part: Callable[[], object]) -> bool:
+        def read(part: Callable[[], object]) -> None:
             try:
                 part()
             except CheckpointError as error:
                 found.append(error)
-                return False
-            return True
 
         read(self.plan_text)
         for stored in self.manifest.files():
-            if read(partial(self._file, stored)):
-                for tensor in stored.tensors:
-                    read(partial(self._file(stored).tensor, tensor.name))
-                del self._files[stored.name]
+            read(partial(self._file, stored))
+            for tensor in stored.tensors if stored.name in self._files else ():
+                read(partial(self._file(stored).tensor, tensor.name))
+            self._files.pop(stored.name, None)
         return found
 
     def close(self) -> None:

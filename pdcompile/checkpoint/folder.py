@@ -201,12 +201,12 @@ class OwnCheckpoints:
         place = place.resolve()
         self._own.add(place)
         try:
-            self._remove_old(place, keep)
+            there = complete(place.parent)
+            for one in [one for one in there if one in self._own][: -keep if keep else 0]:
+                _remove(one)
         except OSError as error:
             warn(f"old checkpoints cannot be found or removed: {error}")
-
-    def _remove_old(self, place: Path, keep: int | None) -> None:
-        there = complete(place.parent)
+            return
         if new := [one for one in there if one not in self._own | self._told]:
             warn(
                 f"{place.parent} has checkpoints of another training, the last one {new[-1].name}: "
@@ -214,8 +214,6 @@ class OwnCheckpoints:
                 "leaves them; give every training a folder of its own"
             )
             self._told.update(new)
-        for one in [one for one in there if one in self._own][: -keep if keep else 0]:
-            _remove(one)
 
 
 def begin(folder: Path) -> Path:

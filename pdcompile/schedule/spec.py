@@ -224,10 +224,6 @@ class PipelineSpec:
         """The rank at the other end of a hop."""
         return hop.peer if hop.peer >= 0 else self.rank(hop.stage, microbatch, minibatch)
 
-    def shares_rank(self, stage: int) -> bool:
-        """True if its rank holds other stages."""
-        return sum(self.ranks[stage][0] in ranks for ranks in self.ranks) > 1
-
     def hop(self, kind: Kind, edge: int, stage: int, other: int) -> Hop:
         """An end at `stage`, the other end at `other`.
 
@@ -240,7 +236,8 @@ class PipelineSpec:
         elif kind is Kind.WEIGHT:
             window = max(1, self.versions(stage) - 1)
         local = self.ranks[stage] == self.ranks[other]
-        return Hop(kind, edge, other, window, local, self.shares_rank(other))
+        held = sum(self.ranks[other][0] in ranks for ranks in self.ranks)  # stages of that rank
+        return Hop(kind, edge, other, window, local, held > 1)
 
     def window(self, first: int, last: int) -> int:
         """Sends in flight on one channel between two stages, first < last.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
@@ -24,6 +23,7 @@ from pdcompile.eager.digest import flat_bytes
 from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 from pdcompile.errors import ConfigError, errors_as, some
 from pdcompile.ir.stage_interface import submodule_of
+from pdcompile.warn import warn
 from pdcompile.weights.tensor_files import TensorFiles
 
 
@@ -313,10 +313,11 @@ def check(model: nn.Module, source: Source) -> None:
             "with torch.device('meta'): …",
         )
     if unexpected := _unexpected(found, source):
-        _warn(f"not in the model, and left unread: {some(unexpected, 5)}")
+        warn(f"weights: not in the model, and left unread: {some(unexpected, 5)}", RuntimeWarning)
     left = [s.fqn for s in found if s.persistent and s.tensor.is_meta and not source.stored(s)]
     if source.stored_in.files and left:
-        _warn(f"not in the checkpoint, and left to the function: {some(left, 5)}")
+        said = f"weights: not in the checkpoint, and left to the function: {some(left, 5)}"
+        warn(said, RuntimeWarning)
 
 
 def _refuse_missing(found: list[Slot], source: Source) -> None:
@@ -398,7 +399,3 @@ def _run(fill: Fill, slot: Slot, seed: int, before: float) -> Tensor:
         with errors_as(ConfigError, said, slot.fqn, remedy, Exception):
             fill(slot.fqn, value)
     return value
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"weights: {text}", RuntimeWarning, stacklevel=3)

@@ -51,11 +51,10 @@ NOBODY = -1  # the rank where it is not one of them
 
 
 class FirstCause(NamedTuple):
-    """Cause that the ranks agree on: `rank` failed first, as rank `by` found; `text` says how."""
+    """Cause that the ranks agree on: `rank` failed first; `text` says how."""
 
     verdict: Verdict
     rank: int
-    by: int
     text: str
 
     def packed(self) -> str:
@@ -177,7 +176,7 @@ class Failures:
     def report(self, text: str, verdict: Verdict = Verdict.CRASH, rank: int | None = None) -> None:
         """Record a cause, unless there is one: of this rank, or what it found of another."""
         rank = self._rank if rank is None else rank
-        cause = FirstCause(verdict, rank, self._rank, text)
+        cause = FirstCause(verdict, rank, text)
         with suppress(RuntimeError):  # must not hide the error that is being reported
             self._store.compare_set("failure", "", cause.packed())
 

@@ -50,35 +50,6 @@ def _bytes(tensor: Tensor) -> list[int]:
     return [_LOWEST, *[_MIDDLE] * (size - 2), _HIGHEST]
 
 
-class Numbering:
-    """Updates and versions of a stage by number, where one update takes `group` minibatches.
-
-    `begun`: the first minibatch whose gradients are known.
-    """
-
-    def __init__(self, group: int) -> None:
-        self.group = group
-        self.begun = 0
-
-    def update(self, minibatch: int) -> int:
-        """The update that takes a minibatch: it replaces the version of this number."""
-        return minibatch // self.group
-
-    def version(self, minibatch: int, lag: int) -> int:
-        """The version that a minibatch runs on, where it is so many updates old."""
-        return max(minibatch // self.group - lag, 0)
-
-    def taken(self, minibatch: int) -> int:
-        """Number of minibatches of the update that takes this one: less than the group where the
-        history began within it."""
-        end = (minibatch // self.group + 1) * self.group
-        return min(self.group, end - self.begun)
-
-    def waiting(self, minibatches: int) -> int:
-        """Number of minibatches whose gradients then wait for the others of their group."""
-        return min(minibatches % self.group, minibatches - self.begun)
-
-
 Gradients = dict[str, Tensor]
 
 
@@ -87,6 +58,7 @@ class StageGradients:
 
     `masters`: what the user and the optimizer see; `slots`: what backward adds to, of each version
     of the weights; `tied`: parameters that other stages hold too, and whether this one owns them.
+    One update takes `group` minibatches; `begun`: the first one whose gradients are known.
     """
 
     def __init__(
@@ -94,9 +66,9 @@ class StageGradients:
         masters: dict[str, nn.Parameter],
         slots: dict[str, list[nn.Parameter]],
         tied: Mapping[str, bool],
-        numbers: Numbering,
+        group: int,
     ) -> None:
-        self.numbers, self.newest = numbers, 0
+        self.group, self.begun, self.newest = group, 0, 0
         self._masters, self._slots = masters, slots
         self.owned = tuple(fqn for fqn in masters if tied.get(fqn, True))
         self.copies = tuple(fqn for fqn in masters if not tied.get(fqn, True))
@@ -112,6 +84,14 @@ class StageGradients:
         self._earlier: Gradients = {}  # of the user's earlier calls, while this one's are summed
         self._keeps = False  # .grad is the user's, to be added to
 
+    def update_of(self, minibatch: int) -> int:
+        """The update that takes a minibatch: it replaces the version of this number."""
+        return minibatch // self.group
+
+    def version_of(self, minibatch: int, lag: int) -> int:
+        """The version that a minibatch runs on, where it is so many updates old."""
+        return max(minibatch // self.group - lag, 0)
+
     def parameter(self, version: int, fqn: str) -> nn.Parameter:
         """The Parameter that backward adds to, where it runs on W_version."""
         slots = self._slots[fqn]
@@ -123,7 +103,7 @@ class StageGradients:
 
     def begin_backward(self, minibatch: int, version: int) -> None:
         """Gradients that follow belong to `minibatch`; those of an earlier update are put aside."""
-        number = self.numbers.update(minibatch)
+        number = self.update_of(minibatch)
         if self._accumulating is None or self._accumulating[0] != number:
             self._put_aside()
             self._without = tuple(self._masters)
@@ -142,7 +122,7 @@ class StageGradients:
     def harvest(self, minibatch: int) -> Gradients:
         """The gradients of the update that takes a minibatch, of owned parameters that have one,
         with what other stages have summed."""
-        number = self.numbers.update(minibatch)
+        number = self.update_of(minibatch)
         if self._accumulating is not None and self._accumulating[0] == number:
             self._put_aside()
         found = self.gradients.setdefault(number, {})
@@ -155,17 +135,17 @@ class StageGradients:
 
     # -- gradients of tied parameters ---------------------------------------------------------
 
-    def receive_sum(self, fqn: str, minibatch: int, replica: int, part: Tensor) -> None:
+    def receive_sum(self, fqn: str, minibatch: int, place: int, part: Tensor) -> None:
         """The sum of a replica of later stages, which may say that it has none (`absent`).
 
         They come in any order, and are added in that of replicas.
         """
-        found = self._sums.setdefault((self.numbers.update(minibatch), fqn), {})
-        found |= {} if is_absent(part) else {replica: part}
+        found = self._sums.setdefault((self.update_of(minibatch), fqn), {})
+        found |= {} if is_absent(part) else {place: part}
 
     def pass_on(self, fqn: str, minibatch: int) -> Tensor:
         """Sum of what a copy has accumulated and received of a minibatch; nothing of it is kept."""
-        number = self.numbers.update(minibatch)
+        number = self.update_of(minibatch)
         if self._accumulating is not None and self._accumulating[0] == number:
             own = self._take(self._accumulating[1], fqn)
         else:
@@ -180,7 +160,7 @@ class StageGradients:
 
     def run_hooks(self, minibatch: int, gradients: Gradients, names: Iterable[str]) -> None:
         """Run the user's hooks on sums of tied parameters: once, as on the whole gradient."""
-        version = self._ran_on.pop(self.numbers.update(minibatch), self.newest)
+        version = self._ran_on.pop(self.update_of(minibatch), self.newest)
         for fqn in names:
             master = self._masters[fqn]
             total = nn.Parameter(self.parameter(version, fqn).data)
@@ -251,7 +231,7 @@ class StageGradients:
 
     def give_back(self, minibatch: int) -> None:
         """Add the gradients of a minibatch to those that the user had before."""
-        for fqn, gradient in self.gradients.pop(self.numbers.update(minibatch), {}).items():
+        for fqn, gradient in self.gradients.pop(self.update_of(minibatch), {}).items():
             earlier = self._earlier.pop(fqn, None)
             self._masters[fqn].grad = added(earlier, gradient)
         for fqn, gradient in self._earlier.items():

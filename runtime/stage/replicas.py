@@ -65,44 +65,43 @@ class Replicas:
         self._gradients = Reduction(sums, {fqn: weights.master(fqn) for fqn in weights.owned})
         self._buffers = Reduction(sums, weights.buffers(written))
 
-    def _update(self, minibatch: int) -> int:
-        """The number of the update that takes a minibatch."""
-        return self._weights.numbers.update(minibatch)
-
     def execute(self, action: Action, minibatch: int) -> None:
         """Run one of `OF_REPLICAS`."""
+        weights, number = self._weights, self._weights.update_of(minibatch)
         if action is Action.POST_REDUCE:
-            self._gradients.post(self._update(minibatch), self._weights.harvest(minibatch))
-            if self._sums.apart:
-                self._digests[Action.WAIT_REDUCE, minibatch] = self._told(
-                    self._replaced(minibatch), digest_of_ends
-                )
+            self._gradients.post(number, weights.harvest(minibatch))
+            if self._sums.apart:  # the version that the update replaces is there on all of them
+                replaced = {fqn: weights.parameter(number + 1, fqn) for fqn in weights.owned}
+                told = self._told(replaced, digest_of_ends)
+                self._digests[Action.WAIT_REDUCE, minibatch] = told
         elif action is Action.WAIT_REDUCE:
             if self._sums.apart:
                 self._refuse_unlike(self._digests.pop((action, minibatch)).unlike())
-            sums = self._gradients.wait(self._update(minibatch))
-            gradients = self._weights.harvest(minibatch)
+            sums = self._gradients.wait(number)
+            gradients = weights.harvest(minibatch)
             gradients.clear()
             gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
-            for gradient in gradients.values() if self._weights.numbers.group > 1 else ():
-                gradient.div_(self._weights.numbers.taken(minibatch))
-            tied = self._weights.tied.intersection(gradients)
-            self._weights.run_hooks(minibatch, gradients, tied)
+            # Less than a group where the history began within it.
+            count = min(weights.group, (number + 1) * weights.group - weights.begun)
+            for gradient in gradients.values() if weights.group > 1 else ():
+                gradient.div_(count)
+            tied = weights.tied.intersection(gradients)
+            weights.run_hooks(minibatch, gradients, tied)
             if not self.updates:
-                self._weights.give_back(minibatch)
+                weights.give_back(minibatch)
         elif action is Action.POST_BUFFERS:
-            held = self._weights.buffers(self._written)
-            owned = self._weights.owned if self._sums.apart else ()
-            told: dict[str, Tensor] = {fqn: self._weights.master(fqn) for fqn in owned}
-            self._digests[Action.WAIT_BUFFERS, minibatch] = self._told(told | held, digest)
+            held = weights.buffers(self._written)
+            owned = weights.owned if self._sums.apart else ()
+            compared: dict[str, Tensor] = {fqn: weights.master(fqn) for fqn in owned}
+            self._digests[Action.WAIT_BUFFERS, minibatch] = self._told(compared | held, digest)
             self._buffers.post(
                 minibatch,
                 {f: t for f, t in held.items() if self._sums.index == 0 or _has_mean(t)},
             )
             if self._waits(minibatch):
-                self._gradients.post(self._update(minibatch), self._weights.harvest(minibatch))
+                self._gradients.post(number, weights.harvest(minibatch))
         else:
-            held = self._weights.buffers(self._written)
+            held = weights.buffers(self._written)
             unlike = self._digests.pop((action, minibatch)).unlike()
             self._refuse_unlike([fqn for fqn in unlike if fqn not in held])
             sums = self._buffers.wait(minibatch)
@@ -115,11 +114,11 @@ class Replicas:
 
     def _waits(self, minibatch: int) -> bool:
         """True if gradients of this stage wait for others where a minibatch is the next."""
-        return minibatch % self._weights.numbers.group > 0
+        return minibatch % self._weights.group > 0
 
     def _bring_together(self, minibatch: int) -> None:
         """The first replica goes on with the sum of the gradients so far, the others without."""
-        sums = self._gradients.wait(self._update(minibatch))
+        sums = self._gradients.wait(self._weights.update_of(minibatch))
         self.shown = {fqn: total for fqn, (total, _) in sums.items()}
         gradients = self._weights.harvest(minibatch)
         gradients.clear()
@@ -133,20 +132,15 @@ class Replicas:
         counts = {one.minibatches for one in found}
         count = max(counts, default=0)
         self.shown = {}
-        if len(counts) != 1 or not 0 < count <= minibatches % weights.numbers.group:
+        if len(counts) != 1 or not 0 < count <= minibatches % weights.group:
             return False
         for fqn, (_, gradient) in zip(weights.owned, found, strict=True):
             if gradient is not None:
                 self.shown[fqn] = gradient.to(weights.master(fqn), copy=True)
-        weights.numbers.begun = minibatches - count
+        weights.begun = minibatches - count
         if self._sums.index == 0:
             weights.harvest(minibatches).update(self.shown)
         return True
-
-    def _replaced(self, minibatch: int) -> dict[str, Tensor]:
-        """Weights that the update of a minibatch replaces: the same version on every replica."""
-        version = self._update(minibatch) + 1
-        return {fqn: self._weights.parameter(version, fqn) for fqn in self._weights.owned}
 
     def _told(self, tensors: Mapping[str, Tensor], hashed: Callable[[Tensor], int]) -> Digests:
         """Send the other replicas digests of what this one holds."""
@@ -182,11 +176,11 @@ class Replicas:
 
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
-            return self._gradients.ready(self._update(minibatch))
+            return self._gradients.ready(self._weights.update_of(minibatch))
         if action is Action.WAIT_BUFFERS:
             told = self._digests[action, minibatch].rows
             waits = self._waits(minibatch)
-            summed = not waits or self._gradients.ready(self._update(minibatch))
+            summed = not waits or self._gradients.ready(self._weights.update_of(minibatch))
             return told.ready() and self._buffers.ready(minibatch) and summed
         return True
 
@@ -233,12 +227,12 @@ class ReplicaWeights(StageWeights):
             self.parameter(0, fqn).grad = None
 
     def give_back(self, minibatch: int) -> None:
-        self.gradients.pop(self.numbers.update(minibatch), None)
+        self.gradients.pop(self.update_of(minibatch), None)
 
     # -- values: those of the first replica ----------------------------------------------------
 
     def advance(self, minibatch: int) -> bool:
-        self.newest, self.starts_anew = self.numbers.update(minibatch) + 1, False
+        self.newest, self.starts_anew = self.update_of(minibatch) + 1, False
         return self._first.advance(minibatch)
 
     def adopt(self) -> None:

@@ -20,7 +20,7 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.runtime.stage.gradients import Numbering, StageGradients
+from pdcompile.runtime.stage.gradients import StageGradients
 from pdcompile.weights.source import Registered, registered, set_tensor
 
 
@@ -50,7 +50,7 @@ class StageWeights(StageGradients):
                 masters[fqn] = master
                 own = fqn not in tied and not self.apart
                 slots[fqn] = [master] if own else self._new_slots(fqn, master)
-        super().__init__(masters, slots, tied, Numbering(spec.group(stage)))
+        super().__init__(masters, slots, tied, spec.group(stage))
         stage_class = compiled.stage_classes[stage]
         self.modules = [instance(stage_class, interface, model) for _ in range(self.versions)]
         self.evaluators = self.modules  # others for another form of call
@@ -100,7 +100,7 @@ class StageWeights(StageGradients):
 
         False where it has run already, for another replica in this process.
         """
-        number = self.numbers.update(minibatch)
+        number = self.update_of(minibatch)
         if self.newest > number:
             return False
         self.newest, self.starts_anew, self.updating = number + 1, False, True
@@ -187,10 +187,10 @@ class StageWeights(StageGradients):
 
     def _begin(self, minibatches: int) -> None:
         """A history begins, without gradients that wait for others of their group."""
-        if self.numbers.group > 1:
+        if self.group > 1:
             self._put_aside()
             self.gradients.clear()
-        self.newest, self.numbers.begun = self.numbers.update(minibatches), minibatches
+        self.newest, self.begun = self.update_of(minibatches), minibatches
 
     def load(self, fqn: str, value: Tensor) -> bool:
         """Overwrite every version of a trainable parameter, if it is held here."""

@@ -1,7 +1,6 @@
 """Exchange: values and tensors that ranks tell each other while they save or load.
 
-Values go through the store as JSON.  That they are there is told by a program that meets all ranks:
-who waits for one that has died hears of it at once, as in every call.
+Values go through the store as JSON.  That they are there all ranks know who have met then.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from torch import Tensor
 from pdcompile.errors import CheckpointError, PdcompileError
 from pdcompile.ir.targets import dtype_name
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.model_state import dtype_of
-from pdcompile.runtime.transport.contract import MAX_EDGES, Expected
+from pdcompile.runtime.transport.contract import Expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
-
-_MEETING = MAX_EDGES - 1  # the number of what is sent to meet: no tensor has it
 
 
 class Refused(Exception):
@@ -51,10 +47,7 @@ class Exchange:
         self._number = 1 - self._number
         keys = [f"told/{self._number}/{rank}" for rank in range(world.size)]
         world.store.set(keys[world.rank], text)
-        others = range(1, world.size)
-        self._meet([Broadcast(Kind.STATE, _MEETING, rank, rank, (0,)) for rank in others])
-        if others:
-            self._meet([Broadcast(Kind.STATE, _MEETING, 0, 0, tuple(others))])
+        self._session.meet()
         return [json.loads(world.store.get(key)) for key in keys]
 
     def of_first(self, make: Callable[[], Any], own: PdcompileError | None = None) -> Any:
@@ -105,11 +98,6 @@ class Exchange:
 
         return self.of_first(close, own)
 
-    def _meet(self, broadcasts: list[Broadcast]) -> None:
-        own, other = torch.ones(1, dtype=torch.int64), Expected((1,), torch.int64, 0)
-        ranks = self._session.ranks
-        self._session.share((one, own if one.root in ranks else other) for one in broadcasts)
-
     # -- tensors -------------------------------------------------------------------------------
 
     def collect(
@@ -134,7 +122,7 @@ class Exchange:
                 places[rank][name] = place
                 rows[Broadcast(Kind.STATE, *place, rank, (0,) if rank else ())] = (
                     tensors[name] if rank in session.ranks
-                    else Expected(tuple(shape), dtype_of(dtype), 0)
+                    else Expected(tuple(shape), getattr(torch, dtype), 0)
                 )  # fmt: skip
         found = session.share(rows.items())
         if 0 not in session.ranks:

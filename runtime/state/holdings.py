@@ -145,7 +145,8 @@ def held(session: Session, minibatches: int) -> dict[str, Accumulated]:
     """Gradients that wait on the stages of this process; after a drain, `minibatches` so far."""
     found: dict[str, Accumulated] = {}
     for worker in session.workers:
-        count = worker.weights.numbers.waiting(minibatches)
+        weights = worker.weights
+        count = min(minibatches % weights.group, minibatches - weights.begun)
         if worker.replicas is not None and count:
             shown = worker.replicas.shown
             found |= {f: Accumulated(count, shown.get(f)) for f in worker.weights.owned}
@@ -160,7 +161,7 @@ def resume_groups(
     for worker in session.workers:
         if worker.replicas is not None and worker.replicas.resume(minibatches, accumulated):
             continue
-        owned, group = worker.weights.owned, worker.weights.numbers.group
+        owned, group = worker.weights.owned, worker.weights.group
         known = max((accumulated[f].minibatches for f in owned if f in accumulated), default=0)
         within = minibatches % group
         if owned and (known or within):

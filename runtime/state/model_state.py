@@ -132,7 +132,7 @@ class State:
             [f for f, i in self.infos.items() if i.requires_grad and self._holders[f][0] == rank]
             for rank in range(compiled.stream.spec.num_ranks)
         ]
-        self.dtypes = {fqn: dtype_of(info.dtype) for fqn, info in self.infos.items()}
+        self.dtypes = {fqn: getattr(torch, info.dtype) for fqn, info in self.infos.items()}
         self.tensors: dict[str, Tensor] = {
             **dict(model.named_parameters()),
             **dict(model.named_buffers()),
@@ -250,13 +250,6 @@ class State:
                 whole.setdefault(fqn, like(self.tensors[fqn], state[name]))
                 set_tensor(model, name, whole[fqn])
         return model
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """torch.float32 of "float32"."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 def _own(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:

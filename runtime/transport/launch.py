@@ -13,7 +13,7 @@ import os
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -153,21 +153,6 @@ def is_distributed(options: Options) -> bool:
 def num_ranks(options: Options) -> int | None:
     """The number of processes to plan for; None in one process."""
     return len(_members(options)[1]) if is_distributed(options) else None
-
-
-def note_on_cores(options: Options) -> Iterator[str]:
-    """A note on a host whose processes have more threads than it has cores, under torchrun."""
-    local = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
-    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # not on macOS; elsewhere it knows of cores set apart
-        cores = len(os.sched_getaffinity(0))
-    if local == 1 or local * threads <= cores or not is_distributed(options):
-        return
-    each = "a thread" if threads == 1 else f"{threads} threads"
-    yield (
-        f"{local} ranks of {each} each share {cores} cores of this host: a step takes longer than "
-        "forecast, which gives every rank cores of its own"
-    )
 
 
 def start_up(options: Options) -> StartUp:

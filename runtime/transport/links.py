@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from pdcompile.releases.torch_internals import profiler_records, record_functions
-from pdcompile.runtime.device import DeviceFailed, Fetched, Handle, device_failed
+from pdcompile.runtime.device import DeviceFailed, Fetched, Handle
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
@@ -37,7 +37,10 @@ def lost(peer: int, text: str) -> PeerLost | DeviceFailed:
     """Error of a message or sum: of this device, or of the connection to a peer."""
     for line in text.splitlines():
         if "CUDA error" in line or "Cuda failure" in line:  # the latter is NCCL's last line
-            return device_failed(line)
+            return DeviceFailed(
+                f"what was queued on the device failed: {line}",
+                remedy="CUDA_LAUNCH_BLOCKING=1 names the op that did",
+            )
     return PeerLost(peer, text)
 
 
