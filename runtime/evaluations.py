@@ -27,7 +27,6 @@ from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session, wirings
 from pdcompile.runtime.stage.weights import instance, places
 from pdcompile.runtime.transport import launch
-from pdcompile.runtime.transport.launch import data_path
 from pdcompile.runtime.transport.links import pairs
 from pdcompile.runtime.watch.attribute_watch import AttributeWatch
 from pdcompile.runtime.watch.same_model import forward_allowed
@@ -131,15 +130,14 @@ class Evaluations:
             except PdcompileError as error:
                 raise _refused(unlike, f"and cannot be captured: {error.message}") from error
             if world is not None:
-                self._check_held(unlike, found, ordered=world.path.ordered)
+                self._check_held(unlike, found)
             return found
 
         if world is None:
-            compiled, ordered = made(), data_path(session.plan, alone=True).ordered
+            compiled = made()
         else:
             with forward_allowed(session.model), launch.start_up(session.options) as start:
                 compiled = launch.from_rank0(start, made)
-            ordered = world.path.ordered
         edges = (*(UNSENT,) * self._num_edges, *compiled.eval_edges)  # channels of its own
         first = self._num_outputs
         self._num_edges = len(edges)
@@ -147,14 +145,14 @@ class Evaluations:
         warn(f"{_said(unlike)}: this form of call was captured on its own, once")
         return Form(
             compiled,
-            Programs(session.plan, edges, ordered=ordered),
+            Programs(session.plan, edges, ordered=session.ordered),
             wirings(compiled, session.stages, edges),
             [self._module(worker, compiled) for worker in session.workers],
             first,
             AttributeWatch(session.model, session.options.loss_fn, compiled),
         )  # fmt: skip
 
-    def _check_held(self, unlike: Unlike, found: Compiled, *, ordered: bool) -> None:
+    def _check_held(self, unlike: Unlike, found: Compiled) -> None:
         """Refuse what the stages of other ranks do not have."""
         usual = self._session.compiled
         for ours, theirs in zip(found.interfaces, usual.interfaces, strict=True):
@@ -164,7 +162,7 @@ class Evaluations:
                 raise _refused(unlike, what)
         spec = self._session.spec
         known, needed = (with_edges(spec, one.eval_edges) for one in (usual, found))
-        if ordered and not {*pairs(spec, known)}.issuperset(pairs(spec, needed)):
+        if self._session.ordered and not {*pairs(spec, known)}.issuperset(pairs(spec, needed)):
             raise _refused(unlike, "and sends values between ranks that have no connection")
 
     def _module(self, worker: Worker, compiled: Compiled) -> nn.Module:

@@ -19,6 +19,7 @@ from pdcompile.runtime.calls import Cut, check_sizes, needed_paths
 from pdcompile.runtime.device import DeviceMemory
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard, shards
+from pdcompile.runtime.state.exchange import Refused
 from pdcompile.runtime.transport.reductions import check_max_norm
 from pdcompile.runtime.watch.same_model import settle_others
 
@@ -197,7 +198,9 @@ class PipelineState(ModuleHints):
 
     @contextmanager
     def _call(self, kind: str) -> Iterator[Session]:
-        """A call that takes no minibatch: checked, and agreed on with the other ranks."""
+        """A call that takes no minibatch: checked, and agreed on with the other ranks, which may
+        all refuse it together; then the pipeline goes on."""
+        refused: Refused | None = None
         self._check_open()
         session = self._running
         session.check_running()
@@ -207,7 +210,12 @@ class PipelineState(ModuleHints):
             session.check_changes()
             with session.call():
                 session.agree(kind, self._num_minibatches)
-                yield session
+                try:
+                    yield session
+                except Refused as error:
+                    refused = error
+        if refused is not None:
+            raise refused.error
 
     # -- parameters --------------------------------------------------------------------------
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from os import PathLike
@@ -27,8 +26,7 @@ from pdcompile.options import Options
 from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.recording import Recording, together
-from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.exchange import Exchange, Refused
+from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import save
@@ -132,7 +130,7 @@ class Saving(PipelineState):
             return kept.place  # nothing has run since
         if any(parameter.grad is not None for parameter in self.parameters()):
             warn("gradients in .grad are in no checkpoint: save after optimizer.step()")
-        with self._refusable("save") as session:
+        with self._call("save") as session:
             session.drain(self._num_minibatches, together=False)
             buffers = [*replica_buffers(session)] if session.replicas_apart else []
             apart = [row._replace(tensor=row.tensor.clone()) for row in buffers]
@@ -172,7 +170,7 @@ class Saving(PipelineState):
         return self._load(_place(folder), Wanted(optimizer, random_state, _named(schedulers)))
 
     def _load(self, place: Path, wanted: Wanted) -> Path:
-        with torch.inference_mode(False), self._refusable("load") as session:
+        with torch.inference_mode(False), self._call("load") as session:
             session.drain(self._num_minibatches)
             contents = load(session, self._exchange, place, wanted)
         self._own.took(contents.place)
@@ -180,18 +178,6 @@ class Saving(PipelineState):
         position = contents.position
         self._num_minibatches, self._num_evaluations = position.minibatches, position.evaluations
         return contents.place
-
-    @contextmanager
-    def _refusable(self, kind: str) -> Iterator[Session]:
-        """A call that all ranks may refuse together, after which the pipeline goes on."""
-        refused: Refused | None = None
-        with self._call(kind) as session:
-            try:
-                yield session
-            except Refused as error:
-                refused = error
-        if refused is not None:
-            raise refused.error
 
     def _resume(self) -> None:
         """Go on from where `resume=` says, when the pipeline has started."""

@@ -74,7 +74,8 @@ class Session(Guarded):
         self.agreement: Agreement | None = None
         self.wirings = wirings(compiled, self.stages, compiled.eval_edges)
         path = data_path(plan, alone=True) if world is None else world.path
-        self._programs = Programs(plan, compiled.eval_edges, ordered=path.ordered)
+        self.ordered = path.ordered
+        self._programs = Programs(plan, compiled.eval_edges, ordered=self.ordered)
         self.evaluation_programs, self.first_output = self._programs, 0  # number of its channel
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
         made = Workers(compiled, model, self.state, self.ranks, world, self.device, self.loss_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -118,7 +119,7 @@ def test_a_log_outlives_its_process(tmp_path: Path) -> None:
 @given(st.sampled_from(Verdict), st.integers(-1, 99), st.text())
 def test_a_cause_survives_the_store(verdict: Verdict, rank: int, text: str) -> None:
     cause = FirstCause(verdict, rank, text)
-    assert FirstCause.unpacked(cause.packed()) == cause
+    assert FirstCause.unpacked(json.dumps(cause)) == cause
 
 
 def test_verdicts_of_errors_and_their_exit_codes() -> None:

@@ -30,7 +30,6 @@ class Inlet:
     """Entry for the transfers of one edge."""
 
     hop: Hop
-    peers: tuple[int, ...]
     pool: int
     live: dict[Label, bool] = field(default_factory=dict)  # slots; True once it has arrived
 
@@ -66,9 +65,10 @@ class Transfers:
             return (hop.peer,) if hop.peer >= 0 else spec.ranks[hop.stage]
 
         def arriving(found: Iterable[Hop]) -> list[Inlet]:
-            made = [Inlet(hop, peers(hop), pools[hop.kind]) for hop in found]
+            made = [Inlet(hop, pools[hop.kind]) for hop in found]
             for one in made:
-                self.inlets |= {(one.hop.kind, one.hop.edge, peer): one for peer in one.peers}
+                hop = one.hop
+                self.inlets |= {(hop.kind, hop.edge, peer): one for peer in peers(hop)}
             return made
 
         def leaving(found: Iterable[Hop]) -> list[Outlet]:

@@ -97,11 +97,6 @@ class Contents(OptimizerStates):
     def position(self) -> Position:
         return Position(self.manifest.minibatches, self.manifest.evaluations)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters and buffers, tied ones under their first name alone."""
-        return [*self._weights]
-
     def stored_names(
         self, model: Mapping[str, tuple[Sequence[str], tuple[int, ...], str]]
     ) -> dict[str, str]:
@@ -246,11 +241,6 @@ class Contents(OptimizerStates):
                 read(partial(self._file(stored).tensor, tensor.name))
             self._files.pop(stored.name, None)
         return found
-
-    def close(self) -> None:
-        """Let go of the files, and of what was read."""
-        self._read.clear()
-        self._files.clear()
 
 
 def _dict(data: Any, where: str, what: str, tensors: Callable[[str], Tensor]) -> dict[str, Any]:

@@ -75,7 +75,6 @@ def load_checkpoint(
     set_extra_states(model, extra)
     if load is not None:
         load()
-    contents.close()
     return contents.position
 
 
@@ -153,5 +152,4 @@ def convert(source: Path, output: Path) -> list[str]:
             index = {name: path.name for path, part in files.items() for name in part}
             document = {"metadata": {"total_size": size}, "weight_map": index}
             write_whole(output / INDEX, json.dumps(document, indent=2).encode())
-    contents.close()
     return names

@@ -159,13 +159,10 @@ def check_suffix(path: Path, what: str) -> None:
     """Refuse a file that a schedule is not read from, or not written to.  Raises ScheduleError."""
     suffix = path.suffix.lower()
     if suffix != SUFFIX:
-        remedy = f"a CSV file, such as {path.with_suffix(SUFFIX).name or 'mine.csv'}"
-        if suffix == ".json":
-            remedy += ": one row a rank, commas between its cells, and nothing where it idles"
         raise ScheduleError(
             f"a schedule is {what} {SUFFIX}, not {what.split()[-1]} {suffix or path}",
             where=str(path),
-            remedy=remedy,
+            remedy=f"a CSV file, such as {path.with_suffix(SUFFIX).name or 'mine.csv'}",
         )
 
 
@@ -176,7 +173,7 @@ def named(schedule: Any) -> Any:
         ScheduleError: they are none of a schedule: see `read`.
     """
     text = isinstance(schedule, str)
-    if isinstance(schedule, PathLike) or (text and schedule.lower().endswith((SUFFIX, ".json"))):
+    if isinstance(schedule, PathLike) or (text and schedule.lower().endswith(SUFFIX)):
         return str(read(schedule))
     if text and ":" in schedule:
         parse(schedule, "schedule")

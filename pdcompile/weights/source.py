@@ -256,7 +256,6 @@ def read(
     stored.sort(key=lambda slot: str(source.stored_in.files[source.stored(slot)[0]]))
     for slot in stored:
         yield slot.fqn, _from_checkpoint(slot, source)
-    source.stored_in.close()
     bare = [slot for slot in wanted if slot.tensor.is_meta and not source.stored(slot)]
     computed = _computed([slot for slot in bare if not slot.persistent], model, source.seed)
     for slot in bare:

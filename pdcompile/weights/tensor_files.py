@@ -104,10 +104,6 @@ class TensorFiles:
             )
         return torch.empty_like(like, device="cpu", requires_grad=False).copy_(found)
 
-    def close(self) -> None:
-        """Closes the file that was read last."""
-        self._open = None
-
 
 def _fits(found: torch.dtype, wanted: torch.dtype) -> bool:
     """True if every value of the first dtype can be represented in the other."""

@@ -27,20 +27,6 @@ class _Entry(NamedTuple):
     digest: str
 
 
-def show_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tuple[int, ...]:
-    """Show an error, unless another rank has shown the same; `show` is told whether it is the first
-    one of all.
-
-    One that is `derived` from another rank's is shown only where none shows its own.  Waits a
-    moment for others, since torchrun ends all ranks as soon as one has ended.  In the main thread.
-
-    Returns:
-        Other ranks that end with this error, where it was shown by this one.
-    """
-    with _without_sigterm():
-        return _show_once(text, show, derived)
-
-
 @contextmanager
 def _without_sigterm() -> Iterator[None]:
     """torchrun's SIGTERM, which comes as soon as one rank has ended, has to wait till the end."""
@@ -54,7 +40,17 @@ def _without_sigterm() -> Iterator[None]:
             end_by_sigterm()
 
 
-def _show_once(text: str, show: Callable[[bool], None], derived: bool) -> tuple[int, ...]:
+@_without_sigterm()
+def show_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tuple[int, ...]:
+    """Show an error, unless another rank has shown the same; `show` is told whether it is the first
+    one of all.
+
+    One that is `derived` from another rank's is shown only where none shows its own.  Waits a
+    moment for others, since torchrun ends all ranks as soon as one has ended.  In the main thread.
+
+    Returns:
+        Other ranks that end with this error, where it was shown by this one.
+    """
     own = _Entry(int(os.environ["RANK"]), derived, hashlib.sha256(text.encode()).hexdigest())
     try:
         board = _board()

@@ -57,9 +57,6 @@ class FirstCause(NamedTuple):
     rank: int
     text: str
 
-    def packed(self) -> str:
-        return json.dumps(self)
-
     @staticmethod
     def unpacked(text: str) -> FirstCause:
         verdict, *rest = json.loads(text)
@@ -178,7 +175,7 @@ class Failures:
         rank = self._rank if rank is None else rank
         cause = FirstCause(verdict, rank, text)
         with suppress(RuntimeError):  # must not hide the error that is being reported
-            self._store.compare_set("failure", "", cause.packed())
+            self._store.compare_set("failure", "", json.dumps(cause))
 
     def known(self) -> FirstCause | None:
         """The first cause, None as long as no rank has reported one."""

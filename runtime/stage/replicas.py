@@ -248,10 +248,6 @@ class ReplicaWeights(StageWeights):
     def forget(self) -> None:
         self.starts_anew = True
 
-    def restart(self, minibatches: int) -> None:
-        self._begin(minibatches)
-        self.starts_anew = True
-
     # -- buffers -------------------------------------------------------------------------------
 
     def rebind(self, fqn: str, buffer: Tensor) -> None:

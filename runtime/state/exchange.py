@@ -6,7 +6,7 @@ Values go through the store as JSON.  That they are there all ranks know who hav
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,53 +50,43 @@ class Exchange:
         self._session.meet()
         return [json.loads(world.store.get(key)) for key in keys]
 
-    def of_first(self, make: Callable[[], Any], own: PdcompileError | None = None) -> Any:
-        """The value that rank 0 makes, on every rank.
-
-        Raises:
-            Refused: rank 0 could not, with its error; with this rank's `own` if it has one.
-        """
-        told = None
-        if 0 in self._session.ranks:
-            told, error = attempted(make)
-            own = own or error
-        heard = self.everywhere(told)[0]
-        if "error" in heard:
-            raise Refused(own or _error_of(heard))
-        return heard["value"]
+    def of_first(self, make: Callable[[], Any], undo: Callable[[], object] = lambda: None) -> Any:
+        """The value that rank 0 makes, on every rank; see `agreed`."""
+        here = 0 in self._session.ranks
+        return self.agreed(make if here else lambda: None, undo=undo)[0]
 
     def agreed(
         self,
         part: Callable[[], Any],
-        failed: str,
-        then: Callable[[list[Any]], Any] = lambda parts: None,
-        undo: Callable[[], None] = lambda: None,
-    ) -> Any:
-        """The value that rank 0 makes `then` of the values of all ranks' `part`, on every rank.
+        failed: str = "",
+        undo: Callable[[], object] = lambda: None,
+    ) -> list[Any]:
+        """The values of all ranks' `part`, on every rank.
 
         Args:
             failed: says of a rank that it could not make its part.
-            undo: called on rank 0 after an error, before others hear of it.
+            undo: called on rank 0 after an error, before others go on.
 
         Raises:
             Refused: a rank could not, with its own error there.
         """
-        told, own = attempted(part)
+        session, own = self._session, None
+        try:
+            told = {"value": part()}
+        except (PdcompileError, OSError) as error:
+            own = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
+            told = {"error": [own.message, own.where, own.remedy]}
         parts = self.everywhere(told)
-
-        def close() -> Any:
-            wrong = [(rank, _error_of(one)) for rank, one in enumerate(parts) if "error" in one]
-            try:
-                for rank, error in wrong:
-                    if self._session.world is not None:
-                        error.message = f"rank {rank} {failed}: {error.message}"
-                    raise error
-                return then([one["value"] for one in parts])
-            except (PdcompileError, OSError):
-                undo()
-                raise
-
-        return self.of_first(close, own)
+        wrong = next((rank for rank, one in enumerate(parts) if "error" in one), None)
+        if wrong is None:
+            return [one["value"] for one in parts]
+        if 0 in session.ranks:
+            undo()
+        if session.world is not None:
+            session.meet()
+        message, where, remedy = parts[wrong]["error"]
+        said = f"rank {wrong} {failed}: {message}" if failed else message
+        raise Refused(own or CheckpointError(said, where=where, remedy=remedy))
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -131,17 +121,3 @@ class Exchange:
             (said, {name: found[place].detach() for name, place in there.items()})
             for (said, _), there in zip(parts, places, strict=True)
         ]
-
-
-def attempted(make: Callable[[], Any]) -> tuple[dict[str, Any], PdcompileError | None]:
-    """Message to others of a value that is made here, or of the error, and that error."""
-    try:
-        return {"value": make()}, None
-    except (PdcompileError, OSError) as error:
-        ours = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
-        return {"error": [ours.message, ours.where, ours.remedy]}, ours
-
-
-def _error_of(told: Mapping[str, Sequence[Any]]) -> CheckpointError:
-    message, where, remedy = told["error"]
-    return CheckpointError(message, where=where, remedy=remedy)

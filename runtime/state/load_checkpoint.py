@@ -291,7 +291,6 @@ class Loading:
         )
         if self._generators is not None:
             restore(self._generators)
-        contents.close()
 
 
 def note_on_schedulers(left: Sequence[str]) -> str:

@@ -74,14 +74,15 @@ def save(
         stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": generators}
 
-    def close(parts: list[Any]) -> str:
+    undo = partial(checkpoints.discard, written)
+    parts = exchange.agreed(part, "could not write its part", undo)
+
+    def close() -> str:
         manifest = _manifest(session, identity, position, parts, str(written))
         with unwritten(written):
             return checkpoints.finish(written, manifest, session.plan.to_json()).name
 
-    failed = "could not write its part"
-    undo = partial(checkpoints.discard, written)
-    place: Path = folder / exchange.agreed(part, failed, close, undo)
+    place: Path = folder / exchange.of_first(close, undo)
     return place
 
 

@@ -102,8 +102,8 @@ def killed_saves(folder: Path, kills: int, seed: int) -> Outcome:
 def _compare(contents: Contents, states: list[Any], outcome: Outcome) -> None:
     outcome.wrong += [str(error) for error in contents.verify()]
     expected = states[contents.position.minibatches]
-    state = {name: contents.tensor(Holding(HoldingKind.WEIGHT, name)) for name in contents.names}
-    if states_equal(state, {name: expected[name] for name in contents.names}):
+    state = {name: contents.tensor(Holding(HoldingKind.WEIGHT, name)) for name in contents._weights}
+    if states_equal(state, {name: expected[name] for name in contents._weights}):
         outcome.wrong.append(f"{contents.place} is not the training after its minibatches")
 
 

@@ -248,10 +248,7 @@ def _manifest(folder: Path, training: Training) -> Format:
     def read(data: bytes) -> Manifest:
         put(place / MANIFEST, data)
         contents = open_checkpoint(place)
-        try:
-            _everything(contents)
-        finally:
-            contents.close()
+        _everything(contents)
         return contents.manifest
 
     return Format(
@@ -269,7 +266,7 @@ def _everything(contents: Any) -> None:
         [decode(part.state, "schedulers") for part in parts.values()]
     for _, states in contents.manifest.random_states:
         states_of(states, "random_states")
-    for name in contents.names:
+    for name in contents._weights:
         contents.tensor(Holding(HoldingKind.WEIGHT, name))
         contents.optimizer_state(name)
         contents.accumulated(name)
@@ -312,9 +309,7 @@ def _tensors(folder: Path, training: Training) -> Format:
         open_checkpoint(place).verify()
         files = TensorFiles([put(folder / "model.safetensors", data)])
         like = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in state.items()}
-        found = [files.tensor(name, like.get(name, like["a"])) for name in files.files]
-        files.close()
-        return found
+        return [files.tensor(name, like.get(name, like["a"])) for name in files.files]
 
     mutate = mutants.chain(mutants.of_safetensors, mutants.of_safetensors, mutants.of_bytes)
     return Format("safetensors", (whole,), mutate, read, folder)
