@@ -11,17 +11,15 @@ from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
-from pdcompile.eager.loss_scale import LossScale, loss_scale
+from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
-from pdcompile.passes.check.programs import Programs
-from pdcompile.passes.schedules.between_calls import buffers, norms, refresh
-from pdcompile.passes.schedules.stream import gradients
+from pdcompile.passes.check.programs import Programs, buffers, gradients, norms, refresh
 from pdcompile.plan import Edge, Plan
-from pdcompile.runtime.device import RankDevice, device_of
+from pdcompile.runtime.device import device_of
 from pdcompile.runtime.failure.guarded import Agreement, Guarded
 from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
@@ -30,7 +28,7 @@ from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Compute, Feed
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.state.model_state import State, initial_state
+from pdcompile.runtime.state.model_state import initial_state
 from pdcompile.runtime.transport.contract import Expected
 from pdcompile.runtime.transport.launch import World, data_path
 from pdcompile.runtime.transport.links import Link, pairs
@@ -71,27 +69,24 @@ class Session(Guarded):
         self.in_flight = False  # microbatches wait for a later call
         self.replicas_apart = False  # each has buffers or gradients of its own
         self._uncompared = False  # nor are its weights known to be those of the others
-        self.agreement: Agreement | None = None
         self.wirings = wirings(compiled, self.stages, compiled.eval_edges)
         path = data_path(plan, alone=True) if world is None else world.path
         self.ordered = path.ordered
         self._programs = Programs(plan, compiled.eval_edges, ordered=self.ordered)
         self.evaluation_programs, self.first_output = self._programs, 0  # number of its channel
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
-        made = Workers(compiled, model, self.state, self.ranks, world, self.device, self.loss_scale)
-        self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
-        self.streams = made.streams
-        self._buffers_part, self._weights_part = made.buffers_part, made.weights_part
+        self._made = Workers(self)
+        self.workers, self.streams = self._made.in_order, self._made.streams
+        self.agreement: Agreement | None = None
         if world is not None:
-            transport = self.workers[0].far
-            self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
+            paths = tuple(compiled.layout.dims)
+            self.agreement = Agreement(self.workers[0].far, world.size, paths)
         refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = make_optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:
-            scaled = plan.training.linear_lr_scaling
-            counts = list(map(len, self.spec.ranks)) if scaled else []
-            scales = [count / counts[0] for count in counts]
+            counts = list(map(len, self.spec.ranks))
+            scales = [n / counts[0] for n in counts] if plan.training.linear_lr_scaling else []
             self.updater = Updater(self.optimizer, self.spec.reach, scales)
             for worker in self.workers:
                 worker.updater = self.updater
@@ -117,7 +112,7 @@ class Session(Guarded):
             self.world.exit.called(call, minibatch)
         with self.meeting():
             for rank in self.ranks:
-                self._of_rank[rank].settle(self._call)
+                self._made.of_rank[rank].settle(self._call)
             if self.agreement is None:
                 return size
             return self.agreement.reach(call, self._call, minibatch, size, flat)
@@ -147,8 +142,8 @@ class Session(Guarded):
         for worker in self.workers if not updates else ():
             worker.weights.give_sums(minibatch)
         self.in_flight = overlaps
-        self.replicas_apart = self._buffers_part or self.waits_for_more(minibatch + 1)
-        self._uncompared = self._weights_part
+        self.replicas_apart = self._made.buffers_part or self.waits_for_more(minibatch + 1)
+        self._uncompared = self._made.weights_part
 
     def waits_for_more(self, minibatches: int) -> bool:
         """True if gradients then wait for other minibatches of their update."""
@@ -211,7 +206,7 @@ class Session(Guarded):
         with _running(self) as check:
             if check is not None and feeds is not None:
                 check.take(feeds, warns=self.world is not None)
-            run_together([self._of_rank[rank] for rank in self.ranks], columns, self._log)
+            run_together([self._made.of_rank[rank] for rank in self.ranks], columns, self._log)
         if self._log is not None:
             self._log.enter(Outside.CALL)
 
@@ -251,7 +246,7 @@ class Session(Guarded):
             weights.adopt_hooks()
         for fqn, stages in tied_here(self.plan, self.stages):
             for stage in stages[1:]:
-                self._first[stage].follow(fqn, self._first[stages[0]])
+                self._made.first[stage].follow(fqn, self._made.first[stages[0]])
         for weights in held:
             if weights.starts_anew:  # what the user changes before is part of the new history
                 weights.forget()
@@ -335,59 +330,52 @@ def wirings(
 
 
 class Workers:
-    """Workers of a `Session`; `world` is None in one process.
+    """Workers of a `Session`.
 
     `in_order`: by stage, then by replica; `of_rank`: one of the stages of each rank; `first`: the
     weights of each stage, of its first replica here; `buffers_part`: replicas write their own;
     `weights_part`: and have memory of their own for weights, which could differ.
     """
 
-    def __init__(
-        self, compiled: Compiled, model: nn.Module, state: State, ranks: list[int],
-        world: World | None, device: RankDevice, scale: LossScale | None = None,
-    ) -> None:  # fmt: skip
-        self._compiled, self._model, self._state, self._world = compiled, model, state, world
-        self._device, self._scale = device, scale
-        self._spec = compiled.stream.spec
+    def __init__(self, session: Session) -> None:
+        self._session, self._spec = session, session.spec
+        compiled, state = session.compiled, session.state
+        replicas = list(map(len, self._spec.ranks))
         self.streams = Streams(compiled.plan.training.seed)
-        self._ordered = world is not None and world.path.ordered
         self._boards: dict[int, Board] = defaultdict(dict)
         self.buffers_part = any(
-            len(held) > 1 and compiled.written_buffers(stage)
-            for stage, held in enumerate(self._spec.ranks)
+            count > 1 and compiled.written_buffers(stage) for stage, count in enumerate(replicas)
         )
-        self.weights_part = world is not None and max(map(len, self._spec.ranks)) > 1
+        self.weights_part = session.world is not None and max(replicas) > 1
         self.first: dict[int, StageWeights] = {}
-        self.of_rank: dict[int, Worker] = {}
         self._near: dict[int, dict[int, Worker]] = {}  # of all ranks here
-        self.in_order: list[Worker] = []
-        here = [(rank, stages) for rank, stages in self._spec.holders if rank in ranks]
-        self._stages = sorted({stage for _, stages in here for stage in stages})
-        for rank, stages in here:
-            transport = self._transport(rank)
-            norms = Norms(self._sums(-1, rank), rank, state.owned, state.dtypes, scale)
-            held = {stage: self._worker(stage, rank, norms, transport) for stage in stages}
-            self._near[rank] = held
-            self.in_order += held.values()
-            self.of_rank[rank] = held[stages[0]]
-        self.in_order.sort(key=lambda worker: worker.stage)
+        for rank, stages in self._spec.holders:
+            if rank in session.ranks:
+                transport, sums = self._transport(rank), self._sums(-1, rank)
+                norms = Norms(sums, rank, state.owned, state.dtypes, session.loss_scale)
+                held = {stage: self._worker(stage, rank, norms, transport) for stage in stages}
+                self._near[rank] = held
+        every = (worker for held in self._near.values() for worker in held.values())
+        self.in_order = sorted(every, key=lambda worker: worker.stage)
+        self.of_rank = {rank: next(iter(held.values())) for rank, held in self._near.items()}
 
     def _transport(self, rank: int) -> GroupTransport | None:
-        if self._world is None:
+        session, world, data = self._session, self._session.world, None
+        if world is None:
             return None
-        plan = int(self._compiled.plan.hash()[:15], 16)
-        world, reach, data = self._world, self._spec.reach, None
-        if self._ordered:
-            evaluation = with_edges(self._spec, self._compiled.eval_edges)
+        plan = int(session.plan.hash()[:15], 16)
+        if session.ordered:
+            evaluation = with_edges(self._spec, session.compiled.eval_edges)
             groups = {
-                sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair, self._device)
+                sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair, session.device)
                 for pair in pairs(self._spec, evaluation)
                 if rank in pair
             }
             data = Link(groups, rank, direct=world.path.direct)
         return GroupTransport(
-            world.group, rank, plan, reach, sealed=world.sealed, data=data, device=self._device
-        )
+            world.group, rank, plan, self._spec.reach, sealed=world.sealed, data=data,
+            device=session.device,
+        )  # fmt: skip
 
     def _sums(self, stage: int, rank: int) -> Sums:
         """Over the replicas of a stage, or (−1) over all ranks that hold stages.
@@ -399,18 +387,18 @@ class Workers:
         if stage >= 0:
             ranks, name = self._spec.ranks[stage], f"replicas/{stage}"
         index = ranks.index(rank)
-        if self._world is None:
-            return LocalSums(self._boards[stage], len(ranks), index, self._device)
-        group = self._world.subgroup(name, ranks, self._device)
-        direct = self._world.path.direct
-        return GroupSums(group, ranks, index, self._device, direct=direct)
+        world, device = self._session.world, self._session.device
+        if world is None:
+            return LocalSums(self._boards[stage], len(ranks), index, device)
+        group = world.subgroup(name, ranks, device)
+        return GroupSums(group, ranks, index, device, direct=world.path.direct)
 
     def _worker(
         self, stage: int, rank: int, norms: Norms, transport: GroupTransport | None
     ) -> Worker:
-        compiled, device = self._compiled, self._device
+        session, compiled, device = self._session, self._session.compiled, self._session.device
         weights = self._weights(stage)
-        compute = Compute(stage, compiled, weights, self.streams, device, self._scale)
+        compute = Compute(stage, compiled, weights, self.streams, device, session.loss_scale)
         worker = Worker(stage, rank, compute, compiled, weights, norms, transport, device)
         worker.near = self._near
         if len(self._spec.ranks[stage]) > 1:
@@ -419,20 +407,21 @@ class Workers:
         return worker
 
     def _weights(self, stage: int) -> StageWeights:
-        taken = {f for f, s in tied_here(self._compiled.plan, self._stages) if stage in s[1:]}
+        session = self._session
+        taken = {f for f, s in tied_here(session.plan, session.stages) if stage in s[1:]}
 
         def tensor(fqn: str) -> Tensor:
-            found = self._state.tensors[fqn]
+            found = session.state.tensors[fqn]
             if fqn in taken:  # the first of these stages has the model's own
                 return nn.Parameter(found.detach().clone())
             return found
 
-        given = stage, self._compiled, tensor, self._model
+        given = stage, session.compiled, tensor, session.model
         first = self.first.get(stage)
         weights = StageWeights(*given) if first is None else ReplicaWeights(first, *given)
         self.first.setdefault(stage, weights)
         for module in weights.modules:
-            self.streams.attach(module, self._compiled.interfaces[stage])
+            self.streams.attach(module, session.compiled.interfaces[stage])
         return weights
 
 

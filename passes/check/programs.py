@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdcompile.passes.check import check, check_programs
-from pdcompile.passes.schedules.between_calls import share
+from pdcompile.passes.schedules.between_calls import buffers, norms, refresh, share
 from pdcompile.passes.schedules.device_order import in_device_order
-from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
+from pdcompile.passes.schedules.stream import Stream, evaluation, gradients, make_stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast
+
+__all__ = ["Programs", "buffers", "gradients", "norms", "refresh"]  # what `Programs.of` may make
 
 
 class Programs:

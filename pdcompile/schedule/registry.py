@@ -423,28 +423,26 @@ def _as_written(written: Written, stages: Sequence[StageWork]) -> Iterator[Task]
         yield Task(own.stage, Action.STEP, 0, -1)
 
 
+def names(where: Callable[[ScheduleKind], bool]) -> tuple[str, ...]:
+    """Schedules of which that is true."""
+    return tuple(name for name, kind in KINDS.items() if where(kind))
+
+
 def allowed(max_staleness: int | str) -> tuple[str, ...]:
     """Schedules whose gradients are of weights at most so many minibatches old ("any")."""
-    return tuple(
-        name
-        for name, kind in KINDS.items()
-        if isinstance(max_staleness, str)
-        or (isinstance(kind.lag, int) and kind.lag <= max_staleness)
-    )
+    if isinstance(max_staleness, str):
+        return names(lambda kind: True)
+    return names(lambda kind: isinstance(kind.lag, int) and kind.lag <= max_staleness)
 
 
 def known_to_torch() -> tuple[str, ...]:
     """Schedules that torch.distributed.pipelining has too."""
-    return tuple(name for name, kind in KINDS.items() if kind.in_torch)
+    return names(lambda kind: kind.in_torch != "")
 
 
 def alternating() -> tuple[str, ...]:
     """Schedules that drain, and in between take one forward and one whole backward in turn."""
-    return tuple(
-        name
-        for name, kind in KINDS.items()
-        if kind.warmup == "alternate" and not (kind.stream or kind.splits_backward)
-    )
+    return names(lambda k: k.warmup == "alternate" and not (k.stream or k.splits_backward))
 
 
 def flush_schedules() -> str:

@@ -11,7 +11,6 @@ all values between calls, before anybody reads a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +27,6 @@ from pdcompile.runtime.transport.reductions import Reduction, Sums
 from pdcompile.schedule import Action
 
 OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)
-
-
-class Digests(NamedTuple):
-    """Digests of tensors that every replica holds, in flight: a row for each replica."""
-
-    names: list[str]
-    rows: Handle
-
-    def unlike(self) -> list[str]:
-        """Names of which replicas hold different values."""
-        every = self.rows.wait()
-        assert every is not None
-        differs = (every != every[:1]).any(0).tolist()
-        return [name for name, one in zip(self.names, differs, strict=True) if one]
 
 
 class Replicas:
@@ -61,7 +46,8 @@ class Replicas:
         self._written = written
         weights.sums_hooked = False
         self.shown: Gradients = {}
-        self._digests: dict[tuple[Action, int], Digests] = {}  # by what waits, and minibatch
+        #: names of tensors and a row of digests for each replica, by what waits, and minibatch
+        self._digests: dict[tuple[Action, int], tuple[list[str], Handle]] = {}
         self._gradients = Reduction(sums, {fqn: weights.master(fqn) for fqn in weights.owned})
         self._buffers = Reduction(sums, weights.buffers(written))
 
@@ -72,11 +58,10 @@ class Replicas:
             self._gradients.post(number, weights.harvest(minibatch))
             if self._sums.apart:  # the version that the update replaces is there on all of them
                 replaced = {fqn: weights.parameter(number + 1, fqn) for fqn in weights.owned}
-                told = self._told(replaced, digest_of_ends)
-                self._digests[Action.WAIT_REDUCE, minibatch] = told
+                self._tell(Action.WAIT_REDUCE, minibatch, replaced, digest_of_ends)
         elif action is Action.WAIT_REDUCE:
             if self._sums.apart:
-                self._refuse_unlike(self._digests.pop((action, minibatch)).unlike())
+                self._refuse_unlike(self._unlike(action, minibatch))
             sums = self._gradients.wait(number)
             gradients = weights.harvest(minibatch)
             gradients.clear()
@@ -93,7 +78,7 @@ class Replicas:
             held = weights.buffers(self._written)
             owned = weights.owned if self._sums.apart else ()
             compared: dict[str, Tensor] = {fqn: weights.master(fqn) for fqn in owned}
-            self._digests[Action.WAIT_BUFFERS, minibatch] = self._told(compared | held, digest)
+            self._tell(Action.WAIT_BUFFERS, minibatch, compared | held, digest)
             self._buffers.post(
                 minibatch,
                 {f: t for f, t in held.items() if self._sums.index == 0 or _has_mean(t)},
@@ -102,7 +87,7 @@ class Replicas:
                 self._gradients.post(number, weights.harvest(minibatch))
         else:
             held = weights.buffers(self._written)
-            unlike = self._digests.pop((action, minibatch)).unlike()
+            unlike = self._unlike(action, minibatch)
             self._refuse_unlike([fqn for fqn in unlike if fqn not in held])
             sums = self._buffers.wait(minibatch)
             with torch.no_grad():
@@ -142,12 +127,23 @@ class Replicas:
             weights.harvest(minibatches).update(self.shown)
         return True
 
-    def _told(self, tensors: Mapping[str, Tensor], hashed: Callable[[Tensor], int]) -> Digests:
-        """Send the other replicas digests of what this one holds."""
+    def _tell(
+        self, waits: Action, minibatch: int, tensors: Mapping[str, Tensor],
+        hashed: Callable[[Tensor], int],
+    ) -> None:  # fmt: skip
+        """Send the other replicas digests of what this one holds, which `waits` compares."""
         rows = torch.zeros(self._sums.size, len(tensors), dtype=torch.int64)
         found = [hashed(one) >> 1 for one in tensors.values()]
         rows[self._sums.index] = torch.tensor(found, dtype=torch.int64)
-        return Digests([*tensors], self._sums.start(rows))
+        self._digests[waits, minibatch] = [*tensors], self._sums.start(rows)
+
+    def _unlike(self, waits: Action, minibatch: int) -> list[str]:
+        """Names of tensors of which replicas hold different values."""
+        names, rows = self._digests.pop((waits, minibatch))
+        every = rows.wait()
+        assert every is not None
+        differs = (every != every[:1]).any(0).tolist()
+        return [name for name, one in zip(names, differs, strict=True) if one]
 
     def _refuse_unlike(self, weights: list[str]) -> None:
         """Raise ContractError where replicas hold different weights."""
@@ -178,7 +174,7 @@ class Replicas:
         if action is Action.WAIT_REDUCE:
             return self._gradients.ready(self._weights.update_of(minibatch))
         if action is Action.WAIT_BUFFERS:
-            told = self._digests[action, minibatch].rows
+            _, told = self._digests[action, minibatch]
             waits = self._waits(minibatch)
             summed = not waits or self._gradients.ready(self._weights.update_of(minibatch))
             return told.ready() and self._buffers.ready(minibatch) and summed

@@ -32,13 +32,14 @@ from pdcompile.eager.loss_scale import scaler_of
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.eager.snapshot import attribute
+from pdcompile.errors import InfeasibleError
 from pdcompile.options import Options
 from pdcompile.options.table import ROWS
 from pdcompile.runtime.transport.launch import from_rank0
 from pdcompile.runtime.transport.start_up import LOOSE, MAYBE, StartUp
 from pdcompile.runtime.watch.attribute_watch import owners
 from pdcompile.runtime.watch.optimizer_watch import small_copy
-from pdcompile.runtime.watch.same_model import check_alike, planned_beside
+from pdcompile.runtime.watch.same_model import beside_error, check_alike
 from pdcompile.weights.source import slots
 
 _PLACES = re.compile(r"^(cpu|cuda|xpu|mps|hip|meta)(:\d+)?$|/|\\")  # devices and paths
@@ -62,8 +63,12 @@ def compiled_alike(
         LaunchError: it is not, on every rank; RankError: rank 0 has raised something else.
     """
     start.compare("program", facts_of_start(model, options, flat))
-    with planned_beside(options):
+    try:
         compiled = from_rank0(start, lambda: build(model, flat, options, start.size))
+    except InfeasibleError as error:
+        if not options.held:
+            raise
+        raise beside_error(error) from error
     check_alike(compiled, options)
     read = compiled.capture.attributes
     start.compare("read", facts_of_reads(model, options.loss_fn, read, start.rank))

@@ -142,23 +142,14 @@ def settled(
     return options if everywhere else options.beside(held)
 
 
-@contextmanager
-def planned_beside(options: Options) -> Iterator[None]:
-    """Context of the planning, whose pins are not the user's where a model was split.
-
-    Raises:
-        ConfigError: the tensors of such a model are where no plan can have them.
-    """
-    try:
-        yield
-    except InfeasibleError as error:
-        if not options.held:
-            raise
-        raise ConfigError(
-            "another pipeline has split this model over the ranks, and no plan of this one leaves "
-            f"all tensors where they are: {error.message}",
-            remedy=_ALIKE,
-        ) from error
+def beside_error(error: InfeasibleError) -> ConfigError:
+    """The error for a plan that cannot have tensors where a split model has them: the pins are
+    not the user's."""
+    return ConfigError(
+        "another pipeline has split this model over the ranks, and no plan of this one leaves "
+        f"all tensors where they are: {error.message}",
+        remedy=_ALIKE,
+    )
 
 
 def check_alike(compiled: Compiled, options: Options) -> None:
