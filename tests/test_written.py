@@ -153,9 +153,9 @@ BAD = [
      "stage 1", "row 2, column 5", "every microbatch"),  # as torch draws 1F1B
     ("0F0,0F2,0B0,0B2\n", ScheduleError, "no forward of microbatch 1 on stage 0", "row 1, column 4",
      "every microbatch"),
-    ("0F0,0F1,0B0\n", ScheduleError, "no backward of microbatch 1 on stage 0 follows",
+    ("0F0,0F1,0B0\n", ScheduleError, "no backward of microbatch 1 on stage 0",
      "row 1, column 2", "add 0B1"),
-    ("0F0,0I0\n", ScheduleError, "no backward to the weights of microbatch 0 on stage 0 follows",
+    ("0F0,0I0\n", ScheduleError, "no backward to the weights of microbatch 0 on stage 0",
      "row 1, column 1", "add 0W0"),
     ("0F0,0B0,0B1\n", ScheduleError, "a backward of microbatch 1 on stage 0, which has no forward",
      "row 1, column 3", "add 0F1"),

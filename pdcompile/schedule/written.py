@@ -282,42 +282,36 @@ def _ranks(rows: Sequence[Sequence[Placed]]) -> Iterator[Problem]:
 
 
 def _microbatches(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
-    """Microbatches that do not go forward and backward once on a stage."""
+    """Microbatches that do not go forward, and then backward, once on a stage: backward whole, or
+    in both parts."""
     forwards = [{c.microbatch for c in cells if c.action is Action.FORWARD} for cells in stages]
     most = max(range(len(stages)), key=lambda stage: len(forwards[stage]))
     count = len(forwards[most])
     for stage, cells in enumerate(stages):
         for i in range(count):
-            if i not in forwards[stage]:
-                message = f"there is no {Cell(stage, Action.FORWARD, i).words}"
-                message += f", and stage {most} has {count} of them" if stage != most else ""
-                remedy = "every microbatch, from 0 without gaps, once forward and once backward "
-                yield list(cells.values())[-1], message, f"{remedy}on every stage"
-        for i in range(count):
-            yield from _backward(stage, i, cells)
+            forward, whole, *halves = (Cell(stage, one, i) for one in COMPUTES)
+            parts = [one for one in halves if one in cells]
+            if whole in cells and parts:
+                message = f"{parts[0]} is a part of {whole}, which is there too, in {cells[whole]}"
+                yield cells[parts[0]], message, "either the whole backward, or its two parts"
+            due = (forward, *(halves if parts else [whole]))
+            for one in due:
+                if one not in cells:
+                    message = f"there is no {one.words}"
+                    if one == forward and stage != most:
+                        message += f", and stage {most} has {count} of them"
+                    remedy = f"add {one}: every microbatch, from 0 without gaps, once forward and "
+                    place = cells.get(forward, [*cells.values()][-1])
+                    yield place, message, f"{remedy}once backward on every stage"
+            for before, after in pairwise(due):
+                if cells[after] < cells[before]:
+                    message = f"{after} comes before {before}, which is in {cells[before]}"
+                    yield cells[after], message, f"move {after} behind {before}"
         for cell, place in cells.items():
             if cell.microbatch >= count:
                 forward = Cell(stage, Action.FORWARD, cell.microbatch)
                 message = f"a {cell.words}, which has no forward there"
                 yield place, message, f"add {forward} before it, or remove the cell"
-
-
-def _backward(stage: int, microbatch: int, cells: dict[Cell, Place]) -> Iterator[Problem]:
-    """A backward that is neither whole nor in both of its parts, or before what it needs."""
-    forward, whole, first, second = (Cell(stage, one, microbatch) for one in COMPUTES)
-    parts = [one for one in (first, second) if one in cells]
-    if whole in cells and parts:
-        message = f"{parts[0]} is a part of {whole}, which is there too, in {cells[whole]}"
-        remedy = "either the whole backward (B), or its two parts (I and W)"
-        yield cells[parts[0]], message, remedy
-    needed = (whole,) if whole in cells or not parts else (first, second)
-    for one in needed:
-        if one not in cells:
-            yield cells[forward], f"no {one.words} follows", f"add {one} to the row"
-    for before, after in ((forward, needed[0]), (needed[0], needed[-1])):
-        if cells[after] < cells[before]:
-            message = f"{after} comes before {before}, which is in {cells[before]}"
-            yield cells[after], message, f"move {after} behind {before}"
 
 
 def _order(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
