@@ -70,20 +70,19 @@ def described(contents: Any) -> dict[str, Any]:
         "schedulers": [*contents.schedulers()],
         "bytes": manifest.num_bytes,
         "tied": [list(pair) for pair in manifest.aliases],
-        "stages": [_stage(stage) for stage in manifest.stages],
-    }
-
-
-def _stage(stage: Any) -> dict[str, Any]:
-    sizes = {file.ending: file.num_bytes for file in stage.files}
-    return {
-        "stage": stage.stage,
-        "tensors": len(stage.weights.tensors),
-        "weights_bytes": sizes.pop(""),
-        "optimizer_bytes": sizes.pop("-optimizer", 0),
-        "rest_bytes": sum(sizes.values()),
-        "weights": [*stage.older, stage.updates],
-        "waiting": stage.waiting,
+        "stages": [
+            {
+                "stage": stage.stage,
+                "tensors": len(stage.weights.tensors),
+                "weights_bytes": sizes.pop(""),
+                "optimizer_bytes": sizes.pop("-optimizer", 0),
+                "rest_bytes": sum(sizes.values()),
+                "weights": [*stage.older, stage.updates],
+                "waiting": stage.waiting,
+            }
+            for stage in manifest.stages
+            for sizes in [{file.ending: file.num_bytes for file in stage.files}]
+        ],
     }
 
 
