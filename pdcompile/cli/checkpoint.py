@@ -111,9 +111,8 @@ def checkpoint_report(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     if len(document["checkpoints"]) > 1:
         yield f"in this folder: {', '.join(document['checkpoints'])}"
     if "damaged" in document:
-        yield from [f"damaged: {one}" for one in document["damaged"]] or [
-            "every byte is as written"
-        ]
+        damaged = [f"damaged: {one}" for one in document["damaged"]]
+        yield from damaged or ["every byte is as written"]
 
 
 @verb(group)
