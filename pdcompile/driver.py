@@ -123,7 +123,7 @@ def resolved(
     """The options as a given plan completes them, on minibatch and machines: all that is refused
     before a model is captured is refused here."""
     options = with_user_plan(options, model)
-    check_refine(options)
+    check_refine(options, model)
     layout = resolve_batch(flat, options.batch_dims)
     check_minibatch(options, layout, model)
     chosen = configure(
@@ -360,7 +360,7 @@ def pipeline(
     check_model(model)
     check_options(options)
     check_costs(options.costs)
-    check_refine(options)
+    check_refine(options, model)
     check_user_files(model, options)
     if example_inputs is not None:
         check_example(example_inputs)

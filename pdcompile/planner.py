@@ -7,7 +7,7 @@ are some 10 % below what stages take, and not by the same share everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
-from pdcompile.passes.coarsen.spans import widest_users
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
@@ -38,7 +37,7 @@ from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
-from pdcompile.schedule.registry import kind_of, one_age_streams
+from pdcompile.schedule.registry import kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,25 +186,14 @@ class Planner:
             certificate = replace(plan.certificate, scope=f"{plan.certificate.scope}; {rule}")
             plan = replace(plan, certificate=certificate)
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
-        notes = (*self.cluster.notes, *self._notes, *self._on_ages(plan, graphs))
+        notes = (*plan.notes, *self.cluster.notes, *self._notes)
         source = source_of(self.options.costs, self.cluster.devices[0].kind)
-        return replace(plan, notes=(*plan.notes, *notes), costs=source)
+        return replace(plan, notes=notes, costs=source)
 
     @property
     def _own_ages(self) -> bool:
         """True if weights of stages differ in age, so that no two may hold one parameter."""
         return not any(kind_of(name).one_age for name in self.space.schedules)
-
-    def _on_ages(self, plan: Plan, graphs: Mapping[int, OpGraph]) -> Iterator[str]:
-        if not self._own_ages:
-            return
-        fqn, share = widest_users(graphs[plan.training.num_microbatches])
-        if share > 1 / len(plan.stages):
-            yield (
-                f"all users of {fqn!r} are on one stage, with what is between the first and the "
-                f"last of them, {share:.0%} of the time: weights of stages differ in age under "
-                f"{plan.training.schedule!r}; schedule {one_age_streams()} shares them"
-            )
 
     def _problem(self, graphs: Mapping[int, OpGraph], m: int) -> PartitionProblem:
         free = (StageLimits(),) * (self.space.stages or len(self.cluster.devices))
@@ -218,46 +206,40 @@ class Planner:
         return -(-self.training.batch_size // m)
 
 
-def check_refine(options: Options) -> None:
+def check_refine(options: Options, model: nn.Module) -> None:
     """Refuse refine=True where no stages would be timed, before anything is captured.
 
     Raises:
-        ConfigError: costs are estimated, a plan is given, or the planner also decides replicas or
-            microbatches.
+        ConfigError: costs are estimated, a plan is given, the model has no memory, or the planner
+            also decides replicas or microbatches.
     """
     if options.refine is not True:
         return
+    reason = ""
     if options.plan is not None or options.sources is not None:
+        reason = "a plan is given"
+    elif options.costs == "estimated":
+        reason = ESTIMATED
+    elif _is_meta(model):
+        reason = "the model's parameters have no memory (meta device)"
+    elif options.replicas != 1:
+        reason = "the planner also decides replicas, schedule or microbatches"
+    if reason:
         raise ConfigError(
-            "refine would have no effect: it is an option of the search, and a plan is given",
+            "refine=True (--refine on) times the planned stages on this machine, and corrects the "
+            f"costs of one cut, but {reason}",
             where="refine",
-            remedy="leave refine out, or plan again with it",
-        )
-    if options.costs == "estimated":
-        _impossible(options, ESTIMATED)
-    if options.replicas != 1:
-        raise ConfigError(
-            "refine=True (--refine on) corrects the costs of one cut, but here the planner also "
-            "decides replicas, schedule or microbatches",
-            where="refine",
-            remedy="leave refine out; then plan again with what was chosen, and refine that",
+            remedy="leave refine out; then plan with measured costs what was chosen, and refine "
+            "that",
         )
 
 
 def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
-    """Reason why the stages of a plan are not timed; "" where nobody asks, None where they are.
-
-    Raises:
-        ConfigError: refine=True, and it is not possible.
-    """
-    if options.refine is False or (options.searches and options.refine is not True):
-        return ""
-    if options.costs == "estimated":
-        return _impossible(options, ESTIMATED)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return _impossible(options, "the model's parameters have no memory (meta device)")
+    """Reason why the stages of a plan are not timed; "" where nobody asks, None where they are."""
     if options.refine is True:
         return None
+    if options.refine is False or options.searches or _is_meta(model):
+        return ""
     if options.costs != "measured" or len(plan.stages) == 1:
         return ""
     runs = LEAST_RUNS * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
@@ -267,11 +249,5 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
     return None
 
 
-def _impossible(options: Options, reason: str) -> str:
-    if options.refine is True:
-        raise ConfigError(
-            f"refine=True (--refine on) times the planned stages on this machine, but {reason}",
-            where="refine",
-            remedy="leave refine out, or plan a model with memory and measured costs",
-        )
-    return ""
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())

@@ -198,21 +198,3 @@ def test_what_an_update_costs_has_its_words_and_units(tmp_path: Path, call: Call
     assert "training update moves 21 x weights 3 x weights -86 %" in rows
     assert "training update moves at 50.0 GB/s no cost" in rows
     assert any(row.startswith("training update holds 2 x one, 1 x previous") for row in rows)
-
-
-def test_one_model_with_another_graph_for_single_samples_is_no_other_model(
-    tmp_path: Path, call: Call
-) -> None:
-    plan = planned(residual(3), TWO)
-    _, *rest = plan.fingerprint.split(".")
-    assert plan.training.num_microbatches == 4
-    one = replace(plan.training, num_microbatches=plan.training.batch_size)
-    single = replace(plan, fingerprint=".".join(("0" * 16, *rest)), training=one)
-    assert diff(plan, single).prints == ("graph",)
-    code, out, _ = call("diff", *files(tmp_path, plan, single))
-    assert code == 0
-    assert "one model, which has another graph for microbatches of the other plan's" in out
-    # Other weights, or another graph for microbatches of one size, are of another model.
-    assert diff(plan, replace(single, training=plan.training)).prints == ("model",)
-    wider = replace(single.stages[0], trainable_bytes=2 * single.stages[0].trainable_bytes)
-    assert diff(plan, replace(single, stages=(wider, *single.stages[1:]))).prints == ("model",)

@@ -98,38 +98,6 @@ def test_waits_and_sends_are_not_compute() -> None:
     assert timeline.bars(events) == timeline.bars(one_f_one_b())
 
 
-@given(st.floats(1e-8, 1e4), st.integers(2, 20))
-def test_times_of_an_axis_are_round(last: float, most: int) -> None:
-    ticks = labels.time_ticks(last, most)
-    assert ticks[0][0] == 0
-    assert 1 <= len(ticks) - 1 <= max(most, 3)
-    step = ticks[1][0]
-    assert f"{step:.0e}"[0] in "125"
-    assert step == pytest.approx(float(f"{step:.0e}"))
-    assert ticks[-1][0] <= last * (1 + 1e-9)
-    assert last - ticks[-1][0] < step
-    units = {label.split()[1] for _, label in ticks}
-    assert len(units) == 1
-    (size,) = (size for unit, size in labels.TIMES if {unit} == units)
-    for time, label in ticks:
-        assert float(label.split()[0]) * size == pytest.approx(time)
-
-
-def test_a_text_timeline_has_times() -> None:
-    drawn = timeline.text(one_f_one_b(2, 4, 1e-3, 2e-3), width=67, times=True).plain
-    *_, last = drawn.rstrip("\n").splitlines()
-    assert [part.strip() for part in last.split("|")] == ["", "0 ms", "5 ms", "10 ms"]
-    total = timeline.duration(timeline.bars(one_f_one_b(2, 4, 1e-3, 2e-3)))
-    assert last.index("|10") - 7 == round(10e-3 / total * 60)
-    below = timeline.text(one_f_one_b(2, 12, 1e-3, 2e-3), width=37, bands=4, times=True).plain
-    bands = below.split("\n\n")
-    assert len(bands) > 1
-    assert all("|" in band.splitlines()[2] for band in bands)
-    times = [int(time) for time in re.findall(r"\|(\d+) ms", below)]
-    assert times == sorted(set(times))
-    assert all(len(line) <= 37 for line in below.splitlines())
-
-
 def test_empty_timeline_draws_nothing() -> None:
     assert timeline.text([]).plain == ""
     assert timeline.idle(()) == 0.0

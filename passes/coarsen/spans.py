@@ -7,7 +7,6 @@ because ops of one group that reach each other through an outsider form a cycle 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from heapq import heappop, heappush
@@ -388,32 +387,13 @@ def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
 
 def join_users(graph: OpGraph, groups: Groups) -> None:
     """Join all ops that use a trained parameter."""
-    for members in _users(graph).values():
-        groups.join(members, AGE)
-
-
-def widest_users(graph: OpGraph) -> tuple[str, float]:
-    """The trained parameter whose users are farthest apart, and the share of the graph's seconds
-    from the first to the last of them."""
-    costs = [op.cost for op in graph.ops]
-    times = [one.forward_seconds + one.backward_seconds if one else 0.0 for one in costs]
-    spans = {
-        fqn: math.fsum(times[members[0] : members[-1] + 1])
-        for fqn, members in _users(graph).items()
-        if len(members) > 1
-    }
-    fqn = max(spans, key=spans.__getitem__, default="")
-    return fqn, spans.get(fqn, 0.0) / (math.fsum(times) or 1.0)
-
-
-def _users(graph: OpGraph) -> dict[str, list[int]]:
-    """The ops that use each trained parameter."""
     users: dict[str, list[int]] = {}
     for i, op in enumerate(graph.ops):
         for fqn in op.used_tensors:
             if graph.tensors[fqn].requires_grad:
                 users.setdefault(fqn, []).append(i)
-    return users
+    for members in users.values():
+        groups.join(members, AGE)
 
 
 # Ops that run in the lower precision; views of a weight are cast anew each time.

@@ -38,10 +38,8 @@ class Moved:
 class PlanDiff:
     """Differences from plan a to plan b, each list empty where there is none.
 
-    `prints`: which parts of the fingerprint (model, costs, cluster) differ; "graph" in place of
-    "model" where it is one model, captured for microbatches of which a graph of their own is
-    made; "all" where they have another form.  `identical`: nothing but the planner's own running
-    time differs.
+    `prints`: which parts of the fingerprint (model, costs, cluster) differ; "all" where they have
+    another form.  `identical`: nothing but the planner's own running time differs.
     `unlike`: the models differ so much that `moved` is left empty.
     """
 
@@ -68,8 +66,6 @@ class PlanDiff:
 def diff(a: Plan, b: Plan) -> PlanDiff:
     """Compare two plans, whatever they are of."""
     prints = other_prints(a.fingerprint, b.fingerprint)
-    if prints[:1] == ("model",) and _one_model(a, b):
-        prints = ("graph", *prints[1:])
     unlike = prints[:1] in (("model",), ("all",)) and not _alike(a, b)
     facts = {name: _compared(of(a), of(b)) for name, of in FACTS.items()}
     both = tuple(one for one in facts["stages"] if None not in (one.a, one.b))
@@ -106,23 +102,6 @@ def named(record: Any, otherwise: Any) -> Any:
     """The name of a record in a list, where it has one."""
     names = (getattr(record, field, None) for field in ("value", "fqn", "name"))
     return next((name for name in names if name is not None), otherwise)
-
-
-def _one_model(a: Plan, b: Plan) -> bool:
-    """True if the graphs may differ by the size of microbatches alone: a single sample has one of
-    its own, in which some ops are others; all weights and most ops are the same."""
-    ours, theirs = (
-        (plan.model, {fqn for s in plan.stages for fqn in s.parameters}, _owned(plan))
-        for plan in (a, b)
-    )
-    sizes = {-(-one.batch_size // one.num_microbatches) for one in (a.training, b.training)}
-    return ours == theirs and len(sizes) > 1 and _alike(a, b)
-
-
-def _owned(plan: Plan) -> int:
-    """Bytes of trainable weights, each once."""
-    copies = sum(one.bytes * (len(one.stages) - 1) for one in plan.tied)
-    return sum(stage.trainable_bytes for stage in plan.stages) - copies
 
 
 def _alike(a: Plan, b: Plan) -> bool:

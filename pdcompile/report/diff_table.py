@@ -18,8 +18,8 @@ NO_CHANGE = ("seed", "bubble", "moving_seconds")  # whose change in percent says
 SHOWN = 3  # ops of a move by name
 MOST_ROWS = 24
 PRINTS = {
-    "model": "the plans are of different models",
-    "graph": "one model, which has another graph for microbatches of the other plan's size",
+    "model": "the graphs differ: of two models, or of one that is another with microbatches of the "
+    "other size",
     "costs": "their costs were measured or estimated differently",
     "cluster": "they are for different clusters",
     "all": "they were made by different versions of pdcompile, or edited",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 #: C0 without tab and line feed, DEL, and C1: what terminals obey
 _CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})
 
@@ -103,24 +101,3 @@ def table(*columns: str) -> Table:
             ratio=1 if kind == "*" else None,
         )
     return made
-
-
-def time_ticks(last: float, most: int) -> list[tuple[float, str]]:
-    """Round times from 0 on, in seconds, and their labels: ``0 ms``, ``20 ms``, ``40 ms``.
-
-    They are 1, 2 or 5 x 10^n apart, at most `most` such steps (or three), and all in one unit.
-    The page's scripts, which zoom, do the same: `ticks` in page/parts.js.
-    """
-    if not last > 0:
-        return [(0.0, "0 s")]
-    rough = last / max(most, 3)
-    exponent = math.floor(math.log10(rough))
-    digit = next(n for n in (1, 2, 5, 10) if n * 10.0**exponent >= rough * (1 - 1e-9))
-    if digit == 10:
-        digit, exponent = 1, exponent + 1
-    step = digit * 10.0**exponent
-    unit, size = next(((u, s) for u, s in TIMES if last >= s), TIMES[-1])
-    decimals = max(0, round(math.log10(size)) - exponent)
-    count = math.floor(last / step * (1 + 1e-12))
-    later = [(n * step, f"{n * step / size:.{decimals}f} {unit}") for n in range(1, count + 1)]
-    return [(0.0, f"0 {unit}"), *later]

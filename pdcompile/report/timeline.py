@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 from rich.text import Text
 
 from pdcompile.passes.simulate import TimelineEvent
-from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import WORK
 from pdcompile.schedule.program import RecordedEvent
 
@@ -33,7 +32,6 @@ LETTERS: dict[Kind, str] = {
 KIND_NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in LETTERS}
 FILL: dict[Kind, str] = dict(zip(LETTERS, "-==~U", strict=True))
 MOST_LINES = 32  # of a drawing, where numbers need the room
-ROOM = 14  # columns between two times
 STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
     kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
 }
@@ -99,14 +97,13 @@ def idle(shown: Sequence[Bar]) -> float:
     return 1.0 - sum(bar.end - bar.start for bar in shown) / total if total else 0.0
 
 
-def text(events: Iterable[Event], *, width: int = 96, bands: int = 1, times: bool = False) -> Text:
+def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
     """One line a rank: ``F2--`` a forward of microbatch 2 (or minibatch 2, where each is one),
     ``B2====`` its backward (``I2==`` and ``W2~~`` where it is split), ``U`` an update, dots where
     the rank is idle; colours tell minibatches apart.
 
     `width` is the number of characters of a line, the rank's name included.  The timeline goes
     on in a further band of lines, up to `bands` of them, where that gives most bars their number.
-    `times`: a line with round times ends each band, each after the ``|`` at its place.
     """
     shown = bars(events)
     rows = {f"rank {rank} ": rank for rank in sorted({bar.rank for bar in shown})}
@@ -115,24 +112,22 @@ def text(events: Iterable[Event], *, width: int = 96, bands: int = 1, times: boo
     total = duration(shown)
     count = _bands(shown, columns, bands)
     lines = [
-        (name, "bold", _line([bar for bar in shown if bar.rank == rank], total, columns, count))
+        (name, _line([bar for bar in shown if bar.rank == rank], total, columns, count))
         for name, rank in rows.items()
     ]
-    if times and total:
-        lines.append(("", "", Text(_axis(total, columns, count), style="dim")))
     drawing = Text(no_wrap=True)
     for band in range(count):
         drawing.append("\n" * (band > 0))
-        for name, style, line in lines:
-            drawing.append(name.rjust(margin), style=style)
+        for name, line in lines:
+            drawing.append(name.rjust(margin), style="bold")
             drawing.append_text(line[band * columns : (band + 1) * columns]).append("\n")
     return drawing
 
 
-def drawn(events: Iterable[Event], width: int, lines: int, *, times: bool = False) -> list[Text]:
+def drawn(events: Iterable[Event], width: int, lines: int) -> list[Text]:
     """`text` in as many bands as fit beside so many lines a band, and its legend."""
     listed = [*events]
-    made = text(listed, width=width, bands=max(1, MOST_LINES // max(1, lines)), times=times)
+    made = text(listed, width=width, bands=max(1, MOST_LINES // max(1, lines)))
     return [made, Text(legend(made, bars(listed)))]
 
 
@@ -162,16 +157,6 @@ def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:
         if sum(room) >= 0.9 * len(room):
             return count
     return 1
-
-
-def _axis(total: float, columns: int, count: int) -> str:
-    """The line of times below all bands, of which each label lies in one."""
-    line, wide = "", columns * count
-    for time, label in time_ticks(total, wide // ROOM):
-        at = round(time / total * wide)
-        if len(line) <= at and at % columns + len(label) < columns:
-            line = f"{line.ljust(at)}|{label}"
-    return line
 
 
 def _line(row: Sequence[Bar], total: float, columns: int, count: int) -> Text:

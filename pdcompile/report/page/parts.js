@@ -39,7 +39,7 @@ const seconds = (value) => inUnits(value, TIMES, "0 s");
 const bytes = (value) => inUnits(value, SIZES, "0 B");
 
 // Round numbers between two ends and their labels, all in one unit: 0 ms, 20 ms, 40 ms.  They are
-// 1, 2 or 5 x 10^n apart, at most so many such steps (or three): labels.time_ticks does the same.
+// 1, 2 or 5 x 10^n apart, at most so many such steps (or three).
 function ticks(from, to, most, units) {
   if (!(to > from)) return [[from, inUnits(from, units, `0 ${units.find(([, size]) => size === 1)[0]}`)]];
   const rough = (to - from) / Math.max(Math.floor(most), 3);
