@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError, errors_as
 from pdcompile.files import read_limited
@@ -98,17 +98,8 @@ class Level:
     full_duplex: bool = True
 
 
-class Link(Protocol):
-    """A link that messages travel on: a `Level`, or a `StageLimits` (to the next stage)."""
-
-    @property
-    def bytes_per_second(self) -> float: ...
-    @property
-    def latency_seconds(self) -> float: ...
-    @property
-    def full_duplex(self) -> bool: ...
-
-
+#: a link that messages travel on; of `StageLimits` that to the next stage
+Link: TypeAlias = Level | StageLimits
 Amount = TypeVar("Amount", bound=Any)  # a number, or an array of them
 
 
@@ -286,11 +277,8 @@ class Cluster:
         for level in self.levels:
             block *= level.size
             if a // block == b // block:
-                return level
-        raise ClusterError(
-            f"no level joins devices {a} and {b}",
-            remedy="add a [[levels]] table whose size is the number of blocks that it joins",
-        )
+                break
+        return level
 
 
 def counts_of(text: str) -> tuple[int, int]:
@@ -300,26 +288,15 @@ def counts_of(text: str) -> tuple[int, int]:
     return (hosts, devices) if hosts * devices <= MAX_DEVICES else (0, 0)
 
 
-def stage_limits(
-    cluster: Cluster, num_stages: int, ranks: Sequence[int] = ()
-) -> tuple[StageLimits, ...]:
-    """Limits of each pipeline position when stage s runs on device s, or on `ranks`[s].
+def stage_limits(cluster: Cluster, ranks: Sequence[int]) -> tuple[StageLimits, ...]:
+    """Limits of each pipeline position when stage s runs on device `ranks`[s].
 
     The last position has no next: it repeats the link before it.
-
-    Raises:
-        ClusterError: more stages than devices, unless `ranks` says where they are; or none.
     """
-    if not 1 <= num_stages <= max(len(cluster.devices), len(ranks)):
-        raise ClusterError(
-            f"{num_stages} stages do not fit a cluster of {len(cluster.devices)} devices",
-            remedy=f"ask for 1 to {len(cluster.devices)} stages",
-        )
-    at = ranks or range(num_stages)
-    links = [cluster.level_between(a, b) for a, b in pairwise(at)]
+    links = [cluster.level_between(a, b) for a, b in pairwise(ranks)]
     links = links + links[-1:] or [cluster.levels[0]]
     limits = []
-    for s, (rank, link) in enumerate(zip(at, links, strict=True)):
+    for s, (rank, link) in enumerate(zip(ranks, links, strict=True)):
         device = cluster.devices[rank]
         limits.append(
             StageLimits(

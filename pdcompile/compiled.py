@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pdcompile.batch import BatchLayout
-from pdcompile.errors import some
 from pdcompile.ir.graph import Capture, written_buffers
 from pdcompile.ir.stage_interface import Sources, StageInterface
 from pdcompile.passes import codegen
 from pdcompile.passes.schedules import Stream, make_stream
 from pdcompile.passes.stages.boundaries import making_of_nothing, place_eval, stage_of_ops
 from pdcompile.plan import Edge, Plan
-from pdcompile.report.plan_table import brief, explain
+from pdcompile.report.plan_table import explain
 
 if TYPE_CHECKING:
     from pdcompile.passes.check import Proof
@@ -89,16 +88,8 @@ class Compiled:
             self.capture.eval, evaluation
         )
 
-    def explain(self, *, short: bool = False) -> str:
-        """The plan as a table with its certificate, what was proved, and what was verified.
-
-        `short`: what is run and how long a step takes, and whether it was edited.
-        """
-        if short:
-            compared = str(
-                self.verification or f"edited ({some(self.sources.edited)}): not compared"
-            )
-            return brief(self.plan) + f"\n{compared.splitlines()[0]}" * bool(self.sources.edited)
+    def explain(self) -> str:
+        """The plan as a table with its certificate, what was proved, and what was verified."""
         parts = [explain(self.plan).rstrip(), str(self.proof)]
         if self.verification is None:
             parts.append("not verified (verify='off')")

@@ -46,7 +46,7 @@ from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
 from pdcompile.passes.verify.full_batch import uneven_means
 from pdcompile.plan import Plan
-from pdcompile.planner import Planner, check_refine
+from pdcompile.planner import Planner, check_refine, why_not_timed
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.user_plans import (
@@ -125,7 +125,7 @@ def resolved(
     options = with_user_plan(options, model)
     check_refine(options, model)
     layout = resolve_batch(flat, options.batch_dims)
-    check_minibatch(options, layout, model)
+    check_minibatch(options, layout)
     chosen = configure(
         options,
         batch_size=layout.size,
@@ -228,7 +228,7 @@ def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Pas
     step("costs", planner.costs)
     step("problem", planner.problem)
     plan = step("plan", planner.plan)
-    if not planner.times_stages(plan):
+    if why_not_timed(plan, planner.options, planner.model) is not None:
         return plan
     return step("refined", lambda: planner.refined(plan, microbatch))
 

@@ -30,7 +30,13 @@ class PdcompileError(Exception):
         remedy: what to do now, as concrete as possible.
     """
 
-    code = "PDC-ERROR"  # of the class; classes outside this file have their parent's
+    code = "PDC-ERROR"
+
+    def __init_subclass__(cls) -> None:
+        """Gives a class its code, as PDC-CONFIG to ConfigError; outside of this file classes have
+        their parent's."""
+        if cls.__module__ == __name__:
+            cls.code = f"PDC-{cls.__name__.removesuffix('Error').upper()}"
 
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
         self.message = message
@@ -92,13 +98,9 @@ def store_errors() -> Iterator[None]:
 class ConfigError(PdcompileError, ValueError):
     """An argument of `compile`, a command-line option or a target is unusable."""
 
-    code = "PDC-CONFIG"
-
 
 class InputError(PdcompileError, ValueError):
     """A minibatch or example input does not fit: batch size, shape, dtype, missing leaf."""
-
-    code = "PDC-INPUT"
 
 
 class TraceError(PdcompileError):
@@ -107,32 +109,23 @@ class TraceError(PdcompileError):
     `module_path` is the FQN of the module that was running, None where that is not known.
     """
 
-    code = "PDC-TRACE"
     module_path: str | None = None
 
 
 class VerifyError(PdcompileError):
     """A captured graph or a generated stage computes something else than the model."""
 
-    code = "PDC-VERIFY"
-
 
 class CostError(PdcompileError, ValueError):
     """A profile or cost is unusable (negative, not finite, of another machine)."""
-
-    code = "PDC-COST"
 
 
 class ClusterError(PdcompileError, ValueError):
     """A cluster description is unusable; names the file, the key and the unit."""
 
-    code = "PDC-CLUSTER"
-
 
 class PlanError(PdcompileError, ValueError):
     """A plan is malformed, or does not belong to this model or cluster."""
-
-    code = "PDC-PLAN"
 
 
 class InfeasibleError(PdcompileError):
@@ -141,75 +134,52 @@ class InfeasibleError(PdcompileError):
     `others` are the remedies that ask for no memory.
     """
 
-    code = "PDC-INFEASIBLE"
     others: tuple[str, ...] = ()
 
 
 class NotFoundError(InfeasibleError):
     """No plan was found that satisfies the limits; it is not proved that there is none."""
 
-    code = "PDC-NOTFOUND"
-
 
 class ScheduleError(PdcompileError):
     """A schedule fails its proof: pairing, order, weight versions, live slots, memory."""
-
-    code = "PDC-SCHEDULE"
 
 
 class DeadlockError(ScheduleError):
     """A schedule deadlocks under rendezvous sends; carries the shortest wait-for cycle."""
 
-    code = "PDC-DEADLOCK"
-
 
 class SourceError(PdcompileError):
     """Generated or edited stage source cannot be used."""
-
-    code = "PDC-SOURCE"
 
 
 class CheckpointError(PdcompileError):
     """A checkpoint cannot be written, or is damaged, missing or of another model; names the file,
     and the tensor."""
 
-    code = "PDC-CHECKPOINT"
-
 
 class NonFiniteError(PdcompileError, ArithmeticError):
     """An op made NaN or infinity, under ``detect_nonfinite=True``; names the op."""
-
-    code = "PDC-NONFINITE"
 
 
 class NotPrepared(PdcompileError):
     """Asked for the plan before there is one: call `step` or `prepare` first."""
 
-    code = "PDC-NOTPREPARED"
-
 
 class ClosedError(PdcompileError):
     """The pipeline was closed."""
-
-    code = "PDC-CLOSED"
 
 
 class LaunchError(PdcompileError):
     """The processes do not fit the plan: WORLD_SIZE, RANK, backend, or unlike plans on ranks."""
 
-    code = "PDC-LAUNCH"
-
 
 class ContractError(PdcompileError):
     """A peer sends something else than was planned (shape, dtype, edge, minibatch, plan)."""
 
-    code = "PDC-CONTRACT"
-
 
 class RankError(PdcompileError):
     """Another rank failed first; carries that rank's cause (rank, stage, microbatch, op)."""
-
-    code = "PDC-RANK"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

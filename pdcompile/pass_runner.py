@@ -41,9 +41,6 @@ class Listener:
     def found(self, text: str) -> None:
         """The running search has found something better."""
 
-    def better(self, text: str) -> None:
-        """It has a plan that is better than all before it."""
-
     def told(self, text: str) -> None:
         """The running pass has something to say about its result."""
 

@@ -129,10 +129,6 @@ class Planner:
         note = f"stages not timed: {reason}; refine=True (--refine on) does it"
         return replace(plan, notes=(*plan.notes, note))
 
-    def times_stages(self, plan: Plan) -> bool:
-        """True if the stages of the plan are to be timed."""
-        return why_not_timed(plan, self.options, self.model) is None
-
     def refined(self, plan: Plan, microbatch: Callable[[int], FlatCall]) -> Plan:
         """The plan after its stages were timed, with a note that says how far it was off.
 

@@ -30,7 +30,7 @@ def load_function(target: str) -> Callable[..., Any]:
             f"the target '{target}' has not the form {FORMS}",
             remedy="for example: pdcompile plan examples/gpt.py:build --cluster 1x2",
         )
-    module = _load_file(Path(place), target) if _is_file(place) else _load_module(place, target)
+    module = _load_file(Path(place), target) if is_file(place) else _load_module(place, target)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(
@@ -42,7 +42,8 @@ def load_function(target: str) -> Callable[..., Any]:
     return found
 
 
-def _is_file(place: str) -> bool:
+def is_file(place: str) -> bool:
+    """True if the first part of a target names a file, and no module."""
     return place.endswith(".py") or "/" in place or "\\" in place
 
 
@@ -130,7 +131,7 @@ def own_errors(what: str, target: str, remedy: str | None = None) -> Iterator[No
 
 def _python_of(target: str) -> str:
     place, _, name = target.rpartition(":")
-    if _is_file(place):
+    if is_file(place):
         path = Path(place)
         return f"cd {path.parent} && python -c 'import {path.stem}; {path.stem}.{name}()'"
     return f"python -c 'import {place} as m; m.{name}()'"

@@ -43,6 +43,9 @@ from pdcompile.units import format_bytes
 from pdcompile.weights import source as weights
 
 ANOTHER_MODEL = "plan again for this model, or give the target that the plan was made of"
+COSTS_ARE_THE_PLANS = (
+    "times are forecast from the costs in the plan; costs= (--costs) has no effect on it"
+)
 # Of a model that nobody has looked at.
 NO_OPS = OpGraph(True, (), {}, (), {}, (), None, 1)
 
@@ -122,12 +125,9 @@ def with_user_plan(options: Options, model: nn.Module | None = None) -> Options:
                     "given",
                     remedy=f"leave {name} out, or plan again with it",
                 )
-        try:
-            refuse_others(options, plan)
-        except ConfigError:
-            if model is not None:
-                _refuse_another_model(plan, model, options.plan_file)
-            raise
+        if model is not None:
+            _refuse_another_model(plan, model, options.plan_file)
+        refuse_others(options, plan)
     return completed(options, plan)
 
 
@@ -163,17 +163,11 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
     return replace(options, plan=plan, plan_file=str(place / PLAN))
 
 
-def check_minibatch(options: Options, layout: BatchLayout, model: nn.Module) -> None:
-    """Raise PlanError where a given plan is for other minibatches; after `with_user_plan`.
-
-    Where the plan's parameters are none of this model's, that is said instead.
-    """
+def check_minibatch(options: Options, layout: BatchLayout) -> None:
+    """Raise PlanError where a given plan is for other minibatches; after `with_user_plan`."""
     if options.plan is None:
         return
     training: Training = options.plan.training
-    fits = layout.size == training.batch_size if layout.splits else training.num_microbatches == 1
-    if not fits:
-        _refuse_another_model(options.plan, model, options.plan_file)
     if layout.splits and layout.size != training.batch_size:
         raise PlanError(
             f"the plan is for minibatches of {training.batch_size} samples, and this one has "
@@ -200,9 +194,9 @@ def _refuse_another_model(plan: Plan, model: nn.Module, file: str) -> None:
                 f"the plan is of another model: {plan.made_of}, and this is "
                 f"{type(model).__name__}: the parameter {fqn!r} on stage {stage} is only in the "
                 "plan",
-                where=file,
+                where=f"{file}: stages[{stage}].parameters",
                 remedy=ANOTHER_MODEL,
-            ) from None
+            )
 
 
 def user_plan(
@@ -233,7 +227,7 @@ def user_plan(
     notes = (
         *(note for note in plan.notes if not note.startswith(DROPPED)),  # which may be kept now
         *_more_state(plan.training, options.optimizer),
-        *_other_costs(options),
+        *((COSTS_ARE_THE_PLANS,) if options.costs != "measured" else ()),
     )
     plan = replace(plan, notes=notes)
     # Forecast and bytes may be of another day or version, or edited.
@@ -283,12 +277,6 @@ def _more_state(training: Training, optimizer: Any) -> Iterator[str]:
             f"the optimizer keeps {factor:g} bytes for each byte of weights, and it was planned "
             f"with one that keeps {training.optimizer_factor:g}: memory is more than forecast"
         )
-
-
-def _other_costs(options: Options) -> Iterator[str]:
-    """A note on costs that were asked for beside the plan's own."""
-    if options.costs != "measured":
-        yield "times are forecast from the costs in the plan; costs= (--costs) has no effect on it"
 
 
 def user_sources(options: Options, generated: Sources) -> Sources:

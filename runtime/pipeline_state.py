@@ -171,12 +171,9 @@ class PipelineState(ModuleHints):
         if self._running.compiled.layout.splits:
             check_sizes(cut.graph, cut.sizes(samples), training=training)
 
-    def explain(self, *, short: bool = False) -> str:
-        """The plan as a table: stages, time, memory, traffic, proof.
-
-        `short`: what is run and how long a step takes, and which files of stages were edited.
-        """
-        return self._running.compiled.explain(short=short)
+    def explain(self) -> str:
+        """The plan as a table: stages, time, memory, traffic, proof."""
+        return self._running.compiled.explain()
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""

@@ -62,7 +62,7 @@ def truth(plan: Plan, number: int) -> PartitionProblem:
     factor = training.optimizer_factor
     return coarsen(
         graph,
-        stage_limits(cluster, len(plan.stages)),
+        stage_limits(cluster, range(len(plan.stages))),
         num_microbatches=training.num_microbatches,
         objective=kind_of(training.schedule).objective,
         memory=memory_rule(

@@ -65,13 +65,10 @@ def test_help_fills_the_lines_of_a_narrow_terminal(
                 assert len(line.rstrip()) + len(following.split()[0]) > 75, line
 
 
-def test_a_word_that_is_no_verb_is_told_the_verbs(call: Call) -> None:
+def test_a_word_that_is_no_verb_is_told_the_nearest(call: Call) -> None:
     code, _, err = call("verfy")
     assert code == 2
     assert "Did you mean 'verify'" in err
-    code, _, err = call("foo")
-    assert code == 2
-    assert all(verb in err for verb in VERBS)
 
 
 def test_units_are_in_the_help(call: Call) -> None:
@@ -345,9 +342,7 @@ def test_steps_are_timed_when_the_pipeline_is_full() -> None:
     assert step_seconds([9.0, 11.0, 12.0, 13.0, 17.0]) == 2.0
 
 
-def test_json_of_a_plan_has_its_certificate_and_stages(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_of_a_plan_has_its_certificate(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = SimpleNamespace(summary="")
     result = SimpleNamespace(plan=plan(), proof=proof, verification=None)
     monkeypatch.setattr("pdcompile.cli.options.compiled", lambda *_, **__: (None, result))
@@ -357,9 +352,6 @@ def test_json_of_a_plan_has_its_certificate_and_stages(
     assert document.pop("plan") == json.loads(
         replace(plan(), command=("model.py:build",)).to_json()
     )
-    stages = document.pop("stages")
-    assert [stage["members"] for stage in stages] == [list(stage.ops) for stage in plan().stages]
-    assert all(stage["replicas"] == 1 for stage in stages)
     certificate = plan().certificate
     assert document == {
         "status": certificate.status,

@@ -179,17 +179,11 @@ def test_no_such_device() -> None:
 
 def test_stage_limits() -> None:
     cluster = Cluster.from_toml(TWO_HOSTS)
-    limits = stage_limits(cluster, 5)
+    limits = stage_limits(cluster, range(5))
     assert [stage.bytes_per_second for stage in limits] == [100e9] * 3 + [3.125e9] * 2
     assert [stage.full_duplex for stage in limits] == [True, True, True, False, False]
     assert {stage.memory_bytes for stage in limits} == {80 * 10**9}
-    assert stage_limits(Cluster.local(1), 1)[0].memory_bytes is None
-
-
-@pytest.mark.parametrize("count", [0, 9, -1])
-def test_more_stages_than_devices(count: int) -> None:
-    with pytest.raises(ClusterError, match="do not fit"):
-        stage_limits(Cluster.parse("2x4"), count)
+    assert stage_limits(Cluster.local(1), [0])[0].memory_bytes is None
 
 
 @pytest.mark.parametrize("kind", ["cpu ", " cuda", "H100\n"])

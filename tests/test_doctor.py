@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pdcompile
+from pdcompile.batch.step_result import LazyLoss
 from pdcompile.cli import self_test
 from pdcompile.cli.doctor import report
 from pdcompile.cluster import Cluster, Device, Level
@@ -21,7 +22,6 @@ from pdcompile.passes.costs.machines import Machine
 from pdcompile.passes.probe.links import DeviceSpeed
 from pdcompile.passes.probe.probed import Probed
 from pdcompile.releases.packages import in_range
-from pdcompile.runtime.device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import launch
 from tests.helpers.alike import Call
@@ -150,9 +150,9 @@ def one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_schedule")
 def test_one_that_differs_or_is_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    number = self_test.number
-    monkeypatch.setattr(self_test, "number", lambda loss: number(loss) + torch.rand(()).item())
-    (found,) = self_test.self_test(0, 1, torch.device("cpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(LazyLoss, "__float__", lambda loss: loss.item() + torch.rand(()).item())
+        (found,) = self_test.self_test(0, 1, torch.device("cpu"))
     assert not found.passed
     assert found.result == "DIFFERS"
     monkeypatch.setattr(self_test, "_cluster", lambda *_: "2x8:h10")
@@ -182,7 +182,6 @@ def test_it_runs_on_a_gpu_that_is_there() -> None:
     assert found.passed
     assert found.step_seconds > 0
     assert found.result == "equal, every bit"
-    assert found.memory is not None
     assert gpu.violations == []
     assert gpu.ops["stream 1"]
 
@@ -198,10 +197,6 @@ def test_the_report_can_be_pasted() -> None:
     assert "| gpipe | equal, every bit | 10.0 ms |" in text
     assert "| 2bw | DID NOT RUN: no |  |" in text
     assert "memory: LOOK: little" in text
-    assert "GPU memory" not in text
-    outcomes.append(self_test.Outcome("1f1b", 0.0, memory=DeviceMemory(10**9, 2 * 10**9, 3, 4)))
-    text = report([], Probed(cluster, (speed,), None), outcomes, 1.0)
-    assert "after 1f1b: peak 1.00 GB, reserved 2.00 GB, free 3 B, total 4 B" in text
 
 
 @pytest.mark.slow

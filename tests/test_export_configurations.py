@@ -33,7 +33,7 @@ def test_megatron_reads_the_layout(name: str, tmp_path: Path) -> None:
     stages = read_layout(words[words.index("--pipeline-model-parallel-layout") + 1])
     assert stages[0][0] == "E"
     assert stages[-1][-1] == "L"
-    placed = whole_parts(exported.graph_with_loss(getattr(exported, name)()), done.plan)
+    placed = whole_parts(exported.graph_with_loss(getattr(exported, name)()), done.rounding.after)
     blocks = [stage for path, stage in placed.items() if path.rpartition(".")[2].isdecimal()]
     assert [row.count("t") for row in stages] == [blocks.count(0), blocks.count(1)]
     assert f"--num-layers {len(blocks)}\n" in text

@@ -267,7 +267,7 @@ def simulated(
     name = r.choice(schedules)
     depth = warmup(name, n, m, extra=r.choice((0, 1)))
     problem = PartitionProblem(
-        items, tuple(traffic), stage_limits(cluster, n), shared,
+        items, tuple(traffic), stage_limits(cluster, range(n)), shared,
         memory=memory_rule(name, depth, m), num_microbatches=m, objective="flush",
     )  # fmt: skip
     holders = {0, n - 1} if tied else set()

@@ -27,7 +27,7 @@ def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
     depth = warmup(schedule, num_stages, M)
     problem = coarsen(
         graph,
-        stage_limits(cluster, num_stages),
+        stage_limits(cluster, range(num_stages)),
         num_microbatches=M,
         objective="bottleneck" if schedule == "2bw" else "flush",
         memory=memory_rule(schedule, depth, M),

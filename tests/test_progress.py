@@ -105,7 +105,7 @@ def test_work_that_is_over_says_nothing_more(
 def test_quick_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.compiling(lines=False) as listener:
         listener.starts("graph")
-        listener.better("a plan")
+        listener.told("a plan")
         listener.ended("graph", 0.1)
     assert capsys.readouterr().err == ""
 

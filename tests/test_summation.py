@@ -70,7 +70,7 @@ def test_the_planner_keeps_the_order_and_check_refuses_another() -> None:
     depth = warmup("1f1b", 2, 2)
     problem = coarsen(
         graph,
-        stage_limits(cluster, 2),
+        stage_limits(cluster, range(2)),
         num_microbatches=2,
         objective="flush",
         memory=memory_rule("1f1b", depth, 2),

@@ -38,7 +38,6 @@ class Subject:
         capture: as planned, of training and evaluation.
         sources: generated of it.
         source: for scripts.
-        optimizer: for scripts, as ``torch.optim.AdamW(parameters, lr=0.0003)``.
         model, call: as given to the capture, with their values.
     """
 
@@ -46,7 +45,6 @@ class Subject:
     plan: Plan
     sources: Sources
     source: Source
-    optimizer: str
     model: nn.Module
     call: FlatCall
 

@@ -30,7 +30,6 @@ from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.export import Exported, Source, Subject, refused
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import alternating
 
 TEMPLATE = Path(__file__).with_name("train.py.txt")
 STEPS = 3
@@ -175,10 +174,6 @@ def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
             names = ", ".join(repr(port.name) for port in stage.handed_on)
             values = "values" if len(stage.handed_on) > 1 else "value"
             yield f"stage {stage.interface.index} hands {values} {names} on to a later stage"
-    usual = tuple(reversed(range(len(plan.stages))))
-    alone = plan.num_ranks == len(plan.stages) and plan.training.schedule in alternating()
-    if alone and plan.training.warmup not in ((), usual):
-        yield "torch has a warm-up of its own: the plan's is deeper, to hide transfers"
 
 
 def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
@@ -210,7 +205,6 @@ def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
         "classes": ", ".join(f"Stage{k}" for k in range(n)) + "," * (n == 1),
         "tables": "\n".join(_tables(plan, stages)),
         "loss": _loss(stages[-1]),
-        "optimizer": subject.optimizer,
         "again": ", context_fn=quietly" if quiet else "",
         "quietly": "NoDropout()" if quiet else "contextlib.nullcontext()",
     }

@@ -21,13 +21,9 @@ import torch
 from pdcompile.errors import SourceError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, Ref, Slice, TorchLiteral
+from pdcompile.ir.graph_text import BINARY
 from pdcompile.ir.targets import from_literal, resolve
 
-BINARY = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%",
-    "pow": "**", "matmul": "@", "and_": "&", "or_": "|", "xor": "^", "lshift": "<<",
-    "rshift": ">>", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "gt": ">", "ge": ">=",
-}  # fmt: skip
 UNARY = {"neg": "-", "invert": "~", "pos": "+", "not_": "not "}
 IN_PLACE = {
     "iadd": "+=", "isub": "-=", "imul": "*=", "itruediv": "/=", "ifloordiv": "//=",

@@ -94,7 +94,7 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self.trials = Trials(
             self.graph_at, self._prepared, self.cluster, self.training, self.budget,
-            self.listener.better,
+            self.listener.told,
         )  # fmt: skip
 
     def run(self) -> None:

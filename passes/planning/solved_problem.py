@@ -34,7 +34,7 @@ def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Pla
         rule = rule_of(setting_of(training), training.warmup)
     own = replace(
         on_stages(problem, len(plan.stages)),
-        stages=stage_limits(cluster, len(plan.stages), ranks=[own[0] for own in ranks]),
+        stages=stage_limits(cluster, [own[0] for own in ranks]),
         memory=rule,
         num_microbatches=training.num_microbatches,
         objective=training.kind.objective,

@@ -140,7 +140,7 @@ def changed_problem(
     num_stages = len(problem.stages) if change.devices is None else len(after.devices)
     if change.of_machines:
         problem = on_stages(problem, num_stages)
-        problem = replace(problem, stages=stage_limits(after, num_stages))
+        problem = replace(problem, stages=stage_limits(after, range(num_stages)))
     m = training.num_microbatches
     name = training.schedule
     resized = num_stages != len(plan.problem.stages)

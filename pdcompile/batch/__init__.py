@@ -21,7 +21,6 @@ from pdcompile.batch.layout import follow_batch as follow_batch
 from pdcompile.batch.layout import lone_row_error as lone_row_error
 from pdcompile.batch.layout import lone_rows as lone_rows
 from pdcompile.batch.layout import memory_order as memory_order
-from pdcompile.batch.layout import nothing_splits as nothing_splits
 from pdcompile.batch.layout import resolve_batch as resolve_batch
 from pdcompile.batch.microbatches import concatenate as concatenate
 from pdcompile.batch.microbatches import microbatch_sizes as microbatch_sizes

@@ -163,18 +163,13 @@ def check_splits(layout: BatchLayout, microbatches: int) -> None:
         InputError: several, and samples may be the elements of a list.
     """
     if microbatches > 1 and not layout.splits:
-        raise nothing_splits(microbatches)
+        raise ConfigError(
+            f"{microbatches} microbatches are asked for, and nothing in the minibatch has a "
+            "dimension that counts samples",
+            remedy="name one with batch_dims ({'x': 0} for an input x), or one microbatch",
+        )
     if microbatches > 1 and layout.doubt is not None:
         raise layout.doubt
-
-
-def nothing_splits(microbatches: int) -> ConfigError:
-    """The refusal of several microbatches where no input has a batch dimension."""
-    return ConfigError(
-        f"{microbatches} microbatches are asked for, and nothing in the minibatch has a dimension "
-        "that counts samples",
-        remedy="name one with batch_dims ({'x': 0} for an input x), or one microbatch",
-    )
 
 
 def check_batch_dims(batch_dims: Any) -> None:

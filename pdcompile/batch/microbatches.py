@@ -20,12 +20,7 @@ def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
     """The same call with `size` samples: rows repeated in turn, or cut.
 
     Tensors have no gaps in memory and keep the order of their dimensions.
-
-    Raises:
-        InputError: size is not positive.
     """
-    if size < 1:
-        raise InputError(f"a minibatch of {size} samples", remedy="at least one sample")
     leaves = {
         path: (dense(leaf) if isinstance(leaf, Tensor) else leaf)
         if layout.dims[path] is None
@@ -92,20 +87,15 @@ def weights(
 
     Raises:
         InputError: a callable returned something negative, not finite, or 0 throughout.
-        ConfigError: reduction is none of the three, or the callable raised.
+        ConfigError: it raised, or returned no number.
     """
     if reduction == "mean" or reduction == "sum":
         if not layout.splits:
             return [1.0]
         sizes = microbatch_sizes(layout.size, num_microbatches)
         return [n / layout.size for n in sizes] if reduction == "mean" else [1.0] * len(sizes)
-    if not callable(reduction):
-        raise ConfigError(
-            f"loss_reduction={reduction!r} is not a valid value",
-            remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
-        )
     parts = split(flat.leaves, layout, num_microbatches)
-    items = [_count(_called(reduction, *flat.unflatten(part))) for part in parts]
+    items = [_items(reduction, *flat.unflatten(part)) for part in parts]
     total = sum(items)
     if not all(math.isfinite(count) and count >= 0 for count in items) or total == 0:
         raise InputError(
@@ -116,16 +106,13 @@ def weights(
     return [count / total for count in items]
 
 
-def _called(reduction: Callable[..., Any], args: Any, kwargs: Any, target: Any) -> Any:
+def _items(reduction: Callable[..., Any], args: Any, kwargs: Any, target: Any) -> float:
     remedy = (
         f"it is called with (args, kwargs, target) as forward binds them, here with {len(args)} "
         f"positional arguments and the keywords {sorted(kwargs)}"
     )
     with errors_as(ConfigError, "loss_reduction fails", "loss_reduction", remedy, Exception):
-        return reduction(args, kwargs, target)
-
-
-def _count(items: Any) -> float:
+        items = reduction(args, kwargs, target)
     try:
         return float(items)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -194,21 +181,15 @@ def _join(number: int, parts: Sequence[Tensor], dim: int | None) -> Tensor:
 
 
 def _sample_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int | None:
-    ndim: int = parts[0].ndim
-    if any(part.ndim != ndim for part in parts):
-        return None
+    ndim, shape = parts[0].ndim, parts[0].shape
     candidates: tuple[int, ...] = (min(first, ndim - 1), *range(ndim)) if ndim else ()
     for dim in candidates:
         if all(
-            part.shape[dim] == n and _other_dims(part, dim) == _other_dims(parts[0], dim)
+            part.shape == (*shape[:dim], n, *shape[dim + 1 :])
             for part, n in zip(parts, sizes, strict=True)
         ):
             return dim
     return None
-
-
-def _other_dims(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
 def _take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:

@@ -121,12 +121,9 @@ def unknown_in(structure: Tree) -> Any:
 
 
 def _tree(value: Any, taken: _Taken) -> Tree:
-    found, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+    # torch.Size is a leaf here, of which pytrees make a tuple
+    found, spec = pytree.tree_flatten(value, is_leaf=lambda part: type(part) is torch.Size)
     return Tree(spec, tuple(_part(item, taken) for item in found))
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is torch.Size  # of which pytrees make a tuple
 
 
 def _part(item: Any, taken: _Taken) -> Part | None:

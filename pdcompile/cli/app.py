@@ -19,19 +19,10 @@ ORDER = (
 
 
 class Verbs(TyperGroup):
-    """Lists the verbs in `ORDER`, and names them where a word is like none of them."""
+    """Lists the verbs in `ORDER`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except Exception as error:  # a UsageError of click, or of the one inside typer
-            message = getattr(error, "message", "")
-            if message.startswith("No such command") and "Did you mean" not in message:
-                error.message = f"{message} There are {', '.join(self.list_commands(ctx))}."  # type: ignore[attr-defined]
-            raise
 
 
 app = typer.Typer(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pdcompile.cli.options import Target, verb
-from pdcompile.cli.output import Result
+from pdcompile.cli.output import Result, as_written
 
 _SIZES = "b=8,s=512"
 
@@ -48,7 +48,7 @@ def costs(
         )
     if at is not None:
         found = found.at(**sizes)
-    return Result(found, [str(found)])
+    return Result(as_written(found), [str(found)])
 
 
 def sizes_of(text: str) -> dict[str, int]:

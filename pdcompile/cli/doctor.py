@@ -119,13 +119,8 @@ def report(
 ) -> str:
     """The report of a self-test, as Markdown."""
     from pdcompile.cli.probe import lines as measured
-    from pdcompile.units import format_bytes, format_seconds
+    from pdcompile.units import format_seconds
 
-    memories = [
-        (one, ", ".join(f"{n} {format_bytes(size)}" for n, size in one.memory._asdict().items()))
-        for one in outcomes
-        if one.memory is not None
-    ]
     passed = sum(outcome.passed for outcome in outcomes)
     kind = probed.devices[0].name
     ranks = len(probed.devices)
@@ -144,7 +139,6 @@ def report(
             for one in outcomes
         ),
         "",
-        *(f"GPU memory of rank 0 after {one.schedule}: {shown}" for one, shown in memories[-1:]),
         "```",
         *measured(probed),
         "",

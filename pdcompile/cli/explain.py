@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.cli.options import PlanFile, verb
-from pdcompile.cli.output import Result
+from pdcompile.cli.output import Result, as_written
 from pdcompile.plan import Plan
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def explain(plan: PlanFile) -> Result:
     from pdcompile.report.progress import working
 
     loaded = Plan.load(plan)
-    document: dict[str, Any] = {"status": loaded.certificate.status, "plan": loaded}
+    document: dict[str, Any] = {"status": loaded.certificate.status, "plan": as_written(loaded)}
     shown: list[RenderableType] = [plan_report(loaded)]
     try:
         with working("explaining", "other cuts"):

@@ -30,8 +30,6 @@ def export(
         ),
     ],
     output: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("exported"),
-    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, for train.py.")] = "AdamW",
-    lr: Annotated[float, typer.Option(help="Its learning rate.")] = 3e-4,
     time_limit: Annotated[
         float | None,
         typer.Option(
@@ -68,10 +66,7 @@ def export(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from pdcompile.export import export as exported
 
-    found = exported(
-        plan, target, to=to, folder=output, optimizer=optimizer, lr=lr, time_limit=time_limit,
-        progress=True,
-    )  # fmt: skip
+    found = exported(plan, target, to=to, folder=output, time_limit=time_limit, progress=True)
     shown = [cost_line(found), *(str(output / name) for name in found.files)]
     shown += [f"note: {note}" for note in found.notes]
     document = {

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -23,7 +23,6 @@ from pdcompile.errors import (
     RankError,
     errors_as,
 )
-from pdcompile.pass_runner import collecting_seldom
 from pdcompile.report.labels import Terminal
 
 EXIT_DIFFERENT = 1
@@ -72,17 +71,20 @@ def under_torchrun() -> bool:
 def emit_json(document: Any) -> None:
     """Write exactly one JSON object to stdout."""
     results = _results.get() or sys.stdout
-    with collecting_seldom():
-        json.dump(_plain(document), results, indent=2, allow_nan=False, ensure_ascii=False)
-    results.write("\n")
+    # classes that it does not know: numpy's floats, and what is text
+    text = msgspec.json.encode(
+        document, enc_hook=lambda one: float(one) if isinstance(one, float) else str(one)
+    )
+    results.write(msgspec.json.format(text, indent=2).decode() + "\n")
     results.flush()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """Result of a verb: its document for ``--json``, or what is `shown` to a person and which files
-    were `written`; and the exit code.  Dataclasses in a document are as `to_json` has them, or
-    field by field.  A text is never broken: paths and commands in it can be pasted."""
+    were `written`; and the exit code.  Dataclasses in a document are written field by field, and
+    numbers that are not finite as null.  A text is never broken: paths and commands in it can be
+    pasted."""
 
     document: Any
     shown: Iterable[RenderableType] = ()
@@ -100,19 +102,9 @@ class Result:
                 stderr().print(f"written: {path}", soft_wrap=True)
 
 
-def _plain(value: Any) -> Any:
-    """Value of JSON's own types; numbers that are not finite become null."""
-    if isinstance(value, float) and value - value != 0.0:
-        return None
-    if hasattr(value, "to_json"):
-        return _plain(json.loads(value.to_json()))
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+def as_written(value: Any) -> msgspec.Raw | None:
+    """The JSON that a value has in its own files, as a part of a document."""
+    return None if value is None else msgspec.Raw(value.to_json().encode())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pdcompile.cli.options import Flags, Target, verb, written_to
-from pdcompile.cli.output import Result, write_text
+from pdcompile.cli.output import Result, as_written, write_text
 from pdcompile.files import capture_beside
 
 if TYPE_CHECKING:
-    from pdcompile.plan import Plan
+    pass
 
 
 @verb()
@@ -53,38 +53,17 @@ def plan(
     if output is not None:
         write_text(output, made.to_json() + "\n")
     texts = (Text(str(one)) for one in (result.proof.summary, result.verification))
-    document = summary(made) | {"plan": made, "verification": result.verification}
-    return Result(document, [plan_report(made), *texts], [output])
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """The certificate and the stages, of which members are names of ops in topological order.
-
-    Seconds of objective and bound are those of a step for schedules that flush, and of a
-    microbatch otherwise; `seconds` is the time of the search alone.
-    """
-    certificate = plan.certificate
-    memory = plan.forecast.ledgers if plan.forecast is not None else ()
-    stages = []
-    for stage in plan.stages:
-        stages.append(
-            {
-                "members": list(stage.ops),
-                "replicas": stage.replicas,
-                "ranks": list(stage.ranks),
-                "forward_seconds": stage.forward_seconds,
-                "backward_seconds": stage.backward_seconds,
-            }
-        )
-        if memory and stage.ranks:
-            stages[-1]["memory_bytes"] = max(memory[rank].total_bytes for rank in stage.ranks)
-    return {
+    certificate = made.certificate
+    document = {
         "status": certificate.status,
+        # of a step for schedules that flush, else of a microbatch
         "objective": certificate.objective_seconds,
         "bound": certificate.bound_seconds,
         "gap": certificate.gap,
-        "seconds": certificate.seconds,
+        "seconds": certificate.seconds,  # of the search alone
         "prover": certificate.prover,
         "scope": certificate.scope,
-        "stages": stages,
+        "plan": as_written(made),
+        "verification": result.verification,
     }
+    return Result(document, [plan_report(made), *texts], [output])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -107,6 +106,7 @@ def run(
     Checkpoints are in ./checkpoints unless --save names another folder.
     """
     from pdcompile import driver
+    from pdcompile.report import chrome
     from pdcompile.report.progress import compiling
     from pdcompile.workload import load_target
 
@@ -120,8 +120,7 @@ def run(
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)
     if is_first_rank():
-        known = options.plan is not None  # it was shown when it was made
-        stdout().print(pipe.explain(short=known))
+        stdout().print(pipe.explain())
     first = pipe.position.minibatches
     minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
     with pipe, compiling(lines=False, title="training") as listener:
@@ -131,7 +130,10 @@ def run(
         pipe.flush()
         seconds = time.perf_counter() - done.began
         if told.trace is not None:
-            write_trace(pipe, told.trace)
+            events = pipe.recorded()
+            about = chrome.About(True, under_torchrun(), pipe.plan.fingerprint)
+            if is_first_rank():
+                write_text(told.trace, json.dumps(chrome.trace(events, about)))
     if not is_first_rank():
         return None
     forecast = pipe.plan.forecast
@@ -142,34 +144,22 @@ def run(
             **({"resumed_at": first} if saves.resume else {}),
             "losses": done.losses,
             "seconds": seconds,
-            **{f"{what}_per_second": count / seconds for what, count in done.items.items()},
+            "samples_per_second": len(done.ended) * pipe.plan.training.batch_size / seconds,
             "step_seconds": step_seconds(done.ended),
             "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
             **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
             **({} if told.trace is None else {"trace": str(told.trace)}),
-        },
-        ", ".join(f"{count / seconds:,.0f} {what}/s" for what, count in done.items.items()),
+        }
     )
-
-
-def write_trace(pipe: Any, path: Path) -> None:
-    """Writes the events recorded on all ranks into a file of rank 0."""
-    from pdcompile.report import chrome
-
-    events = pipe.recorded()
-    if is_first_rank():
-        about = chrome.About(True, under_torchrun(), pipe.plan.fingerprint)
-        write_text(path, json.dumps(chrome.trace(events, about)))
 
 
 @dataclass
 class Trained:
-    """Results of a run: losses by step, when each call ended, items by their kind."""
+    """Results of a run: losses by step, and when each call ended."""
 
     began: float
     losses: dict[int, float] = field(default_factory=dict)
     ended: list[float] = field(default_factory=list)
-    items: Counter[str] = field(default_factory=lambda: Counter(samples=0))
     checkpoint: str | None = None
 
 
@@ -201,7 +191,6 @@ def trained(
             if refused is None:
                 raise
             raise refused from error
-        found.items.update(items_of(args, kwargs, pipe.plan.training.batch_size))
         if result.loss is None:
             raise ConfigError(
                 "the workload has no loss to train on",
@@ -218,14 +207,15 @@ def trained(
     return found
 
 
-def report(document: Mapping[str, Any], throughput: str) -> Result:
+def report(document: Mapping[str, Any]) -> Result:
     """Result of a run."""
     from pdcompile.report.labels import counted
     from pdcompile.units import format_seconds
 
     shown = [f"step {step:>6}  loss {loss:.6f}" for step, loss in document["losses"].items()]
     ran = document["steps"] - document.get("resumed_at", 0)
-    shown.append(f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {throughput}")
+    rate = f"{document['samples_per_second']:,.0f} samples/s"
+    shown.append(f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {rate}")
     if document.get("checkpoint"):
         shown.append(f"saved as {document['checkpoint']}")
     if document.get("trace"):
@@ -251,12 +241,3 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> dict[str, int]:
-    """Samples, and tokens where the first input is a matrix of integers."""
-    from torch import Tensor
-
-    firsts = [x for x in (*args, *kwargs.values())[:1] if isinstance(x, Tensor) and x.ndim == 2]
-    tokens = [("tokens", x.numel()) for x in firsts if not x.is_floating_point()]
-    return {"samples": batch_size, **dict(tokens)}

@@ -87,7 +87,7 @@ def schedule(
         "idle": idle,
         "proof": list(proof.statements),
     }
-    drawn = timeline.drawn(events, stdout().width, len(written.rows))
+    drawn = timeline.drawn(events, stdout().width)
     headline = (
         f"{written.name}: {counted(len(written.placement), 'stage')} on "
         f"{counted(len(written.rows), 'rank')}, "

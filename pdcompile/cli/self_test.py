@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
 from pdcompile.hardware import devices
-from pdcompile.runtime.device import DeviceMemory
 from pdcompile.schedule.registry import KINDS
 
 STEPS, BATCH, MICROBATCHES, WIDTH = 4, 16, 4, 32
@@ -39,15 +37,13 @@ class Outcome:
     """Outcome of the self-test of one schedule.
 
     `difference`: the largest one of a weight or loss from the reference, relative to the largest
-    value of its tensor; None where it did not run, and `said` why.  `memory`: of rank 0's GPU after
-    it.
+    value of its tensor; None where it did not run, and `said` why.
     """
 
     schedule: str
     difference: float | None
     step_seconds: float = 0.0
     said: str = ""
-    memory: DeviceMemory | None = None
 
     @property
     def passed(self) -> bool:
@@ -101,30 +97,25 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
             losses.append(pipe.step(inputs.to(device), target=target.to(device)).loss)
             ended.append(time.perf_counter())
         pipe.flush()
-        ours = [number(loss) for loss in losses]
+        ours = [float(loss) for loss in losses]
         state = pipe.full_state_dict()
-        plan, memory = pipe.plan, pipe.device_memory
+        plan = pipe.plan
     if rank != 0:
         return Outcome(name, 0.0)
     again = Residuals(max(8, stages)).to(device)
     again.load_state_dict(start)
     known = pdcompile.reference(again, plan=plan, loss_fn=nn.functional.mse_loss)
-    theirs = [known.step(x.to(device), target=y.to(device)).loss for x, y in batches]
+    steps = (known.step(x.to(device), target=y.to(device)) for x, y in batches)
+    theirs = [float(result.loss) for result in steps]
     known.flush()
-    pairs = zip(ours, map(number, theirs), strict=True)
-    off = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
+    off = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True)]
     expected = known.state_dict()
     for key, value in state.items():
         other = expected[key].to(value.device)
         off.append(float((value - other).abs().max() / other.abs().max().clamp(min=1e-30)))
     seconds = (ended[-1] - ended[0]) / (len(ended) - 1)
     most = float(torch.tensor(off).max())  # which is NaN where one of them is
-    return Outcome(name, most, seconds, memory=memory)
-
-
-def number(loss: Any) -> float:
-    """A loss, which may still be on its way."""
-    return float(loss)
+    return Outcome(name, most, seconds)
 
 
 def _cluster(places: int, ranks: int, device: torch.device) -> Cluster | str:

@@ -19,7 +19,8 @@ from pdcompile.passes.export.rounding import Rounding, rounded
 from pdcompile.passes.export.torch_pipelining import check_script, torch_pipelining
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import alternating, known_to_torch, name_of
-from pdcompile.workload import Workload, load_target
+from pdcompile.user_functions import is_file
+from pdcompile.workload import load_target
 
 PLAN = "plan.json"
 
@@ -63,11 +64,6 @@ class Export:
     def percent(self) -> float:
         return self.rounding.percent
 
-    @property
-    def plan(self) -> Plan:
-        """The plan with cuts between modules."""
-        return self.rounding.after
-
 
 def export(
     plan: Plan | str | os.PathLike[str],
@@ -75,8 +71,6 @@ def export(
     *,
     to: str,
     folder: str | os.PathLike[str],
-    optimizer: str = "AdamW",
-    lr: float = 3e-4,
     time_limit: float | None = None,
     progress: bool = False,
 ) -> Export:
@@ -88,8 +82,6 @@ def export(
         to: "torch-pipelining" (stages and a script that trains and compares them), "torchtitan",
             "megatron" or "accelerate" (the lines of their configuration).
         folder: where the files go; others in it are left alone.
-        optimizer: of the script, a class of torch.optim.
-        lr: its learning rate.
         time_limit: seconds for the search of cuts between modules.
 
     Raises:
@@ -99,7 +91,6 @@ def export(
     """
     where = str(plan) if not isinstance(plan, Plan) else "plan"
     given = _accepted(plan, to, folder)
-    chosen = optimizer_call(optimizer, lr)
     workload, kind = load_target(target), TARGETS[to]
     if kind.trains and any(p.is_meta for p in workload.model.parameters()):
         raise ConfigError(
@@ -131,7 +122,6 @@ def export(
             result.plan,
             result.sources,
             source_of(target, Path(folder)),
-            chosen,
             workload.model,
             call,
         )
@@ -198,29 +188,10 @@ def _check_plan(plan: Plan, to: str) -> None:
         )
 
 
-def optimizer_call(name: str, lr: float) -> str:
-    """The source that makes an optimizer of torch.optim.  Raises ConfigError: there is none."""
-    import torch
-
-    kind = getattr(torch.optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"there is no optimizer {name!r} in torch.optim",
-            where="optimizer",
-            remedy="such as 'AdamW' or 'SGD'",
-        )
-    if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
-        raise ConfigError(f"lr={lr!r} is no learning rate", where="lr", remedy="such as 3e-4")
-    return f"torch.optim.{name}(parameters, lr={lr!r})"
-
-
 def source_of(target: str, folder: Path) -> Source:
     """The place from which a script in a folder imports the target."""
     place, _, function = target.rpartition(":")
-    if not (place.endswith(".py") or "/" in place or os.sep in place):
+    if not is_file(place):
         return Source(place, function, False)
     relative = os.path.relpath(Path(place).resolve(), folder.resolve())
     return Source(Path(relative).as_posix(), function, True)
-
-
-__all__ = ["Export", "Exported", "Workload", "export"]

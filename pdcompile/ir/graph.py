@@ -98,6 +98,10 @@ class OpGraph:
         """The ops that check values which the model's Python read (`ir.value_checks`)."""
         return tuple(op for op in self.ops if op.target == CHECK)
 
+    def storage_of(self, name: str) -> int:
+        """Equal for values that share memory, -1 where there is none."""
+        return self.values[name].storage
+
     def written_inputs(self) -> dict[str, Op]:
         """Path of each input that forward writes, or a view of it, to the first op that does."""
         paths = {self.values[entry.name].storage: entry.path for entry in self.inputs}

@@ -27,7 +27,7 @@ _SHORT = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64",
     "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
 }  # fmt: skip
-_INFIX = {
+BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "matmul": "@", "and_": "&", "or_": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
@@ -64,8 +64,8 @@ def _format_operator(op: Op, name: str, arguments: list[str]) -> str:
         return f"{op.name} = {arguments[0]}[{index}]"
     if name == "setitem":
         return f"{arguments[0]}[{index}] = {arguments[2]}"
-    if name in _INFIX and len(arguments) == 2:
-        return f"{op.name} = {arguments[0]} {_INFIX[name]} {arguments[1]}"
+    if name in BINARY and len(arguments) == 2:
+        return f"{op.name} = {arguments[0]} {BINARY[name]} {arguments[1]}"
     return f"{op.name} = operator.{name}({', '.join(arguments)})"
 
 

@@ -63,7 +63,7 @@ class Streams:
             hook = self._hook(path, train, evaluation)
             module = submodule_of(stage, path)
             module.register_forward_pre_hook(hook)
-            module.register_forward_hook(_after)
+            module.register_forward_hook(lambda *_: end_draw())
         announce(stage, interface, lambda: self.scope(stage))
 
     def _hook(self, path: str, train: tuple[int, ...], evaluation: tuple[int, ...]) -> Any:
@@ -75,7 +75,3 @@ class Streams:
 
     def _draw(self, path: str, index: int) -> None:
         begin_draw(seed_of(self._seed, *self._where, path, index))
-
-
-def _after(module: nn.Module, inputs: Any, output: Any) -> None:
-    end_draw()

@@ -65,7 +65,13 @@ def check_inputs(graph: OpGraph, leaves: Mapping[str, Any], b: int) -> None:
         for entry in graph.inputs
         if isinstance(leaves.get(entry.path), Tensor)
     }
-    ops = _on_inputs(graph, given)
+    found: set[str] = set()  # checks that need these inputs alone, and what makes their values
+    for i, check in enumerate(graph.ops):
+        if check.target == CHECK:
+            before, read = needed_ops(graph.ops[:i], check.inputs, graph.storage_of)
+            if read <= given.keys() and all(is_pure(op) and not op.attributes for op in before):
+                found.update((check.name, *(op.name for op in before)))
+    ops = [op for op in graph.ops if op.name in found]
     if any(op.mutates for op in ops):  # the caller's own tensors stay as they are
         given = {name: tensor.clone() for name, tensor in given.items()}
     env: dict[str, Any] = dict(given)
@@ -106,21 +112,6 @@ def check_leaf(
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
-
-
-def _on_inputs(graph: OpGraph, given: Collection[str]) -> list[Op]:
-    """The checks that only need these inputs, and the ops that make what they check."""
-
-    def storage_of(name: str) -> int:
-        return graph.values[name].storage
-
-    found: set[str] = set()
-    for i, check in enumerate(graph.ops):
-        if check.target == CHECK:
-            ops, leaves = needed_ops(graph.ops[:i], check.inputs, storage_of)
-            if leaves <= set(given) and all(is_pure(op) and not op.attributes for op in ops):
-                found.update((check.name, *(op.name for op in ops)))
-    return [op for op in graph.ops if op.name in found]
 
 
 def is_pure(op: Op) -> bool:
@@ -224,5 +215,5 @@ def _where_lost(graph: OpGraph) -> Op | None:
 
 def _leading_to(graph: OpGraph, name: str) -> list[Op]:
     """The ops that a value is computed from, last one first."""
-    ops, _ = needed_ops(graph.ops, [name], lambda value: graph.values[value].storage)
+    ops, _ = needed_ops(graph.ops, [name], graph.storage_of)
     return ops[::-1]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pdcompile.batch import nothing_splits
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
@@ -174,13 +173,7 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
     """(stages, ranks); where the planner decides, as many as there can be."""
     stages, replicas, plan = options.stages, options.replicas, options.plan
     if isinstance(plan, Plan):
-        stages, ranks = stages or len(plan.stages), plan.num_ranks
-        if num_ranks not in (None, ranks):
-            raise LaunchError(
-                f"a plan of {ranks} ranks, but WORLD_SIZE is {num_ranks}",
-                remedy=f"launch with torchrun --nproc-per-node={ranks}, or plan again",
-            )
-        return stages, ranks
+        return stages or len(plan.stages), plan.num_ranks
     there = num_ranks or _num_devices(options.cluster)
     if isinstance(replicas, tuple):
         if stages not in (None, len(replicas)):
@@ -266,36 +259,32 @@ def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
     if isinstance(given, Cluster):
         return given
     if given == "auto":
-        return Cluster.local(ranks) if in_process else _auto(ranks)
+        if in_process:
+            return Cluster.local(ranks)
+        cluster = Cluster.auto()
+        if len(cluster.devices) == ranks:
+            return cluster
+        return Cluster.auto({"WORLD_SIZE": str(ranks)})  # a group of some ranks: as one host
     if isinstance(given, str | Path):
         return cluster_of(str(given))
     raise not_a_cluster(given)
 
 
-def _auto(num_ranks: int) -> Cluster:
-    """The cluster that torchrun started; a group of some of its ranks counts as one host."""
-    cluster = Cluster.auto()
-    if len(cluster.devices) == num_ranks:
-        return cluster
-    return Cluster.auto({"WORLD_SIZE": str(num_ranks)})
-
-
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
     given = microbatches_of(options)
-    if not splits and given != "auto" and given > 1:
-        raise nothing_splits(int(given))
-    if not splits or updates_each(options):
+    if updates_each(options) or (given == "auto" and not splits):
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
-    if given > batch_size:
+    most = max((given, *(options.microbatch_counts or ())))
+    if splits and most > batch_size:
         raise ConfigError(
-            f"{given} microbatches of a minibatch of {batch_size} samples",
+            f"{most} microbatches of a minibatch of {batch_size} samples",
             remedy=f"microbatches={batch_size} or fewer, or a larger minibatch",
         )
-    return int(given)
+    return int(given if splits else most)  # several are refused where nothing splits
 
 
 def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
@@ -394,12 +383,6 @@ def _replicas(given: Any, stages: int) -> Any:
 def _counts(options: Options, configuration: Configuration, sizes: SizeRange) -> tuple[int, ...]:
     batch, given = configuration.training.batch_size, options.microbatch_counts
     if given is not None:
-        if odd := [m for m in given if not 1 <= m <= batch]:
-            raise ConfigError(
-                f"{odd[0]} microbatches of a minibatch of {batch} samples",
-                where="--microbatches",
-                remedy=f"numbers from 1 to {batch}",
-            )
         held = [m for m in given if sizes.holds_parts(batch, m)]
         if odd := [m for m in given if m not in held]:
             raise _of_another_graph(odd[0], held, batch, sizes)

@@ -10,7 +10,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Literal
 
-from pdcompile.errors import PlanError, ScheduleError
+from pdcompile.errors import PlanError, ScheduleError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, encode, loads
 from pdcompile.plan.seal import check_seal, seal_of
@@ -265,15 +265,12 @@ class Plan:
         """All that decides the schedule.  Raises ScheduleError where none of ours fits."""
         training = self.training
         kind_of(training.schedule, where="plan: training.schedule")
-        if len(training.warmup) != len(self.stages):
+        if len(training.warmup) != len(self.stages) or min(training.warmup, default=0) < 0:
             raise ScheduleError(
-                f"{len(training.warmup)} warm-up depths for {len(self.stages)} stages",
+                f"{len(training.warmup)} warm-up depths for {len(self.stages)} stages: "
+                f"{list(training.warmup)}",
                 where="plan: training.warmup",
-            )
-        if training.num_microbatches < 1 or min(training.warmup, default=0) < 0:
-            raise ScheduleError(
-                f"{training.num_microbatches} microbatches with warm-up {training.warmup}",
-                where="plan: training",
+                remedy="give one depth, from 0, to each stage",
             )
         for path, message, remedy in pipeline(self):
             raise ScheduleError(message, where=f"plan: {path}", remedy=remedy)
@@ -351,15 +348,12 @@ class Plan:
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """Read plan.json.  Raises PlanError: there is no such file, or as `from_json`."""
-        try:
+        remedy = (
+            "give a plan.json, which `pdcompile plan TARGET -o plan.json` writes, or a folder that "
+            "dump wrote"
+        )
+        with errors_as(PlanError, "cannot read the plan", path, remedy):
             content = read_limited(path)
-        except (OSError, TypeError) as error:
-            raise PlanError(
-                f"cannot read the plan: {getattr(error, 'strerror', None) or error}",
-                where=str(path),
-                remedy="give a plan.json, which `pdcompile plan TARGET -o plan.json` writes, or a "
-                "folder that dump wrote",
-            ) from error
         return Plan.from_json(content, where=str(path))
 
     def hash(self) -> str:

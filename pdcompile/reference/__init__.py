@@ -13,6 +13,7 @@ losses from left to right; the clip norm is the norm of the per-parameter norms 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -44,9 +45,10 @@ def reference(
     """
     refuse_unknown("reference has no option", options.keys() - ROWS.keys(), [*ROWS], {})
     chosen = Options.given(options)
-    if isinstance(chosen.plan, Plan):
-        refuse_others(chosen, chosen.plan)
-        chosen = completed(chosen, chosen.plan)
+    if chosen.plan is not None:
+        plan = chosen.plan if isinstance(chosen.plan, Plan) else Plan.load(chosen.plan)
+        refuse_others(chosen, plan)
+        chosen = completed(replace(chosen, plan=plan), plan)
     made = Reference(model, chosen)
     if example_inputs is not None:
         resolve_batch(

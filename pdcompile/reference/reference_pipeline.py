@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,6 @@ from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, one_thre
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
-from pdcompile.plan import Plan
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.tied_uses import TiedUses
@@ -69,7 +68,7 @@ class Reference(ReferenceState):
         self._versions = Versions(self._model, ages)
         self._groups = Groups(self._model, ages, learning_rates(options))
         plan = options.plan
-        self._uses = TiedUses(self._model, plan.tied if isinstance(plan, Plan) else ())
+        self._uses = TiedUses(self._model, () if plan is None else plan.tied)
         lag = max((age.lag for age in ages.values()), default=0)
         self._scale = loss_scale(options.grad_scaler, lag)
         if self._versions.stale:
@@ -166,10 +165,14 @@ class Reference(ReferenceState):
         scales = weights(*counted) if training else []
         losses, outputs = list[Tensor](), list[Any]()
         later: dict[int, tuple[DrawScope, Tensor]] = {}
-        mode = in_mode(self._model, training), torch.set_grad_enabled(training), self._rng()
-        with mode[0], mode[1], mode[2], self._uses.of_minibatch() if training else nullcontext():
+        with (
+            in_mode(self._model, training),
+            torch.set_grad_enabled(training),
+            preserved_rng(self._device, apart=True),
+            self._uses.of_minibatch() if training else nullcontext(),
+        ):
             for index, part in enumerate(split(flat.leaves, layout, self._num_microbatches)):
-                with self._draws(number, index) as scope:
+                with DrawScope(self._model, self._options.seed, number, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=with_loss)
                     loss_leaf = _position(loss, output)
                     if training:
@@ -224,7 +227,7 @@ class Reference(ReferenceState):
         self, flat: FlatCall, part: Mapping[str, Any], scope: DrawScope, *, with_loss: bool
     ) -> tuple[Any, Tensor | None]:
         args, kwargs, target = flat.unflatten(part)
-        with self._autocast():
+        with autocast_region(autocast_text(self._options.autocast, self._device.type)):
             with self._uses.forward():
                 output = self._model(*args, **kwargs)
             if self._options.loss_fn is None:
@@ -260,15 +263,6 @@ class Reference(ReferenceState):
             return tensor.detach().clone() if memory_of(tensor) in own else tensor.detach()
 
         return map_tensors(keep, output)
-
-    def _draws(self, minibatch: int, microbatch: int) -> DrawScope:
-        return DrawScope(self._model, self._options.seed, minibatch, microbatch)
-
-    def _rng(self) -> AbstractContextManager[None]:
-        return preserved_rng(self._device, apart=True)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return autocast_region(autocast_text(self._options.autocast, self._device.type))
 
 
 def _position(loss: Tensor | None, output: Any) -> int | None:

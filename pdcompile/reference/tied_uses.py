@@ -21,6 +21,7 @@ from pdcompile.eager.gradients import added, gradient_hooks
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import ConfigError
 from pdcompile.plan import TiedParameter
+from pdcompile.releases.torch_internals import pytree
 
 Call = tuple[str, int]  # of a module: its FQN, and how often it had been called before
 
@@ -96,23 +97,19 @@ class TiedUses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         seen: set[int] = set()
-        args, kwargs = self._replaced(args, seen), self._replaced(kwargs or {}, seen)
+
+        def replaced(tensor: Tensor) -> Tensor:
+            if id(tensor) not in self._leaves:
+                return tensor
+            seen.add(id(tensor))
+            return self._leaf(id(tensor))
+
+        args, kwargs = pytree.tree_map_only(Tensor, replaced, (args, kwargs or {}))
         result = func(*args, **kwargs)
-        if seen and _has_tensor(result):  # else it asked for a shape, say
+        if any(isinstance(one, Tensor) for one in pytree.tree_leaves(result)):
+            # else it asked for a shape, say
             self._used.update((one, self._call(one)) for one in seen)
         return result
-
-    def _replaced(self, value: Any, seen: set[int]) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in self._leaves:
-                return value
-            seen.add(id(value))
-            return self._leaf(id(value))
-        if isinstance(value, dict):
-            return {key: self._replaced(one, seen) for key, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._replaced(one, seen) for one in value)
-        return value
 
     def _call(self, parameter: int) -> Call:
         """The innermost running call of a module whose uses the plan names."""
@@ -124,12 +121,6 @@ class TiedUses(TorchFunctionMode):
         stages = self._stages[parameter][call]
         place = min(self._used[parameter, call], len(stages) - 1)
         return self._leaves[parameter][stages[place]]
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_tensor, value))
-    return isinstance(value, Tensor)
 
 
 def add_sum(parameter: nn.Parameter, gradients: list[Tensor | None]) -> None:

@@ -151,10 +151,6 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
     if not kind.updates_each:
         return dict.fromkeys(names, Age(kind.lag_of(0, 0)))
     plan = options.plan
-    if plan is not None and not isinstance(plan, Plan):
-        raise ConfigError(
-            f"plan is of type {type(plan).__name__}", remedy="pass pipe.plan, or Plan.from_json"
-        )
     if plan is None:
         if kind.one_age and options.stages is not None:
             return dict.fromkeys(names, Age(options.stages - 1))
@@ -176,7 +172,7 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
 def learning_rates(options: Options) -> dict[str, float]:
     """Factor of the learning rate of each parameter, where that is asked for."""
     plan = options.plan
-    if not (isinstance(plan, Plan) and options.linear_lr_scaling):
+    if plan is None or not options.linear_lr_scaling:
         return {}
     first = plan.stages[0].replicas
     return {name: stage.replicas / first for stage in plan.stages for name in stage.parameters}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -55,12 +56,8 @@ def _ranges(stem: str, numbers: set[int]) -> str:
 
 def ranges(numbers: set[int]) -> tuple[str, ...]:
     """Runs of consecutive numbers: ``0–2`` and ``5``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    placed = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = ([number for _, number in run] for _, run in placed)
     return tuple(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 

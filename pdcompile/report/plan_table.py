@@ -12,7 +12,6 @@ from rich.text import Text
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
-from pdcompile.plan.times import times_of
 from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
@@ -28,23 +27,13 @@ SHORT = {
     "temporaries": "temp.",
 }  # fmt: skip
 MOST_COLUMNS = 77  # of the lines; with more, headings are short, and numbers have no space
-NOTICED = 1.02  # times what is certified
 
 
 def explain(plan: Plan, *, width: int = 100) -> str:
     """The tables of `plan_report` as text of at most `width` columns."""
-    return _text(plan_report(plan), width)
-
-
-def brief(plan: Plan) -> str:
-    """Schedule, sizes and forecast of a plan in two lines or so."""
-    forecast = [] if plan.forecast is None else [forecast_line(plan)]
-    return _text(Group(headline(plan), *forecast))
-
-
-def _text(shown: RenderableType, width: int = 100) -> str:
     file = StringIO()
-    Terminal(file=file, width=width, force_terminal=False, no_color=True).print(shown)
+    terminal = Terminal(file=file, width=width, force_terminal=False, no_color=True)
+    terminal.print(plan_report(plan))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -183,31 +172,13 @@ def forecast_line(plan: Plan) -> Text:
     if len(forecast.sent_bytes) > 4:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
     source = f" from {plan.costs}" if plan.costs else ""
+    alone = plan.num_ranks > 1 and Cluster.from_toml(plan.cluster).in_process
     return Text(
         f"forecast{source}: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
-        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{_sums(plan)}{_in_turns(plan)}"
-    )
-
-
-def _in_turns(plan: Plan) -> str:
-    """Remark that the forecast does not hold where one process runs all stages in turn."""
-    if plan.num_ranks == 1 or not Cluster.from_toml(plan.cluster).in_process:
-        return ""
-    return "; of stages side by side: in one process they take turns"
-
-
-def _sums(plan: Plan) -> str:
-    """Remark on sums of gradients over replicas among what is sent: bytes and seconds."""
-    if all(stage.replicas == 1 for stage in plan.stages):
-        return ""
-    times = times_of(plan, Cluster.from_toml(plan.cluster, where="plan: cluster"), ())
-    pairs = zip(plan.stages, times.reduced, strict=True)
-    summed = sum(2 * (stage.replicas - 1) * size for stage, size in pairs)
-    longest = max(map(times.reduction, range(len(plan.stages))))
-    return (
-        f", {format_bytes(summed)} of it sums of gradients over replicas, which take "
-        f"{format_seconds(longest)} at the slowest stage"
+        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}"
+        + "; of stages side by side: in one process they take turns"
+        * alone
     )
 
 
@@ -231,10 +202,9 @@ def in_words(scope: str) -> str:
 
 
 def certificate_line(plan: Plan) -> Text:
-    """Objective, bound, gap, prover, scope and seconds, as one sentence; and one of the forecast,
-    where that is longer than what is certified."""
-    certificate, stream = plan.certificate, plan.training.kind.stream
-    what = "a microbatch" if stream else "a step"
+    """Objective, bound, gap, prover, scope and seconds, as one sentence."""
+    certificate = plan.certificate
+    what = "a microbatch" if plan.training.kind.stream else "a step"
     text = Text("certificate: ")
     text.append(
         certificate.status, style="bold green" if certificate.status == "optimal" else "bold yellow"
@@ -245,11 +215,4 @@ def certificate_line(plan: Plan) -> Text:
         f"gap {100 * certificate.gap:.2g} %{_fastest(certificate)}; by {certificate.prover} "
         f"in {format_seconds(certificate.seconds)}, among {in_words(certificate.scope)}"
     )
-    forecast = 0.0 if plan.forecast is None else plan.forecast.step_seconds
-    seconds = forecast / (plan.training.num_microbatches if stream else 1)
-    if seconds > NOTICED * certificate.objective_seconds > 0:
-        text.append(
-            f". The forecast is {format_seconds(seconds)} {what}: the certificate is of devices, "
-            "links and round trips, and the simulator of updates and every wait too"
-        )
     return text

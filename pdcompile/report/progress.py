@@ -98,10 +98,6 @@ class _Shown(Listener):
     def found(self, text: str) -> None:
         self._tell(text)
 
-    def better(self, text: str) -> None:
-        if self._lines or self._bar:
-            self.show(f"plan after {text}")
-
     def told(self, text: str) -> None:
         if self._lines or self._bar:
             self.show(f"{self._title}: {text}")

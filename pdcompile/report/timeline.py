@@ -31,7 +31,6 @@ LETTERS: dict[Kind, str] = {
 }
 KIND_NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in LETTERS}
 FILL: dict[Kind, str] = dict(zip(LETTERS, "-==~U", strict=True))
-MOST_LINES = 32  # of a drawing, where numbers need the room
 STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
     kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
 }
@@ -97,37 +96,29 @@ def idle(shown: Sequence[Bar]) -> float:
     return 1.0 - sum(bar.end - bar.start for bar in shown) / total if total else 0.0
 
 
-def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
+def text(events: Iterable[Event], *, width: int = 96) -> Text:
     """One line a rank: ``F2--`` a forward of microbatch 2 (or minibatch 2, where each is one),
     ``B2====`` its backward (``I2==`` and ``W2~~`` where it is split), ``U`` an update, dots where
     the rank is idle; colours tell minibatches apart.
 
-    `width` is the number of characters of a line, the rank's name included.  The timeline goes
-    on in a further band of lines, up to `bands` of them, where that gives most bars their number.
+    `width` is the number of characters of a line, the rank's name included.
     """
     shown = bars(events)
     rows = {f"rank {rank} ": rank for rank in sorted({bar.rank for bar in shown})}
     margin = max(map(len, rows), default=0)
-    columns = max(width - margin, 10)
-    total = duration(shown)
-    count = _bands(shown, columns, bands)
-    lines = [
-        (name, _line([bar for bar in shown if bar.rank == rank], total, columns, count))
-        for name, rank in rows.items()
-    ]
+    total, columns = duration(shown), max(width - margin, 10)
     drawing = Text(no_wrap=True)
-    for band in range(count):
-        drawing.append("\n" * (band > 0))
-        for name, line in lines:
-            drawing.append(name.rjust(margin), style="bold")
-            drawing.append_text(line[band * columns : (band + 1) * columns]).append("\n")
+    for name, rank in rows.items():
+        drawing.append(name.rjust(margin), style="bold")
+        own = [bar for bar in shown if bar.rank == rank]
+        drawing.append_text(_line(own, total, columns)).append("\n")
     return drawing
 
 
-def drawn(events: Iterable[Event], width: int, lines: int) -> list[Text]:
-    """`text` in as many bands as fit beside so many lines a band, and its legend."""
+def drawn(events: Iterable[Event], width: int) -> list[Text]:
+    """`text` and its legend."""
     listed = [*events]
-    made = text(listed, width=width, bands=max(1, MOST_LINES // max(1, lines)))
+    made = text(listed, width=width)
     return [made, Text(legend(made, bars(listed)))]
 
 
@@ -145,23 +136,9 @@ def legend(drawing: Text, shown: Sequence[Bar]) -> str:
     return ", ".join(parts) + number
 
 
-def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:
-    """The fewest bands in which nine of ten bars have room for their label; else one."""
-    total = duration(shown)
-    for count in range(1, most + 1 if total else 1):
-        room = [
-            len(bar.label) <= int((bar.end - bar.start) / total * columns * count)
-            for bar in shown
-            if bar.kind != "step"
-        ]
-        if sum(room) >= 0.9 * len(room):
-            return count
-    return 1
-
-
-def _line(row: Sequence[Bar], total: float, columns: int, count: int) -> Text:
-    """The characters of one rank over all bands."""
-    line, at, wide = Text(no_wrap=True), 0, columns * count
+def _line(row: Sequence[Bar], total: float, wide: int) -> Text:
+    """The characters of one rank."""
+    line, at = Text(no_wrap=True), 0
     for bar in row:
         start, end = (round(time / total * wide) if total else 0 for time in (bar.start, bar.end))
         start = max(at, start)
@@ -170,8 +147,7 @@ def _line(row: Sequence[Bar], total: float, columns: int, count: int) -> Text:
             continue
         line.append("·" * (start - at), style="dim")
         # A label that does not fit would name another microbatch: 1 of 12 becomes a letter.
-        room = min(end - start, columns - start % columns)
-        label = bar.label if len(bar.label) <= room else LETTERS[bar.kind]
+        label = bar.label if len(bar.label) <= end - start else LETTERS[bar.kind]
         style = STYLES[bar.kind][bar.minibatch % 2]
         line.append(label.ljust(end - start, FILL[bar.kind]), style=style)
         at = end

@@ -189,7 +189,7 @@ def _machines(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Iterat
     if any(stage.ranks and stage.ranks != (s,) for s, stage in enumerate(plan.stages)):
         return  # other positions than the planner's: the objective is checked, the bound is not
     for s, (given, found) in enumerate(
-        zip(problem.stages, stage_limits(cluster, len(plan.stages)), strict=True)
+        zip(problem.stages, stage_limits(cluster, range(len(plan.stages))), strict=True)
     ):
         path = f"problem.stages[{s}]"
         if replace(given, memory_bytes=None) != replace(found, memory_bytes=None):

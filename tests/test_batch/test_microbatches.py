@@ -17,7 +17,7 @@ from pdcompile.batch import (
     split,
     weights,
 )
-from pdcompile.errors import ConfigError, InputError
+from pdcompile.errors import InputError
 from tests.helpers.calls import Point, call, rows
 
 
@@ -95,12 +95,6 @@ def test_impossible_item_counts(items: float) -> None:
     flat = call(rows(4))
     with pytest.raises(InputError, match="items"):
         weights(lambda args, kwargs, target: items, flat, resolve_batch(flat), 2)
-
-
-def test_unknown_reduction() -> None:
-    flat = call(rows(4))
-    with pytest.raises(ConfigError, match="'median'"):
-        weights("median", flat, resolve_batch(flat), 2)  # type: ignore[arg-type]
 
 
 def test_outputs_are_put_together() -> None:

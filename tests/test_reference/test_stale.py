@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pdcompile
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, PlanError
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from tests.helpers.loops import (
     ADAMW,
@@ -141,5 +141,5 @@ def test_stash_needs_its_own_plan() -> None:
     ]:
         with pytest.raises(ConfigError, match=said):
             pdcompile.reference(plan=plan("stash", parameters, (1, 0)), **options)
-    with pytest.raises(ConfigError, match="type str"):
-        pdcompile.reference(plan="plan.json", **options)
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        pdcompile.reference(plan="no.json", **options)

@@ -88,7 +88,9 @@ def test_everything_open_means_the_same_to_compile_and_to_the_command_line(
     auto = ("--schedule", "auto", "--replicas", "any", "--recompute", "auto")
     code, _, err = call("plan", WORKLOAD, *auto, *flags)
     assert code == 0, err
-    told = re.findall(r"^plan after \S+ s: (.*) a step, gap (.*) %: (.*)$", err, re.MULTILINE)
+    told = re.findall(
+        r"^compiling: plan after \S+ s: (.*) a step, gap (.*) %: (.*)$", err, re.MULTILINE
+    )
     assert told
     workload = load_target(WORKLOAD)
     with pdcompile.compile(

@@ -70,7 +70,7 @@ class Branch:
         last = len(problem.stages) - 1
         return replace(
             problem,
-            stages=stage_limits(self.seats.cluster, len(ranks), ranks=ranks),
+            stages=stage_limits(self.seats.cluster, ranks),
             pins=tuple((i, len(ranks) - 1 if s == last else s) for i, s in problem.pins),
             memory=rule_of(setting, self.warmup),
             num_microbatches=setting.num_microbatches,

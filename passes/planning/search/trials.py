@@ -169,8 +169,8 @@ class Trials:
         self.found.append((seconds, candidate))
         gap = 100 * (1 - min(self.floor, seconds) / seconds) if seconds > 0 else 0.0
         self.tell(
-            f"{self.budget.spent:.1f} s: {format_seconds(seconds)} a step, gap {gap:.1f} %: "
-            f"{describe(candidate)}"
+            f"plan after {self.budget.spent:.1f} s: {format_seconds(seconds)} a step, "
+            f"gap {gap:.1f} %: {describe(candidate)}"
         )
         return True
 

@@ -189,15 +189,10 @@ def _link(
     for event in events:
         carried[CARRIED[event.action.kind]] += event.num_bytes
     what = ", ".join(f"{format_bytes(count / steps)} {name}" for name, count in carried.items())
-    label = f"rank {ends[0]} → {ends[1]}{_level(plan, ends)}"
-    return _busy(label, events, seconds, f"a step: {what}")
-
-
-def _level(plan: Plan, ends: tuple[int, int]) -> str:
-    if not plan.cluster.strip():
-        return ""
     level = Cluster.from_toml(plan.cluster, where="plan: cluster").level_between(*ends)
-    return f", {level.name} {format_rate(level.bytes_per_second)}"
+    rate = format_rate(level.bytes_per_second)
+    label = f"rank {ends[0]} → {ends[1]}, {level.name} {rate}"
+    return _busy(label, events, seconds, f"a step: {what}")
 
 
 def _sums(

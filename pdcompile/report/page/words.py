@@ -8,13 +8,11 @@ from itertools import groupby
 from pdcompile.cluster import Cluster, Device
 from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
-from pdcompile.report import labels
 from pdcompile.report.plan_table import fullest, limits
 from pdcompile.units import format_bytes, format_rate
 
 FULL = 0.9  # of a limit, from which memory is mentioned
 EVEN = 1.05  # times the mean, up to which stages are called balanced
-FILLING = 0.15  # of a step, from which more microbatches are worth a sentence
 
 
 def named(share: Share) -> str:
@@ -49,12 +47,6 @@ def what_limits(plan: Plan, path: CriticalPath) -> Iterator[str]:
     else:
         yield f"{_subject(first)}. Its critical path: {path_in_words(path)}."
     yield from _balance(plan)
-    bubble = sum(one.seconds for one in path.shares if one.what in ("fill", "drain"))
-    if path.seconds and bubble > FILLING * path.seconds:
-        yield (
-            "More microbatches a minibatch would make the bubble a smaller part of a step, and so "
-            "would a schedule that fills it."
-        )
     yield from _memory(plan)
 
 
@@ -119,9 +111,7 @@ def gap_tile(one: Certificate) -> tuple[str, str]:
 
 def cluster_in_words(plan: Plan) -> str:
     """``8 × h100 of 80.0 GB; nvlink 450 GB/s, infiniband 50.0 GB/s``."""
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster") if plan.cluster else None
-    if cluster is None:
-        return labels.counted(plan.num_ranks, "device")
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
     devices = [
         f"{len(list(group))} × {_device(device)}" for device, group in groupby(cluster.devices)
     ]
