@@ -300,7 +300,17 @@ def list_in_doubt(flat: FlatCall, asked: Mapping[str, Any]) -> InputError | None
     for one in found:
         alone = {p for other in found if other.length == one.length for p in other.tensors}
         if size == one.length if others else alone == listed:
-            return _error(flat, one)
+            path, tensor = next(iter(one.tensors.items()))
+            return InputError(
+                f"a list of {one.length} may have one element for each sample, and microbatches "
+                f"would be cut along dimension 0 of the elements ({path} has shape "
+                f"{tuple(tensor.shape)})",
+                where=one.path,
+                remedy="samples: stack them to one tensor with a row for each, padded where they "
+                "differ (unbind() takes it apart in forward), or microbatches=1 with "
+                "batch_dims=None; rows of every element: "
+                f"batch_dims={{{flat.root(path)!r}: 0}}",
+            )
     return None
 
 
@@ -317,15 +327,3 @@ def _alike(value: Any, path: str) -> Iterator[_Alike]:
             yield _Alike(path, len(value), {p: x for tensors in held for p, x in tensors})
     for _, name, child in below:
         yield from _alike(child, path + name)
-
-
-def _error(flat: FlatCall, one: _Alike) -> InputError:
-    path, tensor = next(iter(one.tensors.items()))
-    return InputError(
-        f"a list of {one.length} may have one element for each sample, and microbatches would be "
-        f"cut along dimension 0 of the elements ({path} has shape {tuple(tensor.shape)})",
-        where=one.path,
-        remedy="samples: stack them to one tensor with a row for each, padded where they differ "
-        "(unbind() takes it apart in forward), or microbatches=1 with batch_dims=None; rows of "
-        f"every element: batch_dims={{{flat.root(path)!r}: 0}}",
-    )

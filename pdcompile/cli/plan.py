@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pdcompile.cli.options import Flags, Target, verb, written_to
 from pdcompile.cli.output import Result, as_written, write_text
 from pdcompile.files import capture_beside
-
-if TYPE_CHECKING:
-    pass
 
 
 @verb()

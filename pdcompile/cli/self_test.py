@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,8 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
         model, schedule=name, microbatches=microbatches, loss_fn=nn.functional.mse_loss,
         cluster=_cluster(places, ranks, device), costs="estimated", verify="off", progress=False,
     )  # fmt: skip
-    losses, ended = [], []
+    losses: list[Any] = []
+    ended = []
     with pipe:
         for inputs, target in batches:
             losses.append(pipe.step(inputs.to(device), target=target.to(device)).loss)
@@ -105,10 +107,9 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
     again = Residuals(max(8, stages)).to(device)
     again.load_state_dict(start)
     known = pdcompile.reference(again, plan=plan, loss_fn=nn.functional.mse_loss)
-    steps = (known.step(x.to(device), target=y.to(device)) for x, y in batches)
-    theirs = [float(result.loss) for result in steps]
+    theirs: list[Any] = [known.step(x.to(device), target=y.to(device)).loss for x, y in batches]
     known.flush()
-    off = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True)]
+    off = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, map(float, theirs), strict=True)]
     expected = known.state_dict()
     for key, value in state.items():
         other = expected[key].to(value.device)

@@ -156,14 +156,8 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
             where="folder",
             remedy="name another folder (-o)",
         )
-    _check_plan(given, to)
-    return given
-
-
-def _check_plan(plan: Plan, to: str) -> None:
-    """Raises ConfigError where a plan alone tells that a target cannot express it."""
-    target, training = TARGETS[to], plan.training
-    counts = {stage.replicas for stage in plan.stages}
+    target, training = TARGETS[to], given.training
+    counts = {stage.replicas for stage in given.stages}
     if target.schedules and training.schedule not in target.schedules:
         raise refused(
             to,
@@ -171,7 +165,7 @@ def _check_plan(plan: Plan, to: str) -> None:
             f"plan with schedule {' or '.join(target.schedules)}",
         )
     if target.trains:
-        check_script(plan)
+        check_script(given)
     if len(counts) > 1:
         raise refused(
             to,
@@ -186,6 +180,7 @@ def _check_plan(plan: Plan, to: str) -> None:
             "plan with a number of microbatches that divides the minibatch, and that the "
             "replicas divide",
         )
+    return given
 
 
 def source_of(target: str, folder: Path) -> Source:

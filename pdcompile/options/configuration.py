@@ -174,7 +174,9 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
     stages, replicas, plan = options.stages, options.replicas, options.plan
     if isinstance(plan, Plan):
         return stages or len(plan.stages), plan.num_ranks
-    there = num_ranks or _num_devices(options.cluster)
+    there = num_ranks
+    if there is None and options.cluster != "auto":
+        there = len(_cluster(options.cluster, 1, in_process=True).devices)
     if isinstance(replicas, tuple):
         if stages not in (None, len(replicas)):
             raise ConfigError(
@@ -248,11 +250,6 @@ def _width(replicas: Any) -> int:
     counts = replicas if isinstance(replicas, tuple) else (replicas,)
     width = counts[0]
     return width if isinstance(width, int) and len({*counts}) == 1 else 1
-
-
-def _num_devices(cluster: Any) -> int | None:
-    """Devices of the cluster that the user gives; None where none is given."""
-    return None if cluster == "auto" else len(_cluster(cluster, 1, in_process=True).devices)
 
 
 def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:

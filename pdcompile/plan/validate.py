@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
@@ -34,19 +34,10 @@ def validate(plan: Plan, where: str = "plan.json") -> None:
     Raises:
         PlanError: the first thing wrong, with its place and what to do.
     """
-    for path, message, remedy in _problems(plan):
+    parts = (_stages, pipeline, _edges, _tied, _training, _cluster, _certificate)
+    found = chain(unusable_numbers(plan, ""), *(part(plan) for part in parts))
+    for path, message, remedy in found:
         raise PlanError(message, where=f"{where}: {path}", remedy=remedy)
-
-
-def _problems(plan: Plan) -> Iterator[Finding]:
-    yield from unusable_numbers(plan, "")
-    yield from _stages(plan)
-    yield from pipeline(plan)
-    yield from _edges(plan)
-    yield from _tied(plan)
-    yield from _training(plan)
-    yield from _cluster(plan)
-    yield from _certificate(plan)
 
 
 def _stages(plan: Plan) -> Iterator[Finding]:

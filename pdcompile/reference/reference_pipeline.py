@@ -174,7 +174,8 @@ class Reference(ReferenceState):
             for index, part in enumerate(split(flat.leaves, layout, self._num_microbatches)):
                 with DrawScope(self._model, self._options.seed, number, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=with_loss)
-                    loss_leaf = _position(loss, output)
+                    leaves = output_leaves(output) if loss is not None else []
+                    loss_leaf = next((i for i, leaf in enumerate(leaves) if leaf is loss), None)
                     if training:
                         loss = self._differentiable(loss, output)
                     if loss is not None:
@@ -263,8 +264,3 @@ class Reference(ReferenceState):
             return tensor.detach().clone() if memory_of(tensor) in own else tensor.detach()
 
         return map_tensors(keep, output)
-
-
-def _position(loss: Tensor | None, output: Any) -> int | None:
-    leaves = output_leaves(output)
-    return next((i for i, leaf in enumerate(leaves) if leaf is loss and loss is not None), None)

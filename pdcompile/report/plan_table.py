@@ -173,12 +173,11 @@ def forecast_line(plan: Plan) -> Text:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
     source = f" from {plan.costs}" if plan.costs else ""
     alone = plan.num_ranks > 1 and Cluster.from_toml(plan.cluster).in_process
+    turns = "; of stages side by side: in one process they take turns" if alone else ""
     return Text(
         f"forecast{source}: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
-        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}"
-        + "; of stages side by side: in one process they take turns"
-        * alone
+        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{turns}"
     )
 
 

@@ -41,11 +41,6 @@ def test_plan_simulate_and_run(tmp_path: Path, call: Call) -> None:
     assert Plan.from_json(file.read_text()).stages[0].replicas > 1
     code, out, err = call("explain", str(file))
     assert code == 0, err
-    summed = r"sent per step .*, (.*) of it sums of gradients over replicas, which take (.*) at the"
-    told = re.search(summed, " ".join(out.split()))
-    assert told
-    assert not told[1].startswith("0 ")
-    assert not told[2].startswith("0 ")
     code, out, err = call("run", WORKLOAD, "--plan", str(file), "--steps", "1")
     assert code == 0, err
     assert "loss" in out
