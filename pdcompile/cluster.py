@@ -133,13 +133,15 @@ class Cluster:
     """Devices in rank order, and the levels that join them (their sizes multiply to the count).
 
     `in_process` marks `Cluster.local(n)`: all stages run in one process.  `notes` say what was
-    assumed; `explain` repeats them.
+    assumed; `explain` repeats them.  `parts`: each device stands for so many as its size says, the
+    parts of a stage, which are joined by this link (see `grouped`).
     """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
     in_process: bool = False
     notes: tuple[str, ...] = ()
+    parts: Level | None = None
 
     @staticmethod
     def local(n: int, *, memory: int | str | None = None, kind: str = HOST_KIND) -> Cluster:
@@ -253,13 +255,48 @@ class Cluster:
             if device.memory_bytes is not None:
                 lines.append(f'memory = "{exact_bytes(device.memory_bytes)}"')
             lines.append(f"speed = {device.speed!r}")
-        for level in self.levels:
-            lines += ["", "[[levels]]", f"name = {_quote(level.name)}", f"size = {level.size}"]
+        tables = [("[[levels]]", level) for level in self.levels]
+        for table, level in tables + [("[parts]", one) for one in (self.parts,) if one]:
+            lines += ["", table, f"name = {_quote(level.name)}", f"size = {level.size}"]
             if not math.isinf(level.bytes_per_second):
                 lines.append(f'bandwidth = "{exact_rate(level.bytes_per_second)}"')
             lines.append(f'latency = "{exact_seconds(level.latency_seconds)}"')
             lines.append(f'duplex = "{"full" if level.full_duplex else "half"}"')
         return "\n".join(lines).lstrip("\n") + "\n"
+
+    def grouped(self, parts: int) -> Cluster:
+        """The cluster of groups of `parts` devices that follow each other, as the parts of a stage.
+
+        Raises:
+            ClusterError: devices or levels do not divide, or devices of a group are unlike.
+        """
+        if parts == 1:
+            return self
+        remedy = f"parts= a divisor of the devices of the innermost level, {self.levels[0].size}"
+        left, inside, outside = parts, list[Level](), list[Level]()
+        for level in self.levels:
+            if left > 1:
+                inside.append(level)
+            joined = math.gcd(left, level.size)
+            if joined < min(left, level.size):
+                raise ClusterError(
+                    f"parts={parts}: groups of {parts} devices do not divide the {level.size} that "
+                    f"{level.name!r} joins",
+                    remedy=remedy,
+                )
+            left //= joined
+            outside += [replace(level, size=level.size // joined)] * (joined < level.size)
+        groups = [self.devices[i : i + parts] for i in range(0, len(self.devices), parts)]
+        unlike = next((group for group in groups if len(set(group)) > 1), None)
+        if left > 1 or unlike:
+            said = f"a group of unlike devices: {unlike}" if unlike else f"{len(self.devices)} are"
+            raise ClusterError(f"parts={parts} devices a group, and {said}", remedy=remedy)
+        return replace(
+            self,
+            devices=tuple(group[0] for group in groups),
+            levels=tuple(outside or [replace(self.levels[-1], size=1)]),
+            parts=replace(slowest(inside), name=inside[-1].name, size=parts),
+        )
 
     def level_between(self, a: int, b: int) -> Level:
         """The level that joins devices a and b: the innermost one whose block holds both.
@@ -357,6 +394,7 @@ class _File:
     levels: tuple[_LevelRow, ...] = ()
     notes: tuple[str, ...] = ()
     in_process: bool = False
+    parts: _LevelRow | None = None
 
 
 def _read(data: Any, where: str) -> Cluster:
@@ -384,7 +422,8 @@ def _read(data: Any, where: str) -> Cluster:
             where=f"{where}: levels",
             remedy="make the product of the sizes equal to the number of devices",
         )
-    return Cluster(devices, levels, file.in_process, file.notes)
+    parts = None if file.parts is None else _level(file.parts, f"{where}: parts")
+    return Cluster(devices, levels, file.in_process, file.notes, parts)
 
 
 def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:

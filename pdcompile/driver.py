@@ -33,6 +33,7 @@ from pdcompile.options.table import ROWS, default_optimizer
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
+from pdcompile.passes.parts import evaluated_in_parts, in_parts, run_whole
 from pdcompile.passes.planning.solved_problem import choices_of
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
@@ -148,7 +149,10 @@ def run_passes(
     """`build`, every pass run by `step`, which times it and writes its form."""
     apply_overrides(model)
     options, layout, chosen = resolved(model, flat, options, num_ranks)
-    captured = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
+    whole = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
+    captured = whole
+    if chosen.training.parts > 1:
+        captured = step("parts", lambda: in_parts(whole, chosen.training))
     chosen = _with_outputs(chosen, captured.train, options)
     if options.plan is not None:
         part = step.listener.part
@@ -174,7 +178,7 @@ def run_passes(
     )
     plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))
     check_memory(chosen.cluster, plan)
-    _write_capture(captured, options, step.listener)
+    _write_capture(whole, options, step.listener)
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = user_sources(options, sources)
@@ -186,6 +190,9 @@ def run_passes(
             loss_reduction=options.loss_reduction,
         ),
     )  # fmt: skip
+    if options.alone and plan.training.parts > 1:
+        captured, plan = boundaries.as_planned(whole, plan), run_whole(plan, whole)
+        sources = codegen.generate(captured, plan)
     return Compiled(
         capture=captured,
         plan=plan,
@@ -210,8 +217,9 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         microbatch_size=_largest(layout, plan) if layout.splits else None,
         autocast=plan.training.autocast, evaluates=True,
     )  # fmt: skip
+    evaluation = evaluated_in_parts(found.eval, usual.capture.division)
     captured = replace(
-        usual.capture, eval=found.eval, attributes=found.attributes, arguments=found.arguments
+        usual.capture, eval=evaluation, attributes=found.attributes, arguments=found.arguments
     )
     return replace(
         usual,
@@ -298,6 +306,10 @@ def compile(
     replicas: int | tuple[int, ...] | Literal["equal", "any"] | None = None,
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
+    parts: int | None = None,
+    split: Literal[
+        "auto", "width", "width+sequence", "sequence", "context", "samples"
+    ] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
     cut_tolerance: float | None = None,

@@ -25,6 +25,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.machines import relative
+from pdcompile.passes.parts.prices import priced
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
@@ -104,7 +105,8 @@ class Planner:
         """The graph with costs, for every number of microbatches in the space; the first one."""
         counts = sorted(self.space.microbatches)
         for m in dict.fromkeys((counts[0], counts[-1], *counts)):  # the others lie between these
-            self._graphs[m] = planned(self._sizes.at(self._size(m)), self.training)
+            sized = priced(self._sizes.at(self._size(m)), self.cluster.parts)
+            self._graphs[m] = planned(sized, self.training)
         first = self._graphs[self.space.microbatches[0]]
         if self.options.costs == "measured" and (
             self.options.refine is True or not self.options.searches

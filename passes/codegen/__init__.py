@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.records import PARTS
 from pdcompile.ir.stage_interface import Sources, module_of
 from pdcompile.parts import conversions
-from pdcompile.parts.shard import Shard
 from pdcompile.passes.codegen.folder import read, set_draw, stage_classes, write
 from pdcompile.passes.codegen.pipeline_file import pipeline_file
 from pdcompile.passes.codegen.stage_file import stage_file
@@ -19,25 +17,19 @@ from pdcompile.plan import Plan
 __all__ = ["generate", "module_of", "read", "set_draw", "stage_classes", "write"]
 
 
-def generate(
-    capture: Capture, plan: Plan, parts: int = 1, shards: Mapping[str, Shard] | None = None
-) -> Sources:
+def generate(capture: Capture, plan: Plan) -> Sources:
     """Generates one file a stage, one that runs them all, and the plan.
-
-    Args:
-        parts: where the capture is the program of one part, how many there are.
-        shards: of the tensors of which each part has a slice.
 
     Raises:
         PlanError: the plan does not fit the graph.
         SourceError: something cannot be written as source, or the result fails its safety check.
     """
     on_stages = staged(capture, plan)
-    found = on_stages.interfaces
+    found, parts = on_stages.interfaces, capture.division.parts
     files = {f"stage_{k}.py": stage_file(on_stages, k, parts) for k in range(len(found))}
     files["pipeline.py"] = pipeline_file(capture, plan, found, parts)
     if parts > 1:
         files[f"{PARTS}.py"] = Path(conversions.__file__).read_text(encoding="utf-8")
     files["plan.json"] = plan.to_json()
     constants = {**capture.eval.tensor_values, **capture.train.tensor_values}
-    return Sources(files, found, constants=constants, shards=shards or {})
+    return Sources(files, found, constants=constants, shards=capture.division.shards)

@@ -1,1 +1,87 @@
-"""Parts of a stage: which dimensions are the same, how ops divide, what each part computes."""
+"""Stages divided between the ranks of a replica: axes, layouts, conversions, the written program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, some
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.parts.shard import Division
+from pdcompile.passes.parts.families import Family
+from pdcompile.passes.parts.layouts import lay_out
+from pdcompile.passes.parts.written import Program, write
+from pdcompile.passes.stages.assemble import plan_of_cut
+from pdcompile.plan import Plan, Training
+
+
+def in_parts(capture: Capture, training: Training) -> Capture:
+    """The program of one part of each stage, in both modes; the capture itself where stages are
+    whole.
+
+    Raises:
+        ConfigError: nothing divides in this way, or not into so many parts.
+        PlanError: an op cannot be made smaller.
+    """
+    if training.parts == 1:
+        return capture
+    train = _written(capture.train, training.split, training.parts)
+    division = Division(training.parts, training.split, dict(train.shards), train.summed)
+    evaluation = evaluated_in_parts(capture.eval, division)
+    graph = replace(train.graph, notes=(*train.graph.notes, *train.notes))
+    return replace(capture, train=graph, eval=evaluation, division=division)
+
+
+def run_whole(plan: Plan, capture: Capture) -> Plan:
+    """The plan for stages that run whole, in one process, from one for parts of them.
+
+    Args:
+        capture: of the model as it is.
+    """
+    if plan.training.parts == 1:
+        return plan
+    placed = {name: stage.index for stage in plan.stages for name in stage.ops}
+    stage_of = {op.name: placed.get(op.name, len(plan.stages) - 1) for op in capture.train.ops}
+    training = replace(plan.training, parts=1, split="")
+    cluster = replace(Cluster.from_toml(plan.cluster, where="plan: cluster"), parts=None)
+    made = plan_of_cut(
+        capture.train, stage_of, [1.0] * len(plan.stages), training, cluster, rehearsed=False
+    )
+    stages = tuple(
+        replace(stage, ops=whole.ops, parameters=whole.parameters)
+        for stage, whole in zip(plan.stages, made.stages, strict=True)
+    )
+    note = (
+        f"in one process stages run whole; as {plan.training.parts} parts by {plan.training.split} "
+        "they were compared with the model, and run on ranks of their own"
+    )
+    return replace(
+        plan, stages=stages, edges=made.edges, tied=made.tied, training=training,
+        cluster=cluster.to_toml(), fingerprint=made.fingerprint, notes=(*plan.notes, note),
+    )  # fmt: skip
+
+
+def evaluated_in_parts(graph: OpGraph, division: Division) -> OpGraph:
+    """A graph of evaluation as the program of one part, of a model that is divided for training.
+
+    Raises:
+        ConfigError: it would divide a tensor otherwise.
+    """
+    if division.parts == 1:
+        return graph
+    found = _written(graph, division.split, division.parts)
+    names = [*found.shards, *(fqn for fqn in division.shards if fqn in graph.tensors)]
+    unlike = [f for f in dict.fromkeys(names) if found.shards.get(f) != division.shards.get(f)]
+    if unlike:
+        raise ConfigError(
+            f"parts={division.parts}: evaluation would divide {some(unlike)} otherwise than "
+            "training does",
+            where=unlike[0],
+            remedy="another split, or parts=1",
+        )
+    return found.graph
+
+
+def _written(graph: OpGraph, split: str, parts: int) -> Program:
+    return write(lay_out(graph, cast(Family, split), parts))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from pdcompile.passes.trace.comparison.steps import (
 )
 from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
 from pdcompile.passes.trace.python_state import preserved_state
+from pdcompile.passes.verify.parts_chain import PartsChain
 from pdcompile.passes.verify.retrace import retraced
 from pdcompile.passes.verify.step_runs import advance, needs_gradients, restored_weights, stages
 from pdcompile.passes.verify.verification import (
@@ -41,6 +42,8 @@ from pdcompile.passes.verify.verification import (
     mode_of,
 )
 from pdcompile.plan import Plan
+
+AnyChain: TypeAlias = Chain | PartsChain
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        return devices.is_host(self.device) and not self.rounded
+        whole = self.capture.division.parts == 1
+        return devices.is_host(self.device) and whole and not self.rounded
 
     def run(self, calls: list[FlatCall]) -> Verification:
         """Runs one step for each call; a step that differs is the last one.
@@ -87,15 +91,17 @@ class Comparison:
             tuple(self.found), places=tuple(dict.fromkeys(self.places)),
         )  # fmt: skip
 
-    def _chains(self, sources: Sources) -> list[Chain]:
+    def _chains(self, sources: Sources) -> list[AnyChain]:
         """Those of training and of evaluation."""
         on_stages, seed = staged(self.capture, self.plan), self.plan.training.seed
+        division = self.capture.division
+        chain = Chain if division.parts == 1 else partial(PartsChain, division)
         return [
-            Chain(mode.graph, mode.edges, self.plan.tied, sources, self.model, seed)
+            chain(mode.graph, mode.edges, self.plan.tied, sources, self.model, seed)
             for mode in (on_stages.train, on_stages.eval)
         ]
 
-    def _compared(self, chain: Chain, call: FlatCall, number: int) -> StepValues:
+    def _compared(self, chain: AnyChain, call: FlatCall, number: int) -> StepValues:
         """Compares one step in the mode of the chain; returns what the model leaves behind."""
         graph, training = chain.graph, self.plan.training
         size = follow_batch(call, self.layout).size
@@ -123,7 +129,7 @@ class Comparison:
         with preserved_rng(self.device), preserved_state(self.model, graph.training):
             yield
 
-    def _unedited(self, chain: Chain, step: Step) -> StepValues:
+    def _unedited(self, chain: AnyChain, step: Step) -> StepValues:
         """The values of the stages as they are generated: an edit may change less than rounding
         does, and is no rounding."""
         plain, in_eval = self._chains(generate(self.capture, self.plan))
@@ -132,7 +138,7 @@ class Comparison:
             return step.values(partial(stages, plain, step, self.plan))
 
     def _differences(
-        self, chain: Chain, step: Step, expected: StepValues, got: StepValues
+        self, chain: AnyChain, step: Step, expected: StepValues, got: StepValues
     ) -> list[Difference]:
         """The differences of a step."""
         found = self._unlike(step, expected, got, exact=self.exact)

@@ -42,6 +42,7 @@ from pdcompile.ir.stage_interface import (
     named_results,
     submodule_of,
 )
+from pdcompile.parts.conversions import Alone, using
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.passes.form.expressions import is_default
@@ -84,6 +85,7 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
             stage = _Stage(mode, interface, plan, module, tensors, written, made)
+            stage.parts = capture.division.parts
             count += len(stage.ops)
             for b in _sizes(mode.graph, stage.ops):
                 if unlike := stage.follow(b, sources.edited):
@@ -149,6 +151,7 @@ class _Stage:
         self.leaves = {op.module_path for op in self.ops if op.kind in ("module", "opaque")}
         for path in {op.module_path for op in self.ops if op.kind == "module"} - set(constructors):
             constructors[path] = constructor_of(submodule_of(module, path))
+        self.parts = 1
         self.copied = {op.name: cloned_buffers(op, mode.graph) for op in self.ops}
 
     def follow(self, b: int, edited: tuple[str, ...]) -> _Unlike | None:
@@ -166,6 +169,7 @@ class _Stage:
                 torch.set_grad_enabled(self.graph.training),
                 autocast_region(self.training.autocast),
                 META,
+                using(Alone(self.parts)),
                 follower,
             ):
                 self._run(follower)

@@ -19,6 +19,7 @@ from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs, S
 from pdcompile.passes.trace.constants import shuffled
 from pdcompile.passes.trace.python_state import kept_buffers, write_buffers
 from pdcompile.passes.trace.tape.observer import stage_line_of
+from pdcompile.passes.verify.parts_chain import PartsChain
 from pdcompile.plan import Plan
 from pdcompile.units import format_bytes
 
@@ -35,7 +36,7 @@ def needs_gradients(failed: ModelFails) -> ModelFails:
     )
 
 
-def stages(chain: Chain, step: Step, plan: Plan) -> tuple[Outputs, Loss]:
+def stages(chain: Chain | PartsChain, step: Step, plan: Plan) -> tuple[Outputs, Loss]:
     """Runs one step by the generated stages.  Raises VerifyError, naming the stage that fails."""
     try:
         with autocast_region(plan.training.autocast):

@@ -39,6 +39,7 @@ from pdcompile.ir.records import rewritten as rewritten
 from pdcompile.ir.records import size_at as size_at
 from pdcompile.ir.records import walk as walk
 from pdcompile.ir.records import written_buffers as written_buffers
+from pdcompile.parts.shard import Division
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Capture:
     """The captures of both modes of a model, over the same parameters.
 
     `kept`: the file that it was read from, and of when that is; "" for a capture of the model that
-    is here.
+    is here.  `division`: where it is the program of one part, what that has of the model.
     """
 
     train: OpGraph
@@ -134,3 +135,4 @@ class Capture:
     arguments: tuple[tuple[tuple[str, ...], str], ...] = ()
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
     kept: str = field(default="", compare=False)
+    division: Division = Division()

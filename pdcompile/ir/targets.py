@@ -131,6 +131,8 @@ def name_of(function: Callable[..., Any]) -> str:
     name = _names().get(function, "")
     if name:
         return name
+    if getattr(function, "__module__", "") == conversions.__name__:
+        return f"{PARTS}.{function.__name__}"
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{owner.__module__}.{owner.__qualname__}.apply"

@@ -35,6 +35,7 @@ MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m 
 MOST_COUNTS = 8  # microbatch counts that "auto" tries
 SENT = ("everything", "all")  # choices of outputs that earlier stages send to the last one
 NOT_KEPT = ("none", "evaluation")  # and those without any of training
+FIRST_SPLIT = "width"  # that "auto" stands for
 SPREAD = 4  # from a quarter of the usual count up to one sample a microbatch
 
 
@@ -83,6 +84,12 @@ def configure(
         LaunchError: the number of processes is not the number of stages.
     """
     schedule = chosen_schedule(options)
+    if options.parts == 1 and options.split != "auto":
+        raise ConfigError(
+            f"split={options.split!r} divides nothing: a stage has one part",
+            where="split",
+            remedy="say between how many ranks: parts=2; or leave split out",
+        )
     stages, cluster = machines(options, num_ranks)
     placement = _placement(options, kind_of(schedule), stages, len(cluster.devices))
     devices, reduction = len(cluster.devices), options.loss_reduction
@@ -101,6 +108,8 @@ def configure(
         sends_outputs=options.outputs in SENT,
         outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
+        parts=options.parts,
+        split=options.split.replace("auto", FIRST_SPLIT) if options.parts > 1 else "",
     )
     several = devices > 1 and not (options.alone or cluster.in_process)
     return Configuration(
@@ -121,8 +130,8 @@ def _placement(options: Options, kind: ScheduleKind, stages: int, devices: int) 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     """(number of stages, cluster with the user's limit of memory): see `configure`."""
     stages, ranks = _stages_and_ranks(options, num_ranks)
-    cluster = _cluster(options.cluster, ranks, in_process=num_ranks is None)
-    cluster = _limited(cluster, options.memory)
+    cluster = _cluster(options.cluster, ranks * options.parts, in_process=num_ranks is None)
+    cluster = _limited(cluster.grouped(options.parts), options.memory)
     recomputation(options, stages)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
@@ -170,13 +179,20 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
 
 
 def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int]:
-    """(stages, ranks); where the planner decides, as many as there can be."""
-    stages, replicas, plan = options.stages, options.replicas, options.plan
+    """(stages, ranks); where the planner decides, as many as there can be.  The parts of a stage
+    count as one rank."""
+    stages, replicas, plan, parts = options.stages, options.replicas, options.plan, options.parts
     if isinstance(plan, Plan):
         return stages or len(plan.stages), plan.num_ranks
-    there = num_ranks
+    if num_ranks is not None and num_ranks % parts:
+        raise LaunchError(
+            f"stages of {parts} parts each, but WORLD_SIZE is {num_ranks}",
+            remedy=f"launch with a multiple of {parts} processes, or parts= a divisor of "
+            f"{num_ranks}",
+        )
+    num_ranks = there = None if num_ranks is None else num_ranks // parts
     if there is None and options.cluster != "auto":
-        there = len(_cluster(options.cluster, 1, in_process=True).devices)
+        there = len(_cluster(options.cluster, 1, in_process=True).devices) // parts
     if isinstance(replicas, tuple):
         if stages not in (None, len(replicas)):
             raise ConfigError(
@@ -198,9 +214,10 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
     assert stages is not None
     if num_ranks not in (None, ranks):
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
+        shown += f" of {parts} parts" * (parts > 1)
         raise LaunchError(
-            f"{shown}, but WORLD_SIZE is {num_ranks}",
-            remedy=f"launch with torchrun --nproc-per-node={ranks}"
+            f"{shown}, but WORLD_SIZE is {num_ranks * parts}",
+            remedy=f"launch with torchrun --nproc-per-node={ranks * parts}"
             + _or_leave_out(options)
             + (_several(stages, num_ranks) if ranks == stages else ""),
         )

@@ -69,6 +69,8 @@ def _recorded(plan: Plan) -> dict[str, Any]:
         del found["loss_reduction"]
     if training.outputs_by_size:
         del found["outputs"]
+    if training.parts == 1:
+        del found["split"]
     return found
 
 

@@ -241,6 +241,26 @@ class MachineOptions:
             remedy="a number for all stages (2), one for each (3,1), equal or any",
         ),
     )
+    parts: int = option(
+        1,
+        "Ranks that compute each stage together, every op divided between them (tensor, sequence "
+        "and context parallelism); default: 1.",
+        "A stage then takes replicas times parts ranks, and the parts of one follow each other.",
+        check=count("1: stages whole"),
+        plan="training.parts",
+        compared=True,
+        flag=Flag("N", type=int),
+    )
+    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = option(
+        "auto",
+        "What parts divide: width (heads and hidden units, as Megatron-LM), width+sequence (and "
+        "activations between them along the sequence), sequence (heads in attention alone, as "
+        "DeepSpeed-Ulysses), context (the sequence alone), samples; auto: width.",
+        check=one_of(*values.SPLITS),
+        plan="training.split",
+        compared=True,
+        flag=Flag("|".join(values.SPLITS), texts.words(*values.SPLITS)),
+    )
     memory: int | str | None = option(
         None,
         "Memory limit of every device, for example '16 GB' or '512 MiB'.",

@@ -17,6 +17,7 @@ needs torch alone: written stages carry it along.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,42 +29,63 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def _as_of_torch(function: Function) -> Function:
+    """Let modes that follow the functions of torch follow this one."""
+
+    @functools.wraps(function)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(x):
+            return handle_torch_function(call, (x,), x, *args, **kwargs)
+        return function(x, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_as_of_torch
 def spread(x: Tensor) -> Tensor:
     """The same value; its gradient is the sum of those of all parts."""
     return _convert(x, "spread", _Step("keep"), _Step("sum"))
 
 
+@_as_of_torch
 def total(x: Tensor) -> Tensor:
     """The sum of what the parts have."""
     return _convert(x, "total", _Step("sum"), _Step("keep"))
 
 
+@_as_of_torch
 def gather(x: Tensor, dim: int, *, runs: int = 1, spread: bool = False) -> Tensor:
     """The whole of a value that is split along a dimension; `spread`: as after `spread`."""
     back = _Step("scatter" if spread else "own", dim, runs)
     return _convert(x, "gather", _Step("gather", dim, runs), back)
 
 
+@_as_of_torch
 def own(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
     """This part's share of a whole value along a dimension."""
     return _convert(x, "own", _Step("own", dim, runs), _Step("gather", dim, runs))
 
 
+@_as_of_torch
 def scatter(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
     """This part's share, along a dimension, of the sum of what the parts have."""
     return _convert(x, "scatter", _Step("scatter", dim, runs), _Step("gather", dim, runs))
 
 
+@_as_of_torch
 def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1) -> Tensor:
     """The value split along the dimension `new`, from one that is split along `old`."""
     there = _Step("swap", old, old_runs, new, new_runs)
     return _convert(x, "swap", there, _Step("swap", new, new_runs, old, old_runs))
 
 
+@_as_of_torch
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
@@ -362,26 +384,31 @@ def _run(at: At, x: Tensor, parts: Alone) -> Tensor:
 
 class _Conversion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: At, back: At, parts: Alone) -> Tensor:
-        ctx.there, ctx.back, ctx.parts = there, back, parts
-        y = _run(there, x, parts)
+    def forward(ctx: Any, x: Tensor, there: At, back: At) -> Tensor:
+        ctx.there, ctx.back = there, back
+        y = _run(there, x, here())
         return x.view_as(x) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _apply(gradients[0], ctx.back, ctx.there, ctx.parts), None, None, None
+        return _apply(gradients[0], ctx.back, ctx.there), None, None
 
 
-def _apply(x: Tensor, there: At, back: At, parts: Alone) -> Tensor:
+def _apply(x: Tensor, there: At, back: At) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Conversion.apply(x, there, back, parts)  # type: ignore[no-any-return,no-untyped-call]
-    return _run(there, x, parts)
+        return _Conversion.apply(x, there, back)  # type: ignore[no-any-return,no-untyped-call]
+    return _run(there, x, here())
 
 
 def _convert(x: Tensor, name: str, there: _Step, back: _Step) -> Tensor:
     caller = sys._getframe(2)
+    while caller.f_code.co_filename in _SKIPPED and caller.f_back is not None:
+        caller = caller.f_back
     place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    return _apply(x, At(name, there, place), At(f"the backward of {name}", back, place), here())
+    return _apply(x, At(name, there, place), At(f"the backward of {name}", back, place))
+
+
+_SKIPPED = (__file__, torch.overrides.__file__)  # on the way from a stage's line to a conversion
 
 
 def _cut(x: Tensor, dim: int, runs: int, count: int, at: At) -> Tensor:

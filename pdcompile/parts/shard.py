@@ -7,8 +7,8 @@ runs of rows, not one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,25 @@ class Shard:
             where=self.fqn,
             remedy="make the plan again, for this model",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Division of a model between the parts of a stage.
+
+    `shards` are the tensors of which each part has a slice, by FQN; every other one is whole on all
+    parts.  `summed` of these have a share of their gradient on each.
+    """
+
+    parts: int = 1
+    split: str = ""
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+
+    def own(self, fqn: str, whole: Tensor, part: int) -> Tensor:
+        """Return what a part holds of a tensor."""
+        shard = self.shards.get(fqn)
+        return whole if shard is None else shard.own(whole, part)
 
 
 def converted(slices: Sequence[Tensor], old: Shard | None, new: Shard | None) -> list[Tensor]:

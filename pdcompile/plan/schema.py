@@ -189,6 +189,8 @@ class Training:
     outputs_by_size: bool = False  # nobody named any: they are kept where they take little
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
+    parts: int = 1  # ranks that compute each microbatch of a stage together
+    split: str = ""  # along what its ops are divided between them: a family of `passes.parts`
 
     @property
     def kind(self) -> ScheduleKind:

@@ -14,7 +14,7 @@ from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources, StageInterface, named_results
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.parts.conversions import in_turns
-from pdcompile.parts.shard import Shard
+from pdcompile.parts.shard import Division, Shard
 from pdcompile.passes.codegen import generate, stage_classes
 from pdcompile.passes.parts.families import Family
 from pdcompile.passes.parts.layouts import Layouts, lay_out
@@ -51,10 +51,11 @@ def written(
     train = write(layouts)
     evaluation = write(lay_out(capture.eval, family, parts))
     assert dict(train.shards) == dict(evaluation.shards)
-    capture = replace(capture, train=train.graph, eval=evaluation.graph)
+    division = Division(parts, family, train.shards, train.summed)
+    capture = replace(capture, train=train.graph, eval=evaluation.graph, division=division)
     count = sum(op.region == "forward" for op in capture.train.ops)
     plan = cut(capture, [count * k // stages for k in range(1, stages)])
-    sources = generate(capture, plan, parts, train.shards)
+    sources = generate(capture, plan)
     return InParts(model, train, sources, capture, dict(flat.leaves), layouts)
 
 

@@ -1,0 +1,47 @@
+"""Seconds of conversions between the layouts of parts, on the link that joins these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdcompile.cluster import Level, message_seconds, ring_seconds
+from pdcompile.ir.graph import Op, OpGraph
+from pdcompile.ir.records import CONVERSIONS
+
+
+def priced(graph: OpGraph, link: Level | None) -> OpGraph:
+    """The graph with the seconds that conversions take on a link between so many parts as its size
+    says, beside what the costs of these ops have; None: there are no parts."""
+    if link is None:
+        return graph
+    return replace(graph, ops=tuple(_priced(graph, op, link) for op in graph.ops))
+
+
+def _priced(graph: OpGraph, op: Op, link: Level) -> Op:
+    if op.target not in CONVERSIONS or op.cost is None:
+        return op
+    name, value, parts = op.target.rpartition(".")[2], graph.values[op.name], link.size
+    whole = value.bytes(op.cost.microbatch_size)
+    whole *= parts if name in ("own", "scatter", "swap") else 1
+    reduced = ring_seconds(link, whole, parts)
+    gathered = (parts - 1) * message_seconds(link, whole / parts)
+    exchanged = (parts - 1) * message_seconds(link, whole / parts**2)
+    forward, backward = {
+        "spread": (0.0, reduced),
+        "total": (reduced, 0.0),
+        "gather": (gathered, gathered if dict(op.kwargs).get("spread") else 0.0),
+        "own": (0.0, gathered),
+        "scatter": (gathered, gathered),
+        "swap": (exchanged, exchanged),
+    }[name]
+    if not value.needs_gradient:
+        backward = 0.0
+    cost = op.cost
+    return replace(
+        op,
+        cost=replace(
+            cost,
+            forward_seconds=cost.forward_seconds + forward,
+            backward_seconds=cost.backward_seconds + backward,
+        ),
+    )

@@ -1,0 +1,159 @@
+"""Chains of the parts of all stages, which take turns in one process, beside the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.eager.module_copies import twins
+from pdcompile.errors import VerifyError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.parts.conversions import UnequalParts, in_turns
+from pdcompile.parts.shard import Division
+from pdcompile.passes.stages.chain import Chain
+from pdcompile.plan import Edge, TiedParameter
+
+
+class PartsChain:
+    """Chains of one mode, one for each part, with its own slices of the model's tensors.
+
+    It stands in the place of a `Chain` of the whole model: what the parts compute becomes outputs,
+    gradients and buffers of that.
+    """
+
+    def __init__(
+        self, division: Division, graph: OpGraph, edges: tuple[Edge, ...],
+        tied: tuple[TiedParameter, ...], sources: Sources, model: nn.Module, seed: int,
+    ) -> None:  # fmt: skip
+        self.graph, self.edited = graph, sources.edited
+        self._division, self._model = division, model
+        self._models = [part_of(model, division, p) for p in range(division.parts)]
+        self._chains = [
+            Chain(graph, edges, tied, _own_constants(sources, division, p), own, seed)
+            for p, own in enumerate(self._models)
+        ]
+
+    @property
+    def running(self) -> int:
+        """The stage at work."""
+        return min(chain.running for chain in self._chains)
+
+    def forward(
+        self, leaves: Mapping[str, Any], minibatch: int
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Outputs of the model by value name, and the loss if there is one.
+
+        Raises:
+            VerifyError: parts do not come to the same conversions, or to the same whole values.
+        """
+        self._refresh()
+        found = self._in_turns([
+            partial(chain.forward, _copied(leaves), minibatch) for chain in self._chains
+        ])  # fmt: skip
+        (outputs, loss), *others = found
+        for theirs, other in others:
+            for name, one in [*outputs.items(), ("the loss", loss)]:
+                its = other if name == "the loss" else theirs[name]
+                if isinstance(one, Tensor) and not _equal(one, its):
+                    raise _apart(name)
+        self._give_buffers()
+        return outputs, loss
+
+    def backward(self) -> None:
+        """Gradients of every parameter of the model, from those of the parts.  Raises as
+        `forward`."""
+        self._in_turns([chain.backward for chain in self._chains])
+        own = [dict(model.named_parameters()) for model in self._models]
+        for fqn, parameter in self._model.named_parameters():
+            given = [one[fqn].grad for one in own]
+            there = [one for one in given if one is not None]
+            if there and len(there) < len(given):
+                raise _apart(f"the gradient of {fqn}, which some have and others have not")
+            parameter.grad = self._whole(fqn, there) if there else None
+
+    def _in_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        try:
+            return in_turns(functions)
+        except UnequalParts as error:
+            raise VerifyError(
+                str(error), where=f"stage_{self.running}.py",
+                remedy="undo the last edit of the stage's file" if self.edited
+                else "please report this model; parts=1 runs it all the same",
+            ) from error  # fmt: skip
+
+    def _whole(self, fqn: str, given: Sequence[Tensor]) -> Tensor:
+        """A tensor of the model from what the parts have of it."""
+        shard = self._division.shards.get(fqn)
+        if shard is not None:
+            return shard.joined(given)
+        if fqn in self._division.summed:
+            return torch.stack([*given]).sum(0)
+        if not all(_equal(given[0], one) for one in given):
+            raise _apart(fqn)
+        return given[0]
+
+    def _refresh(self) -> None:
+        """Gives the parts what the model has now."""
+        with torch.no_grad():
+            for part, own in enumerate(self._models):
+                mine = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+                for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+                    mine[fqn].data = self._division.own(fqn, tensor.data, part).clone()
+                    mine[fqn].grad = None
+
+    def _give_buffers(self) -> None:
+        own = [dict(model.named_buffers()) for model in self._models]
+        with torch.no_grad():
+            for fqn, buffer in self._model.named_buffers():
+                if buffer.numel():
+                    buffer.copy_(self._whole(fqn, [one[fqn] for one in own]))
+
+
+def part_of(model: nn.Module, division: Division, part: int) -> nn.Module:
+    """A twin of the model that holds a part's own copies of the slices of all tensors."""
+    copies, made = twins(model), dict[int, Tensor]()
+    canonical = {id(t): fqn for fqn, t in (*model.named_parameters(), *model.named_buffers())}
+    for twin in copies.values():
+        for table in (twin._parameters, twin._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    own = division.own(canonical[id(tensor)], tensor.detach(), part).clone()
+                    made[id(tensor)] = (
+                        nn.Parameter(own, requires_grad=tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else own
+                    )
+                table[name] = made[id(tensor)]  # type: ignore[assignment]
+    return copies[id(model)]
+
+
+def _own_constants(sources: Sources, division: Division, part: int) -> Sources:
+    own = {fqn: division.own(fqn, one, part) for fqn, one in sources.constants.items()}
+    return replace(sources, constants=own)
+
+
+def _copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves.items()
+    }  # fmt: skip
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _apart(what: str) -> VerifyError:
+    return VerifyError(
+        f"parts of a stage have unlike values of {what}, which is to be the same on all of them",
+        remedy="undo the last edit of a stage's file; else please report this model",
+    )
