@@ -154,11 +154,11 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
     if place is None:
         return options
     plan = Plan.from_json(Contents(place).plan_text(), where=str(place / PLAN))
-    if num_ranks not in (None, plan.num_ranks):
+    if num_ranks not in (None, plan.num_processes):
         raise PlanError(
-            f"it has {plan.num_ranks} ranks, and {num_ranks} processes are running",
+            f"it has {plan.num_processes} ranks, and {num_ranks} processes are running",
             where=str(place),
-            remedy=f"torchrun --nproc-per-node={plan.num_ranks}, or give plan= too",
+            remedy=f"torchrun --nproc-per-node={plan.num_processes}, or give plan= too",
         )
     return replace(options, plan=plan, plan_file=str(place / PLAN))
 

@@ -81,7 +81,7 @@ class Updater:
             given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
             self.apply(minibatch, given, stage)
         weights.adopt()
-        weights.gradients.pop(weights.update_of(minibatch))
+        weights.taken(minibatch)
 
     def apply(
         self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int = 0

@@ -139,7 +139,7 @@ class Pipeline(Saving):
         self._session = session
         if self._recompile is not None:
             self._evaluations = Evaluations(session, self._recompile)
-        for note in compiled.plan.notes if 0 in session.ranks else ():
+        for note in compiled.plan.notes if session.is_first else ():
             if note.startswith(DROPPED):
                 warn(note)
         self._handles = flush_before_state(
@@ -165,7 +165,11 @@ class Pipeline(Saving):
             kept, self._model = self._model, copy_of(self._model)
             for module in kept.modules():
                 module.training = passed[module]
-        return None if start is None else launch.connect(start, self._options, plan)
+        return (
+            None
+            if start is None
+            else launch.connect(start, self._options, plan, compiled.capture.division)
+        )
 
     def _compiled(self, flat: Any, start: StartUp | None) -> Compiled:
         if flat is None and (start is None or start.rank == 0 or self._example[0] is not None):
@@ -312,7 +316,7 @@ class Pipeline(Saving):
             # Peers may be anywhere: no message of ours would be expected.
             self._closed = True
             if self._session is not None and self._session.failed is None:
-                self._session.leave(describe(self._session.ranks[0], error, None, 0))
+                self._session.leave(describe(self._session.first_process, error, None, 0))
 
     def __del__(self) -> None:
         session = getattr(self, "_session", None)
@@ -331,7 +335,7 @@ def _end(session: Session, minibatches: int) -> None:
         try:
             session.check_changes()
         except PdcompileError as error:
-            session.leave(describe(session.ranks[0], error, None, 0))
+            session.leave(describe(session.first_process, error, None, 0))
             raise
     with session.guard():
         session.agree("close", minibatches)

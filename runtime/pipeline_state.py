@@ -104,7 +104,7 @@ class PipelineState(ModuleHints):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that run in this process: one under torchrun, all of them otherwise."""
-        return tuple(self._running.ranks)
+        return tuple(map(self._running.process_number, self._running.ranks))
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ class Saving(PipelineState):
                 for row, own in zip(buffers, apart, strict=True):
                     row.tensor.copy_(own.tensor)
                 session.replicas_apart = bool(apart) or session.replicas_apart
-            if 0 in session.ranks:
+            if session.is_first:
                 self._own.made(made, keep)
             return made
 
@@ -241,7 +241,7 @@ class Saving(PipelineState):
             self.flush()
             return self._model
         state = self.full_state_dict()
-        return session.state.whole_model(state) if session.world.rank == 0 else None
+        return session.state.whole_model(state) if session.is_first else None
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The state of the optimizer of the whole model on rank 0, by the names of parameters.
@@ -293,7 +293,7 @@ class Saving(PipelineState):
         self.flush()
         with self._call("recorded") as session:
             told = self._exchange.everywhere(recording.rows())
-            return together(chain(*told)) if 0 in session.ranks else ()
+            return together(chain(*told)) if session.is_first else ()
 
     @cached_property
     def _exchange(self) -> Exchange:

@@ -17,6 +17,7 @@ from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
+from pdcompile.parts.conversions import using
 from pdcompile.passes.check.programs import Programs, buffers, gradients, norms, refresh
 from pdcompile.plan import Edge, Plan
 from pdcompile.runtime.device import device_of
@@ -62,8 +63,11 @@ class Session(Guarded):
         self._call = 0
         self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.device = device_of(plan, self.ranks, alone=world is None)
+        self.beside = None if world is None else world.beside
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
+        if world is not None:
+            world.connect_parts(self.device)
         self._stale_copies = bool(plan.tied and options.held)  # who trained them is another one
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -80,7 +84,7 @@ class Session(Guarded):
         self.agreement: Agreement | None = None
         if world is not None:
             paths = tuple(compiled.layout.dims)
-            self.agreement = Agreement(self.workers[0].far, world.size, paths)
+            self.agreement = Agreement(self.workers[0].far, world.size, paths, world.beside)
         refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = make_optimizer(options.optimizer, mine.named_parameters())
@@ -100,6 +104,16 @@ class Session(Guarded):
         self.end_call()
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the process that shows and keeps what is there once."""
+        return 0 in self.ranks and self.is_first_part
+
+    @property
+    def is_first_part(self) -> bool:
+        """True where stages are whole, and on the first part of each."""
+        return self.beside is None or self.beside.part == 0
 
     # -- running -----------------------------------------------------------------------------
 
@@ -135,7 +149,8 @@ class Session(Guarded):
             if replicas is not None:
                 replicas.updates, replicas.shown = updates, {}
             if not overlaps:
-                worker.weights.open_gradients(keep=not updates, summed=replicas is not None)
+                summed = replicas is not None or self.beside is not None
+                worker.weights.open_gradients(keep=not updates, summed=summed)
         count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.of(gradients, count)
         self._run(program, minibatch, feeds)
@@ -311,7 +326,8 @@ def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
     device = session.device
     rng = preserved_rng(device.device, from_ops=True, apart=True)
     check = NonFiniteCheck(session.workers) if session.options.detect_nonfinite else None
-    with device.computing(), rng, torch.enable_grad(), check or nullcontext():
+    part = nullcontext() if session.beside is None else using(session.beside)
+    with device.computing(), rng, torch.enable_grad(), check or nullcontext(), part:
         yield check
 
 
@@ -352,7 +368,9 @@ class Workers:
         for rank, stages in self._spec.holders:
             if rank in session.ranks:
                 transport, sums = self._transport(rank), self._sums(-1, rank)
-                norms = Norms(sums, rank, state.owned, state.dtypes, session.loss_scale)
+                norms = Norms(
+                    sums, rank, state.owned, state.dtypes, session.loss_scale, session.beside
+                )
                 held = {stage: self._worker(stage, rank, norms, transport) for stage in stages}
                 self._near[rank] = held
         every = (worker for held in self._near.values() for worker in held.values())
@@ -371,10 +389,10 @@ class Workers:
                 for pair in pairs(self._spec, evaluation)
                 if rank in pair
             }
-            data = Link(groups, rank, direct=world.path.direct)
+            data = Link(groups, rank, direct=world.path.direct, process_of=world.process_of)
         return GroupTransport(
             world.group, rank, plan, self._spec.reach, sealed=world.sealed, data=data,
-            device=session.device,
+            device=session.device, process_of=world.process_of,
         )  # fmt: skip
 
     def _sums(self, stage: int, rank: int) -> Sums:
@@ -391,7 +409,8 @@ class Workers:
         if world is None:
             return LocalSums(self._boards[stage], len(ranks), index, device)
         group = world.subgroup(name, ranks, device)
-        return GroupSums(group, ranks, index, device, direct=world.path.direct)
+        processes = [*map(world.process_of, ranks)]
+        return GroupSums(group, processes, index, device, direct=world.path.direct)
 
     def _worker(
         self, stage: int, rank: int, norms: Norms, transport: GroupTransport | None
@@ -419,6 +438,7 @@ class Workers:
         given = stage, session.compiled, tensor, session.model
         first = self.first.get(stage)
         weights = StageWeights(*given) if first is None else ReplicaWeights(first, *given)
+        weights.beside = session.beside
         self.first.setdefault(stage, weights)
         for module in weights.modules:
             self.streams.attach(module, session.compiled.interfaces[stage])

@@ -149,7 +149,9 @@ def _copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(one, other) or bool(
+        ((one == other) | ((one != one) & (other != other))).all()
+    )
 
 
 def _apart(what: str) -> VerifyError:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +85,14 @@ def optimizer_loading(
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, str],
     made: Sequence[NamedGroup] = (),
+    own: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda name, values: values,
 ) -> Callable[[], None]:
     """Read the optimizer's state of a checkpoint; returns what gives it to an optimizer.
 
     Args:
         tensors: of the model, by name; `stored`: the name of each in the checkpoint.
         made: the groups of all ranks' optimizers.
+        own: what this process keeps of the state of a parameter.
 
     Raises:
         CheckpointError: it does not fit the optimizer.
@@ -112,7 +115,7 @@ def optimizer_loading(
     ]
     own = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
     read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
-    state = {name: values for name, values in read.items() if values}
+    state = {name: own(name, values) for name, values in read.items() if values}
     try:
         return named_loading(optimizer, names, groups, state, made)
     except InputError as error:

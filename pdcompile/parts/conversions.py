@@ -50,39 +50,39 @@ def _as_of_torch(function: Function) -> Function:
 @_as_of_torch
 def spread(x: Tensor) -> Tensor:
     """The same value; its gradient is the sum of those of all parts."""
-    return _convert(x, "spread", _Step("keep"), _Step("sum"))
+    return _convert(x, "spread", Step("keep"), Step("sum"))
 
 
 @_as_of_torch
 def total(x: Tensor) -> Tensor:
     """The sum of what the parts have."""
-    return _convert(x, "total", _Step("sum"), _Step("keep"))
+    return _convert(x, "total", Step("sum"), Step("keep"))
 
 
 @_as_of_torch
 def gather(x: Tensor, dim: int, *, runs: int = 1, spread: bool = False) -> Tensor:
     """The whole of a value that is split along a dimension; `spread`: as after `spread`."""
-    back = _Step("scatter" if spread else "own", dim, runs)
-    return _convert(x, "gather", _Step("gather", dim, runs), back)
+    back = Step("scatter" if spread else "own", dim, runs)
+    return _convert(x, "gather", Step("gather", dim, runs), back)
 
 
 @_as_of_torch
 def own(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
     """This part's share of a whole value along a dimension."""
-    return _convert(x, "own", _Step("own", dim, runs), _Step("gather", dim, runs))
+    return _convert(x, "own", Step("own", dim, runs), Step("gather", dim, runs))
 
 
 @_as_of_torch
 def scatter(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
     """This part's share, along a dimension, of the sum of what the parts have."""
-    return _convert(x, "scatter", _Step("scatter", dim, runs), _Step("gather", dim, runs))
+    return _convert(x, "scatter", Step("scatter", dim, runs), Step("gather", dim, runs))
 
 
 @_as_of_torch
 def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1) -> Tensor:
     """The value split along the dimension `new`, from one that is split along `old`."""
-    there = _Step("swap", old, old_runs, new, new_runs)
-    return _convert(x, "swap", there, _Step("swap", new, new_runs, old, old_runs))
+    there = Step("swap", old, old_runs, new, new_runs)
+    return _convert(x, "swap", there, Step("swap", new, new_runs, old, old_runs))
 
 
 @_as_of_torch
@@ -113,7 +113,7 @@ def scaled_dot_product_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """Forward or backward of a conversion; `dim` is split, or becomes split (swap: `new`)."""
 
     kind: str
@@ -128,7 +128,7 @@ class At:
     """A conversion, or the backward of one, and where it is called."""
 
     name: str
-    step: _Step
+    step: Step
     place: str = field(compare=False)
 
     def __str__(self) -> str:
@@ -179,25 +179,25 @@ class Group(Alone):
         match at.step.kind:
             case "sum":
                 result = x.clone()
-                dist.all_reduce(_real(result), group=group)
+                dist.all_reduce(as_real(result), group=group)
             case "gather":
                 result = x.new_empty((self.count, *x.shape))
-                dist.all_gather_into_tensor(_bytes(result), _bytes(x), group=group)
+                dist.all_gather_into_tensor(as_bytes(result), as_bytes(x), group=group)
             case "scatter":
                 result = x.new_empty(x.shape[1:])
-                dist.reduce_scatter_tensor(_real(result), _real(x).flatten(0, 1), group=group)
+                dist.reduce_scatter_tensor(as_real(result), as_real(x).flatten(0, 1), group=group)
             case _:
                 result = torch.empty_like(x)
-                dist.all_to_all_single(_bytes(result), _bytes(x), group=group)
+                dist.all_to_all_single(as_bytes(result), as_bytes(x), group=group)
         return result
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """View a tensor as bytes to move it: libraries do not know every dtype."""
     return x.flatten().view(torch.uint8)
 
 
-def _real(x: Tensor) -> Tensor:
+def as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -400,7 +400,7 @@ def _apply(x: Tensor, there: At, back: At) -> Tensor:
     return _run(there, x, here())
 
 
-def _convert(x: Tensor, name: str, there: _Step, back: _Step) -> Tensor:
+def _convert(x: Tensor, name: str, there: Step, back: Step) -> Tensor:
     caller = sys._getframe(2)
     while caller.f_code.co_filename in _SKIPPED and caller.f_back is not None:
         caller = caller.f_back

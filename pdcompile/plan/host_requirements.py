@@ -27,14 +27,14 @@ def lacks(
         memory_bytes: of this host; None: not known, as the next.
         gpus: of this host.
     """
-    if processes not in (None, plan.num_ranks):
+    if processes not in (None, plan.num_processes):
         yield LaunchError(
-            f"the plan is for {plan.num_ranks} processes, and there are {processes}",
+            f"the plan is for {plan.num_processes} processes, and there are {processes}",
             where=where,
-            remedy=f"launch with torchrun --nproc-per-node={plan.num_ranks}, or plan again",
+            remedy=f"launch with torchrun --nproc-per-node={plan.num_processes}, or plan again",
         )
     devices = Cluster.from_toml(plan.cluster, where=f"{where}: cluster").devices
-    count = plan.num_columns
+    count, parts = plan.num_columns, plan.training.parts
     if processes is not None and count > plan.num_ranks:
         idle = set(range(count)) - {rank for stage in plan.ranks for rank in stage}
         yield LaunchError(
@@ -44,17 +44,14 @@ def lacks(
             remedy="describe a cluster of the devices that the plan uses, and plan for that; one "
             "process runs this plan as it is",
         )
-    here = range(count if processes is None else min(on_this_host or processes, count))
+    most = on_this_host or processes or count * parts
+    here = [process // parts for process in range(min(most, count * parts))]
     yield from lacks_devices(
         [devices[rank] for rank in here],
         alone=processes is None, gpus=gpus, where=f"{where}: cluster",
     )  # fmt: skip
     ledgers = () if plan.forecast is None else plan.forecast.ledgers
-    held = [
-        ledger.total_bytes
-        for rank, ledger in enumerate(ledgers)
-        if rank in here and devices[rank].on_host
-    ]
+    held = [ledgers[rank].total_bytes for rank in here if ledgers and devices[rank].on_host]
     if memory_bytes is not None and sum(held) > memory_bytes:
         yield PlanError(
             f"the {len(held)} ranks on this host need {format_bytes(sum(held))} by the plan's "

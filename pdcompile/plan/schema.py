@@ -310,6 +310,11 @@ class Plan:
         return len({rank for ranks in self.ranks for rank in ranks})
 
     @property
+    def num_processes(self) -> int:
+        """Processes that run it: one for each part of a rank's stages."""
+        return self.num_ranks * self.training.parts
+
+    @property
     def num_columns(self) -> int:
         """Ranks are numbered through: one that no stage uses has entries of its own."""
         return 1 + max(rank for ranks in self.ranks for rank in ranks)

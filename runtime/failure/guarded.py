@@ -30,6 +30,7 @@ from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.links import PeerLost
+from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.schedule import Kind
 
@@ -40,10 +41,14 @@ _UNKNOWN = -1
 
 
 class Agreement:
-    """One rank's side.  `paths` name the inputs that are compared, in one order on all ranks."""
+    """One rank's side.  `paths` name the inputs that are compared, in one order on all ranks; those
+    of the parts of a stage are compared too."""
 
-    def __init__(self, transport: GroupTransport, num_ranks: int, paths: tuple[str, ...]) -> None:
-        self._transport = transport
+    def __init__(
+        self, transport: GroupTransport, num_ranks: int, paths: tuple[str, ...],
+        beside: PartsGroup | None = None,
+    ) -> None:  # fmt: skip
+        self._transport, self._beside = transport, beside
         self._num_ranks = num_ranks
         self._paths = paths
 
@@ -60,6 +65,9 @@ class Agreement:
         mine.append(whole.order if whole else 0)
         leaves = flat.leaves if flat and not whole else {}
         mine += [_digest(leaves.get(path)) for path in self._paths]
+        if self._beside is not None:
+            for theirs in self._beside.tell(mine)[:1]:
+                self._compare(theirs, mine, self._transport.rank * self._beside.count)
         if self._transport.rank == 0:
             for peer in range(1, self._num_ranks):
                 channel = Channel(Kind.CALL, 0, peer)
@@ -72,7 +80,7 @@ class Agreement:
         self._compare(theirs, mine)
         return theirs[3] if size is None else size
 
-    def _compare(self, theirs: list[int], mine: list[int]) -> None:
+    def _compare(self, theirs: list[int], mine: list[int], rank: int = 0) -> None:
         wrong = None
         if theirs[:3] != mine[:3]:
             there, here = (
@@ -95,7 +103,7 @@ class Agreement:
                     break
         if wrong:
             raise ContractError(
-                f"rank 0 {wrong}",
+                f"rank {rank} {wrong}",
                 remedy="make the same calls with the same minibatches on every rank (none is rank "
                 "0's alone, such as save; the same seed and order in every loader); inputs that a "
                 "rank does not need may be None",
@@ -169,12 +177,12 @@ class Guarded:
             return
         except PeerLost as error:
             own = self.workers[0]
-            where = place(own.rank, error, own.current, own.base)
+            where = place(self.process_number(own.rank), error, own.current, own.base)
             lost = error.with_traceback(None)  # its frames hold the message: let go of them
         except BaseException as caught:
             told = explained(caught, self._capture)
             worker = next((w for w in self.workers if w.current is not None), self.workers[0])
-            rank, base = worker.rank, worker.base
+            rank, base = self.process_number(worker.rank), worker.base
             cause = describe(rank, told, worker.current, base)
             if worker.current is not None:
                 told.add_note(f"in {place(rank, told, worker.current, base)}")
@@ -194,6 +202,15 @@ class Guarded:
         self._failures.seen()
         self.world.close(failed=True)
         raise first from None
+
+    def process_number(self, rank: int) -> int:
+        """The number of a rank of this process, for people."""
+        return rank if self.world is None else self.world.process
+
+    @property
+    def first_process(self) -> int:
+        """The number of this process among all of the pipeline; 0 where it is alone."""
+        return self.process_number(0)
 
     def _forgot(self, minibatch: int) -> bool:
         """Forget a minibatch, unless other processes have parts of it or its updates have begun.
@@ -241,7 +258,7 @@ class Guarded:
         except PdcompileError as error:
             if self.world is not None and self.failed is None:
                 self._refused = True
-                said = f"rank {self.world.rank} refused the call: {error.message}"
+                said = f"rank {self.world.process} refused the call: {error.message}"
                 self._failures.say("refused", said)
             raise
 
@@ -259,14 +276,15 @@ class Guarded:
             try:
                 self.world.group.barrier().wait()
             except RuntimeError as error:  # gloo does not say who it was: ask the next rank
-                raise PeerLost((self.world.rank + 1) % self.world.size, str(error)) from None
+                following = self.world.process_of((self.world.rank + 1) % self.world.size)
+                raise PeerLost(following, str(error)) from None
 
     def close(self) -> None:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
             with self.meeting():
                 self.workers[0].settle()
-                self._failures.say("left", f"rank {self.world.rank} ended in pipe.close()")
+                self._failures.say("left", f"rank {self.world.process} ended in pipe.close()")
             self.meet()
             for worker in self.workers:
                 worker.abandon()

@@ -32,6 +32,7 @@ class Outside(StrEnum):
     PROGRAM = "the user's program"
     CALL = "a call, between its instructions"
     MEETING = "the beginning or end of a call"  # it waits for the other ranks
+    PARTS = "a conversion between the parts of a stage"  # it waits for these
 
 
 _OUTSIDE = tuple(Outside)
@@ -61,7 +62,7 @@ class Entry(NamedTuple):
     def waits(self) -> bool:
         """True if it ends only when another rank has done its part."""
         if isinstance(self.doing, Outside):
-            return self.doing is Outside.MEETING
+            return self.doing in (Outside.MEETING, Outside.PARTS)
         return self.doing.action.phase in (Phase.WAIT_RECV, Phase.WAIT_SEND, Phase.WAIT)
 
     @property
@@ -100,13 +101,16 @@ class InstructionLog:
         self._map = mmap.mmap(handle, size)
         os.close(handle)
         self._serial = 0
+        self.part, self.parts = 0, 1  # of a stage; peers of instructions count stages with parts
+        self._now: tuple[int, ...] = ()
         if path is None:
             self.enter(Outside.CALL)  # the one that makes the pipeline
 
     def begin(self, ins: Instruction, base: int) -> None:
         """An instruction begins, of a program whose minibatch 0 is number `base`."""
         minibatch = base + ins.minibatch
-        self._write(_NUMBER[ins.action], ins.stage, ins.peer, ins.edge, ins.microbatch, minibatch)
+        peer = ins.peer if ins.peer < 0 else ins.peer * self.parts + self.part
+        self._write(_NUMBER[ins.action], ins.stage, peer, ins.edge, ins.microbatch, minibatch)
 
     def enter(self, where: Outside) -> None:
         """Note that something begins which is no instruction."""
@@ -119,7 +123,16 @@ class InstructionLog:
         yield
         self.enter(Outside.CALL)
 
+    @contextmanager
+    def between_parts(self) -> Iterator[None]:
+        """Context of a conversion, in the middle of what is noted; after an error it stays there."""
+        now = self._now
+        self.enter(Outside.PARTS)
+        yield
+        self._write(*now)
+
     def _write(self, *entry: int) -> None:
+        self._now = entry
         self._serial = serial = self._serial + 1
         at = _COUNT.size + serial % KEPT * _ENTRY.size
         _ENTRY.pack_into(self._map, at, serial, time.monotonic(), *entry)

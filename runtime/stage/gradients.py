@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pdcompile.eager.gradients import added, gradient_hooks, memory_of
 from pdcompile.hardware import devices
+from pdcompile.runtime.transport.parts_group import PartsGroup
 
 _LOWEST, _MIDDLE, _HIGHEST = 0xD3, 0xFF, 0x7F  # bytes of a NaN in every dtype, little-endian
 
@@ -81,6 +82,8 @@ class StageGradients:
         self._accumulating: tuple[int, int] | None = None  # update, version
         self._ran_on: dict[int, int] = {}  # version, by update
         self._without: Collection[str] = tuple(masters)  # a gradient, when last looked at
+        self.beside: PartsGroup | None = None  # the other parts of the stage
+        self._over_parts: set[int] = set()  # updates whose gradients are summed over parts
         self._earlier: Gradients = {}  # of the user's earlier calls, while this one's are summed
         self._keeps = False  # .grad is the user's, to be added to
 
@@ -129,6 +132,9 @@ class StageGradients:
         came = [fqn for fqn in self.owned if (number, fqn) in self._sums]
         for fqn in came:
             found |= self._sum(number, fqn, found.pop(fqn, None))
+        if self.beside is not None and number not in self._over_parts:
+            self._over_parts.add(number)  # all stages have passed on what they had
+            self.beside.sum_gradients(found)
         if self.sums_hooked:
             self.run_hooks(minibatch, found, came)
         return found
@@ -173,7 +179,8 @@ class StageGradients:
 
     def give_sums(self, minibatch: int) -> None:
         """The user gets the sums of tied parameters, in .grad (where replicas give none)."""
-        if (owned := self.tied.intersection(self.owned)) and self.sums_hooked:
+        owned = self.tied.intersection(self.owned)
+        if (owned or self.beside is not None) and self.sums_hooked:
             self.harvest(minibatch)
             self.give_back(minibatch)
             for fqn in owned:
@@ -181,6 +188,12 @@ class StageGradients:
                 for hook in gradient_hooks(master) if master.grad is not None else ():
                     if hook.after:
                         hook.function(master)
+
+    def taken(self, minibatch: int) -> Gradients:
+        """The gradients of the update that takes a minibatch, which are no longer kept."""
+        number = self.numbers.update(minibatch)
+        self._over_parts.discard(number)
+        return self.gradients.pop(number, {})
 
     def abandon(self, minibatch: int) -> None:
         """Forget the gradients of a minibatch that ends early."""
@@ -231,7 +244,7 @@ class StageGradients:
 
     def give_back(self, minibatch: int) -> None:
         """Add the gradients of a minibatch to those that the user had before."""
-        for fqn, gradient in self.gradients.pop(self.update_of(minibatch), {}).items():
+        for fqn, gradient in self.taken(minibatch).items():
             earlier = self._earlier.pop(fqn, None)
             self._masters[fqn].grad = added(earlier, gradient)
         for fqn, gradient in self._earlier.items():

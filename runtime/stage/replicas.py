@@ -223,7 +223,7 @@ class ReplicaWeights(StageWeights):
             self.parameter(0, fqn).grad = None
 
     def give_back(self, minibatch: int) -> None:
-        self.gradients.pop(self.update_of(minibatch), None)
+        self.taken(minibatch)
 
     # -- values: those of the first replica ----------------------------------------------------
 

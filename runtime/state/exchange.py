@@ -51,8 +51,8 @@ class Exchange:
         return [json.loads(world.store.get(key)) for key in keys]
 
     def of_first(self, make: Callable[[], Any], undo: Callable[[], object] = lambda: None) -> Any:
-        """The value that rank 0 makes, on every rank; see `agreed`."""
-        here = 0 in self._session.ranks
+        """The value that the first process makes, on every rank; see `agreed`."""
+        here = self._session.is_first
         return self.agreed(make if here else lambda: None, undo=undo)[0]
 
     def agreed(
@@ -76,17 +76,24 @@ class Exchange:
         except (PdcompileError, OSError) as error:
             own = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
             told = {"error": [own.message, own.where, own.remedy]}
-        parts = self.everywhere(told)
-        wrong = next((rank for rank, one in enumerate(parts) if "error" in one), None)
+        parts, *others = self.of_parts(self.everywhere(told))
+        every = [one for row in zip(parts, *others, strict=True) for one in row]
+        wrong = next((process for process, one in enumerate(every) if "error" in one), None)
         if wrong is None:
             return [one["value"] for one in parts]
-        if 0 in session.ranks:
+        if session.is_first:
             undo()
         if session.world is not None:
             session.meet()
-        message, where, remedy = parts[wrong]["error"]
+            self.of_parts(None)
+        message, where, remedy = every[wrong]["error"]
         said = f"rank {wrong} {failed}: {message}" if failed else message
         raise Refused(own or CheckpointError(said, where=where, remedy=remedy))
+
+    def of_parts(self, value: Any) -> list[Any]:
+        """The values of the parts of a stage, which together have those of all processes."""
+        beside = self._session.beside
+        return [value] if beside is None else beside.tell(value)
 
     # -- tensors -------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def stage_states(
     """
     made, waiting = session.optimizer, held(session, minibatches)
     names = names_of(all_parameters(session))
-    state = {} if made is None else named_state(made, names)
+    state = {} if made is None else _whole(session, named_state(made, names))
     groups = [] if made is None else named_groups(made, names)
     told = [
         (name, type(its).__name__, scheduler_groups(its, made, names), scheduler_state(name, its))
@@ -112,6 +112,18 @@ def stage_states(
         )
         found.append((one, encoder.tensors))
     return found
+
+
+def _whole(session: Session, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The optimizer's state of whole parameters, where parts have slices: what has a parameter's
+    shape is sliced as it is."""
+    shapes = {fqn: tensor.shape for fqn, tensor in all_parameters(session).items()}
+
+    def whole(fqn: str, value: Any) -> Any:
+        sliced = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes.get(fqn)
+        return session.state.whole(fqn, value) if sliced else value
+
+    return {f: {key: whole(f, one) for key, one in dict(of).items()} for f, of in state.items()}
 
 
 def replica_buffers(session: Session) -> Iterator[Row]:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.conversion import optimizer_loading
 from pdcompile.checkpoint.extra_states import (
@@ -85,7 +87,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
             one.undo()
         raise
     begun[0].apply()
-    for note in begun[0].notes if 0 in session.ranks else ():
+    for note in begun[0].notes if session.is_first else ():
         warn(note)
     return begun[0].contents
 
@@ -137,7 +139,7 @@ class Loading:
         session, contents, manifest = self._session, self.contents, self.contents.manifest
         names, infos = session.state.names, session.state.infos
         self._stored = contents.stored_names(
-            {f: (keys, infos[f].shape, infos[f].dtype) for f, keys in names.items()}
+            {f: (k, session.state.whole_shape(f), infos[f].dtype) for f, k in names.items()}
         )
         self._prepare_tensors()
         optimizer = session.optimizer if self._wanted.optimizer else None
@@ -145,8 +147,9 @@ class Loading:
             self.notes.append("the checkpoint has no optimizer's state: the optimizer begins anew")
         elif optimizer is not None:
             self._load_optimizer = optimizer_loading(
-                contents, optimizer, all_parameters(session), self._stored, self._made
-            )
+                contents, optimizer, all_parameters(session), self._stored, self._made,
+                session.state.own_values,
+            )  # fmt: skip
         if manifest.loss_scale and session.loss_scale is None:
             self.notes.append("the checkpoint has a loss scale, and no grad_scaler= takes it")
         if session.loss_scale is not None and not manifest.loss_scale:
@@ -174,6 +177,11 @@ class Loading:
         for name, state in self._before.items():
             self._wanted.schedulers[name].load_state_dict(state)
 
+    def _own(self, row: Row) -> Tensor:
+        """Values that this process takes for a row."""
+        stored = self.contents.tensor(self._in_checkpoint(row))
+        return self._session.state.own(row.holding.name, stored)
+
     def _in_checkpoint(self, row: Row) -> Holding:
         """The holding whose values a row takes."""
         kind, name, number = row.holding
@@ -191,12 +199,15 @@ class Loading:
                 or (kind is HoldingKind.BUFFER and row.holding in contents)
                 or (kind is HoldingKind.REPLICA and contents.has_replicas(name, count))
             ):  # fmt: skip
-                contents.tensor(self._in_checkpoint(row), row.tensor)
+                like = row.tensor.new_empty(session.state.whole_shape(name), device="meta")
+                contents.tensor(self._in_checkpoint(row), like)
                 self._rows[kind].append(row)
         for fqn in (fqn for worker in session.workers for fqn in worker.weights.owned):
             waiting = contents.accumulated(self._stored[fqn])
             if waiting is not None:
-                self._waiting[fqn] = waiting
+                gradient = waiting.gradient
+                own = None if gradient is None else session.state.own(fqn, gradient)
+                self._waiting[fqn] = waiting._replace(gradient=own)
 
     def _has_history(self) -> bool:
         """True if the checkpoint has all earlier weights that the plan computes on; else notes
@@ -278,12 +289,12 @@ class Loading:
         session.end_call()  # all versions are new: what was known of them says nothing
         session.updating = minibatches
         for row in rows[HoldingKind.OLDER]:
-            row.tensor.data.copy_(contents.tensor(self._in_checkpoint(row)))
+            row.tensor.data.copy_(self._own(row))
             row.worker.weights.starts_anew = False
         resume_groups(session, minibatches, self._waiting)
         self._load_optimizer()
         for row in rows[HoldingKind.REPLICA]:
-            row.tensor.copy_(contents.tensor(self._in_checkpoint(row)))
+            row.tensor.copy_(self._own(row))
         session.replicas_apart = any(  # from here on: an optimizer that loads would flush
             len(ranks) > 1 and contents.has_replicas(fqn, len(ranks))
             for stage, ranks in enumerate(session.spec.ranks)

@@ -26,7 +26,8 @@ from pdcompile.ir.stage_interface import holding_stages
 from pdcompile.options import Options
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.launch import WAIT, World
+from pdcompile.runtime.transport.launch import WAIT, Circle, World
+from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.warn import warn
 from pdcompile.weights.source import like, materialise, open_source, registered, set_tensor, slots
@@ -111,9 +112,11 @@ class State:
     the trainable parameters of which rank r is the first owner.
     """
 
-    def __init__(self, model: nn.Module, compiled: Compiled, ranks: list[int]) -> None:
-        self._model = model
-        self._ranks = ranks
+    def __init__(
+        self, model: nn.Module, compiled: Compiled, ranks: list[int],
+        beside: PartsGroup | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._ranks, self.beside = model, ranks, beside
         #: of a state dict
         self.keys = tuple(one.name for one in registered(model) if one.kept)
         graphs = compiled.capture.eval, compiled.capture.train
@@ -140,6 +143,37 @@ class State:
             **_own(model, compiled.capture.train.tensor_values),
         }
         self._canonical = {a: fqn for fqn, i in self.infos.items() for a in (fqn, *i.aliases)}
+
+    def whole_shape(self, fqn: str) -> tuple[int, ...]:
+        """The shape of a tensor in the model."""
+        shape = self.infos[fqn].shape
+        return shape if self.beside is None else self.beside.whole_shape(fqn, shape)
+
+    def whole(self, fqn: str, own: Tensor) -> Tensor:
+        """A tensor of the model, from what this process has; the parts of a stage do it together."""
+        return own if self.beside is None else self.beside.whole(fqn, own)
+
+    def own(self, fqn: str, whole: Tensor) -> Tensor:
+        """Return what this process has of a tensor of the model."""
+        return whole if self.beside is None else self.beside.own(fqn, whole)
+
+    def own_values(self, fqn: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this process's part of an optimizer's state of a parameter: what has the shape of
+        the parameter is sliced as it is."""
+        shape = self.whole_shape(fqn)
+        return {
+            key: self.own(fqn, one)
+            if isinstance(one, Tensor) and one.dim() > 0 and tuple(one.shape) == shape
+            else one
+            for key, one in values.items()
+        }
+
+    def divide(self) -> None:
+        """Keep this part's slices of the tensors of the model alone."""
+        for fqn in self.beside.division.shards if self.beside is not None else ():
+            tensor = self.tensors[fqn]
+            if not tensor.is_meta and fqn not in self._elsewhere:
+                tensor.data = self.own(fqn, tensor.data).clone()
 
     def owner(self, fqn: str) -> int:
         """The first stage that holds a tensor; stage 0 answers for those that none does."""
@@ -225,7 +259,7 @@ class State:
 
         Raises InputError, before anything is changed, for a name or shape of another model.
         """
-        shapes = {key: self.infos[self._canonical[key]].shape for key in self.keys}
+        shapes = {key: self.whole_shape(self._canonical[key]) for key in self.keys}
         extra = extra_states(self._model)
         check_state(state, shapes, extra)
         set_extra_states(self._model, state)
@@ -235,6 +269,7 @@ class State:
 
     def put(self, fqn: str, value: Tensor, stages: list[StageWeights]) -> None:
         """Copy a value into what this process holds of a tensor, every version of it."""
+        value = self.own(fqn, value)
         held = [stage.load(fqn, value) for stage in stages]
         if not any(held) and not self.tensors[fqn].is_meta:
             self.tensors[fqn].data.copy_(value)
@@ -282,12 +317,14 @@ def initial_state(
         ConfigError: tensors have no values and none are to be had.
         ContractError: ranks that hold one tensor got different values for it.
     """
+    beside = None if world is None else world.beside
     if options.weights is None:
-        state = State(model, compiled, ranks)
+        state = State(model, compiled, ranks, beside)
         here = {f: t for f, t in state.tensors.items() if f not in options.held}
         refuse_meta(here)
         if world is not None:
             same_start(world, here)
+        state.divide()
         return state
     source = open_source(options.weights, seed=options.seed)
     built = [s.fqn for s in slots(model).values() if not (s.tensor.is_meta or source.stored(s))]
@@ -297,12 +334,13 @@ def initial_state(
         mine = [compiled.interfaces[stage] for rank in ranks for stage in held[rank]]
         names = {name for one in mine for name in (*one.parameters, *one.buffers)}
     materialise(model, source, names)
-    state = State(model, compiled, ranks)
+    state = State(model, compiled, ranks, beside)
     refuse_meta({fqn: t for fqn, t in state.tensors.items() if names is None or fqn in names})
     refuse_meta(compiled.capture.train.tensor_values)
     if world is not None:
         same_start(world, {fqn: state.tensors[fqn] for fqn in built})
         same_values(world, state.tensors, state.shared())
+    state.divide()
     return state
 
 
@@ -326,24 +364,30 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     be parts of models that never existed together, and tied copies would disagree.  Every rank of
     the pipeline calls this with the same names in the same order.
     """
-    every = _told(world, "start", {fqn: digest(tensor) for fqn, tensor in tensors.items()})
-    if all(one == every[0] for one in every):
-        return
-    for tensor in tensors.values():
-        if tensor.numel() == 0:
-            continue
-        flat = flat_bytes(devices.to_host(tensor))
-        with world.peers.log.meeting():
-            world.group.broadcast(flat, 0).wait()
-        if world.rank != 0:
-            with torch.no_grad():
-                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-    if world.rank == 0:
+    unlike = [_same_start(world, circle, tensors) for circle in world.circles]
+    if any(unlike) and world.process == 0:
         warn(
             "the ranks built different weights: all continue with those of rank 0; call "
             "torch.manual_seed before building the model",
             RuntimeWarning,
         )
+
+
+def _same_start(world: World, circle: Circle, tensors: Mapping[str, Tensor]) -> bool:
+    """True if the first of a circle has given its values to the others, which had unlike ones."""
+    every = _told(world, circle, "start", {fqn: digest(one) for fqn, one in tensors.items()})
+    if all(one == every[0] for one in every):
+        return False
+    for tensor in tensors.values():
+        if tensor.numel() == 0:
+            continue
+        flat = flat_bytes(devices.to_host(tensor))
+        with world.peers.log.meeting():
+            circle.group.broadcast(flat, 0).wait()
+        if circle.rank != 0:
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+    return True
 
 
 def same_values(
@@ -353,7 +397,9 @@ def same_values(
 
     `shared`: the ranks that hold each tensor that this rank and others hold.
     """
-    every = _told(world, "shared", {fqn: digest(tensors[fqn]) for fqn in shared})
+    circle = next(world.circles)
+    mine = {fqn: digest(tensors[fqn]) for fqn in shared}
+    every = _told(world, circle, "shared", mine)
     for fqn, ranks in shared.items():
         if len({every[rank][fqn] for rank in ranks}) > 1:
             raise ContractError(
@@ -364,10 +410,12 @@ def same_values(
             )
 
 
-def _told(world: World, name: str, digests: Mapping[str, int]) -> list[dict[str, int]]:
-    """Digests of all ranks, by the names of tensors."""
-    keys = [f"{name}/{rank}" for rank in range(world.size)]
-    world.store.set(keys[world.rank], json.dumps(digests))
+def _told(
+    world: World, circle: Circle, name: str, digests: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """Digests of all processes of a circle, by the names of tensors."""
+    keys = [f"{name}/{rank}" for rank in range(circle.size)]
+    circle.store.set(keys[circle.rank], json.dumps(digests))
     with world.peers.log.meeting():
-        world.store.wait(keys, WAIT)  # a large stage takes its time to read
-    return [json.loads(world.store.get(key)) for key in keys]
+        circle.store.wait(keys, WAIT)  # a large stage takes its time to read
+    return [json.loads(circle.store.get(key)) for key in keys]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def save(
     written = folder / name
 
     def part() -> dict[str, Any]:
-        if not written.is_dir():
+        if not all(exchange.of_parts(written.is_dir())):
             raise CheckpointError(
                 "this rank does not see the folder that rank 0 has made",
                 where=str(written),
@@ -69,8 +69,12 @@ def save(
         rows = [*holdings(session, position.minibatches)]
         rows = [row for row in rows if row.holding.kind is not HoldingKind.REPLICA]
         states = stage_states(session, position.minibatches, schedulers)
+        whole = (row._replace(tensor=_whole(session, row)) for row in [*rows, *replicas])
+        if not session.is_first_part:
+            deque(whole, 0)
+            return {}
         with unwritten(written):
-            files = write_stages(written, identity, [*rows, *replicas], states)
+            files = write_stages(written, identity, whole, states)
         stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": generators}
 
@@ -111,6 +115,11 @@ def write_stages(
         for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
         for name in [f"stage-{stage:03d}{ending}.safetensors"]
     ]
+
+
+def _whole(session: Session, row: Row) -> Tensor:
+    """The tensor of a row as the model has it; the parts of a stage do it together."""
+    return session.state.whole(row.holding.name, row.tensor) if row.owned else row.tensor
 
 
 def _manifest(

@@ -32,7 +32,9 @@ def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict
     """State of the whole model with its keys, copied to the CPU, on rank 0; elsewhere {}."""
     rows = [row for row in holdings(session, minibatches) if row.holding.kind is HoldingKind.WEIGHT]
     found: dict[str, Tensor] = {}
-    own = {row.holding.name: row.tensor for row in rows if row.owned}
+    of = session.state.whole
+    own = {row.holding.name: of(row.holding.name, row.tensor) for row in rows if row.owned}
+    own = own if session.is_first_part else {}
     for rank, (_, tensors) in enumerate(exchange.collect(None, own)):
         found |= {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}
     if not found:
@@ -65,6 +67,8 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     states = stage_states(session, minibatches)
     told = [encode(state) for state, _ in states]
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
+    if not session.is_first_part:
+        told, own = [], {}
     stages: list[StageState] = []
     tensors: dict[str, Tensor] = {}
     for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
@@ -107,7 +111,8 @@ def whole_order(session: Session) -> list[NamedGroup]:
     assert session.optimizer is not None
     if session.world is None:
         return named_groups(session.optimizer, names_of(all_parameters(session)))
-    bare = {fqn: _bare(tensor) for fqn, tensor in all_parameters(session).items()}
+    of = session.state.whole_shape
+    bare = {fqn: _bare(tensor, of(fqn)) for fqn, tensor in all_parameters(session).items()}
     said = "the optimizer cannot be made for all of the model's parameters at one time"
     remedy = (
         "look at names and shapes alone in the function that makes it; pipe.save needs no "
@@ -119,8 +124,8 @@ def whole_order(session: Session) -> list[NamedGroup]:
     return named_groups(made, names_of(bare))
 
 
-def _bare(tensor: Tensor) -> nn.Parameter:
-    value = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+def _bare(tensor: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    value = torch.empty(1, dtype=tensor.dtype).expand(shape)
     return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 
@@ -135,5 +140,6 @@ def load_optimizer(session: Session, given: Any) -> None:
     groups, state = read_whole(given, [group.names for group in made])
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
-    own = copy.deepcopy({name: dict(one) for name, one in state.items() if name in mine})
+    of = session.state.own_values
+    own = copy.deepcopy({name: of(name, one) for name, one in state.items() if name in mine})
     named_loading(session.optimizer, names, groups, own, made)()

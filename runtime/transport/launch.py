@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import LaunchError, store_errors
 from pdcompile.hardware import devices
 from pdcompile.options import Options
+from pdcompile.parts.shard import Division
 from pdcompile.plan import Plan
 from pdcompile.releases.torch_internals import default_store, gloo_options
 from pdcompile.runtime.device import RankDevice
@@ -35,6 +36,7 @@ from pdcompile.runtime.failure.first_cause import Failures, Verdict, describe, v
 from pdcompile.runtime.failure.host_peers import HostPeers, network
 from pdcompile.runtime.failure.watchdog import Watchdog, end_with_launcher
 from pdcompile.runtime.transport import device_groups
+from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.transport.start_up import Seal, StartUp
 
 Made = TypeVar("Made")
@@ -63,15 +65,33 @@ class DataPath(StrEnum):
         return self is not DataPath.TAGS
 
 
-class World:
-    """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
+class Circle(NamedTuple):
+    """Processes that compare or share something, and this one's place among them."""
 
-    def __init__(self, start: StartUp, options: Options, plan: Plan, path: DataPath) -> None:
-        self.rank = start.rank
-        self.size = start.size
+    store: Any
+    rank: int
+    size: int
+    group: Any
+
+
+class World:
+    """The processes of one pipeline, and their connections.
+
+    `process` counts inside the group.  Where stages are divided, the parts of a stage follow each
+    other, and all parts of one number are a pipeline: `rank` and `size` count in it, and messages
+    stay in it.  `beside`: the other parts of the stage, None where it is whole.
+    """
+
+    def __init__(
+        self, start: StartUp, options: Options, plan: Plan, path: DataPath, division: Division
+    ) -> None:
+        self.process, self.parts = start.rank, division.parts
+        self.rank, part = divmod(start.rank, self.parts)
+        self.size = start.size // self.parts
         self.sealed = debugs_messages()
         self.path = path
-        self.store = PrefixStore("connected", start.store)
+        every = PrefixStore("connected", start.store)
+        self.store = PrefixStore(f"part/{part}", every) if self.parts > 1 else every
         # Before anyone connects: one that leaves would disturb those that still do.
         agreed = {
             "the plan": plan.hash()[:16],
@@ -82,22 +102,51 @@ class World:
         start.compare("agreement", agreed)
         mine = network()  # of the machine
         self._loopback = {*start.tell("network", mine)} == {mine} != {""}
-        self.exit = PipelineExit(self.store, self.rank)
-        self.peers = HostPeers(self.store, self.rank, self.size)
+        self.exit = PipelineExit(every, start.rank)
+        self.peers = HostPeers(every, start.rank, start.size)
+        self.peers.log.part, self.peers.log.parts = part, self.parts
         self.watchdog = Watchdog(
-            PrefixStore("connected", start.store.clone()), self.rank, self.size, self.peers,
+            PrefixStore("connected", start.store.clone()), start.rank, start.size, self.peers,
             options.stall_timeout, options.progress_timeout,
         )  # fmt: skip
         self.exit.watchdog = self.watchdog
-        self.failures = Failures(self.store, self.rank, self.size, self.peers)
+        self.failures = Failures(every, start.rank, start.size, self.peers)
         self.watchdog.start()
         start.over()
         self.group: Any = None
+        self.beside: PartsGroup | None = None
         try:
             self.group = self._connected(self.store, self.rank, self.size)
+            if self.parts > 1:
+                self.column = PrefixStore(f"stage/{self.rank}", every)
+                group = self._connected(self.column, part, self.parts)
+                following = self.process_of(self.rank, (part + 1) % self.parts)
+                self.beside = PartsGroup(group, part, division, self.peers.log, following)
         except BaseException as error:
             self.leave(error)
             raise
+
+    def process_of(self, rank: int, part: int | None = None) -> int:
+        """The process that has the same part of the stages of a rank; or another part."""
+        return rank * self.parts + (self.process % self.parts if part is None else part)
+
+    @property
+    def circles(self) -> Iterator[Circle]:
+        """The ranks of a pipeline, then the parts of a stage: what all have of the first one of
+        each, one after the other, is that of the first process."""
+        yield Circle(self.store, self.rank, self.size, self.group)
+        if self.beside is not None:
+            yield Circle(self.column, self.beside.part, self.parts, self.beside.group)
+
+    def connect_parts(self, device: RankDevice) -> None:
+        """Let the parts of a stage exchange values between their devices."""
+        if self.beside is not None and self.path.direct:
+            processes = tuple(self.process_of(self.rank, p) for p in range(self.parts))
+            with self.peers.log.meeting():
+                self.beside.on_devices = device_groups.connected(
+                    PrefixStore("devices", self.column), self.process, processes, device.device,
+                    _TIMEOUT,
+                )  # fmt: skip
 
     def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
         """Connections between some of the ranks alone, for data; each of them calls this."""
@@ -119,7 +168,7 @@ class World:
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not begin, and why."""
-        self.fail(describe(self.rank, error, None, 0), verdict_of(error))
+        self.fail(describe(self.process, error, None, 0), verdict_of(error))
         self.close()
 
     def fail(self, cause: str, verdict: Verdict) -> None:
@@ -132,6 +181,8 @@ class World:
         """Close the connections: once no message holds on to them, peers stop waiting."""
         if self.group is not None:
             self.group = None
+            if self.beside is not None:
+                self.beside.abandon()
             gc.collect()
 
     def close(self, *, failed: bool = False) -> None:
@@ -162,22 +213,22 @@ def start_up(options: Options) -> StartUp:
     return StartUp(store, rank, len(ranks), options.progress_timeout)
 
 
-def connect(start: StartUp, options: Options, plan: Plan) -> World:
+def connect(start: StartUp, options: Options, plan: Plan, division: Division) -> World:
     """Connect the ranks of one pipeline; every one of them calls this at the same point.
 
     Raises:
         LaunchError: not as many processes as ranks, unlike ranks, a variable of torchrun's is
             missing, or the ranks do not meet.
     """
-    if plan.num_ranks != start.size:
+    if plan.num_processes != start.size:
         raise LaunchError(
-            f"the plan has {plan.num_ranks} ranks, and {start.size} processes are running",
-            remedy=f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
+            f"the plan has {plan.num_processes} ranks, and {start.size} processes are running",
+            remedy=f"start it with torchrun --nproc-per-node={plan.num_processes}, or plan for "
             f"stages={start.size}",
         )
     path = data_path(plan, alone=False)
     try:
-        return World(start, options, plan, path)
+        return World(start, options, plan, path, division)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {start.rank} of {start.size} cannot connect to the others: "

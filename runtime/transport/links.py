@@ -85,12 +85,14 @@ class Link:
     """
 
     def __init__(
-        self, groups: Mapping[int, Any], rank: int | None = None, *, direct: bool = False
-    ) -> None:
+        self, groups: Mapping[int, Any], rank: int | None = None, *, direct: bool = False,
+        process_of: Callable[[int], int] = int,
+    ) -> None:  # fmt: skip
         """`groups`: by the rank at the other end; the lower one of it and `rank` is rank 0 there.
         `rank` None: all are one group of all ranks, with tags.  `direct`: they are NCCL's, and
-        messages go from and into memory of the device."""
-        self._groups, self._rank, self.direct = groups, rank, direct
+        messages go from and into memory of the device.  `process_of`: the number of a rank's process,
+        for people."""
+        self._groups, self._rank, self.direct, self._process = groups, rank, direct, process_of
 
     def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Working:
         """Begin a message; what is on its way to the memory is sent when it has come."""
@@ -102,7 +104,7 @@ class Link:
         post = group.send if sending else group.recv
         begin = partial(flat.then, partial(unrecorded, post, flat.tensor, other, tag))
         try:
-            return Working(begin, flat, peer)
+            return Working(begin, flat, self._process(peer))
         finally:
             del group, post, begin  # see Working
 

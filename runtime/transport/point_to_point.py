@@ -12,7 +12,7 @@ sender may wait for its sends as usual.  Notes themselves are awaited some calls
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -54,11 +54,12 @@ class GroupTransport:
     def __init__(
         self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False,
         data: Link | None = None, device: RankDevice | None = None,
+        process_of: Callable[[int], int] = int,
     ) -> None:  # fmt: skip
         self.rank, self.plan, self._reach = rank, plan, reach
         self.sealed = sealed
         self.device = device or RankDevice()
-        self.control = Link(defaultdict(lambda: group))
+        self.control = Link(defaultdict(lambda: group), process_of=process_of)
         self._data = data or self.control
         self._call = 0
         self._numbers: dict[Channel, Iterator[int]] = defaultdict(count)  # of messages noted each

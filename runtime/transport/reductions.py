@@ -25,6 +25,7 @@ from pdcompile.errors import ConfigError, ContractError
 from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.links import Working, unrecorded
+from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.schedule.spec import BUCKET_BYTES
 
 #: what ranks in one process have given: by sum, by place among them
@@ -199,14 +200,15 @@ class Norms:
 
     `owned[r]`: the trainable parameters that rank r owns, replicas the same ones; `dtypes`: of all
     parameters, in the order of the model.  A norm plus zeros is that norm, bit for bit.  `scale`:
-    of the losses, which gradients are divided by first.
+    of the losses, which gradients are divided by first.  `beside`: parts that have slices of them.
     """
 
     def __init__(
         self, sums: Sums, rank: int, owned: Sequence[Sequence[str]],
         dtypes: Mapping[str, torch.dtype], scale: LossScale | None = None,
+        beside: PartsGroup | None = None,
     ) -> None:  # fmt: skip
-        self._sums = sums
+        self._sums, self._beside = sums, beside
         self.scale = scale
         self._mine = owned[rank]
         self._before = sum(map(len, owned[:rank]))
@@ -220,6 +222,7 @@ class Norms:
         finite = self.scale is None or self.scale.unscale(minibatch, gradients.values())
         scaled_by = 1.0 if self.scale is None else self.scale.scale(minibatch)
         mine = {fqn: norm_of(g) for fqn, g in gradients.items()}
+        finite = self._over_parts(mine, finite)
         there = self._sums.device
         absent = torch.full((), ABSENT, device=there.device)
         row = torch.zeros(len(self._names) + 2, dtype=torch.float64, device=there.device)
@@ -230,6 +233,18 @@ class Norms:
             row[-2], row[-1] = scaled_by, 0.0 if finite else 1.0
         # What is queued on a device is read from the row, which comes to the host.
         self._posted[minibatch] = {} if there.queued else mine, self._sums.start(row), scaled_by
+
+    def _over_parts(self, norms: dict[str, Tensor], finite: bool) -> bool:
+        """Makes norms of slices those of whole gradients; whether all parts have finite ones."""
+        if self._beside is None:
+            return finite
+        sliced = [fqn for fqn in norms if fqn in self._beside.division.shards]
+        squares = [norms[fqn].to(torch.float64) ** 2 for fqn in sliced]
+        unlike = torch.tensor(0.0 if finite else 1.0, dtype=torch.float64)
+        *sums, infinite = self._beside.summed(torch.stack([*squares, unlike])).unbind()
+        for fqn, square in zip(sliced, sums, strict=True):
+            norms[fqn] = square.sqrt().to(norms[fqn].dtype)
+        return float(infinite) == 0.0
 
     def ready(self, minibatch: int) -> bool:
         return self._posted[minibatch][1].ready()

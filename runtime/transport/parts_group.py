@@ -1,0 +1,119 @@
+"""Ranks that are the parts of one stage: conversions, sums of gradients, and what they compare.
+
+All of them make the same calls in the same order, for they run one program.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.hardware import devices
+from pdcompile.parts.conversions import Alone, At, Step, as_bytes, as_real
+from pdcompile.parts.shard import Division
+from pdcompile.runtime.failure.instruction_log import InstructionLog
+from pdcompile.runtime.transport.links import lost
+
+
+class PartsGroup(Alone):
+    """One part, beside the others of its stage and replica.
+
+    `group` is theirs alone, over gloo; `on_devices` another one over NCCL, where they have GPUs of
+    their own.  `next_process`: is asked about a connection that broke.
+    """
+
+    def __init__(
+        self, group: Any, part: int, division: Division, log: InstructionLog, next_process: int
+    ) -> None:
+        super().__init__(division.parts, part)
+        self.division, self.group, self.on_devices = division, group, None
+        self._log, self._next = log, next_process
+
+    # -- conversions ---------------------------------------------------------------------------
+
+    def meet(self, x: Tensor, at: At) -> Tensor:
+        if self.on_devices is not None and not devices.on_host(x):
+            return self._collective(self.on_devices, x, at.step.kind)
+        return self._collective(self.group, devices.to_host(x.detach()), at.step.kind).to(x.device)
+
+    def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
+        x = x.contiguous()
+        match kind:
+            case "sum":
+                result = x.clone()
+                begin = partial(group.allreduce, [as_real(result)])
+            case "gather":
+                result = x.new_empty((self.count, *x.shape))
+                begin = partial(group._allgather_base, as_bytes(result), as_bytes(x))
+            case "scatter":
+                result = x.new_empty(x.shape[1:])
+                given = as_real(x).flatten(0, 1)
+                begin = partial(group._reduce_scatter_base, as_real(result), given)
+            case _:
+                result = torch.empty_like(x)
+                begin = partial(group.alltoall_base, as_bytes(result), as_bytes(x), [], [])
+        with self._log.between_parts():
+            try:
+                begin().wait()
+            except RuntimeError as error:
+                text = str(error)
+            else:
+                return result
+            finally:
+                del group, begin  # connections close when the last reference is gone
+            raise lost(self._next, text)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of what the parts have."""
+        return self.meet(x, _SUM)
+
+    def abandon(self) -> None:
+        """Let go of the group, so that connections can close."""
+        self.group = self.on_devices = None
+
+    # -- tensors of the model ------------------------------------------------------------------
+
+    def own(self, fqn: str, whole: Tensor) -> Tensor:
+        """Return what this part holds of a tensor."""
+        return self.division.own(fqn, whole, self.part)
+
+    def whole(self, fqn: str, own: Tensor) -> Tensor:
+        """A tensor of the model in host memory, from what all parts hold of it."""
+        shard = self.division.shards.get(fqn)
+        if shard is None:
+            return own
+        return shard.joined([*devices.to_host(self.meet(own.detach(), _GATHER))])
+
+    def whole_shape(self, fqn: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor of the model, of which this part holds one of `shape`."""
+        shard = self.division.shards.get(fqn)
+        if shard is None:
+            return shape
+        return (*shape[: shard.dim], shape[shard.dim] * shard.parts, *shape[shard.dim + 1 :])
+
+    def sum_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Sums over parts the gradients of which each has a share, in place of these."""
+        for fqn in sorted(self.division.summed.intersection(gradients)):
+            gradients[fqn] = self.summed(gradients[fqn])
+
+    # -- what parts tell each other ------------------------------------------------------------
+
+    def tell(self, value: Any) -> list[Any]:
+        """The values of all parts, which JSON takes."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor([len(text)]))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(text)] = text
+        rows = self._gathered(padded)
+        pairs = zip(rows, sizes.flatten().tolist(), strict=True)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in pairs]
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return self._collective(self.group, x, "gather")
+
+
+_SUM, _GATHER = (At(kind, Step(kind), "between stages") for kind in ("sum", "gather"))
