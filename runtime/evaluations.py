@@ -126,7 +126,8 @@ class Evaluations:
             if lacking and world is not None:
                 raise _refused(unlike, f"and rank 0, which captures it, has no {some(lacking)}")
             try:
-                found = self._recompile(session.model, flat, session.options, session.compiled)
+                model = session.state.undivided()
+                found = self._recompile(model, flat, session.options, session.compiled)
             except PdcompileError as error:
                 raise _refused(unlike, f"and cannot be captured: {error.message}") from error
             if world is not None:

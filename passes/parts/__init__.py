@@ -1,4 +1,4 @@
-"""Stages divided between the ranks of a replica: axes, layouts, conversions, the written program."""
+"""Stages divided between the ranks of a replica: axes, layouts, the written program."""
 
 from __future__ import annotations
 

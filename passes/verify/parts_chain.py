@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.module_copies import twins
+from pdcompile.eager.module_copies import twin_with
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
@@ -33,7 +33,10 @@ class PartsChain:
     ) -> None:  # fmt: skip
         self.graph, self.edited = graph, sources.edited
         self._division, self._model = division, model
-        self._models = [part_of(model, division, p) for p in range(division.parts)]
+        self._models = [
+            twin_with(model, lambda fqn, one, p=p: division.own(fqn, one, p).clone())  # type: ignore[misc]
+            for p in range(division.parts)
+        ]
         self._chains = [
             Chain(graph, edges, tied, _own_constants(sources, division, p), own, seed)
             for p, own in enumerate(self._models)
@@ -113,26 +116,6 @@ class PartsChain:
             for fqn, buffer in self._model.named_buffers():
                 if buffer.numel():
                     buffer.copy_(self._whole(fqn, [one[fqn] for one in own]))
-
-
-def part_of(model: nn.Module, division: Division, part: int) -> nn.Module:
-    """A twin of the model that holds a part's own copies of the slices of all tensors."""
-    copies, made = twins(model), dict[int, Tensor]()
-    canonical = {id(t): fqn for fqn, t in (*model.named_parameters(), *model.named_buffers())}
-    for twin in copies.values():
-        for table in (twin._parameters, twin._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    own = division.own(canonical[id(tensor)], tensor.detach(), part).clone()
-                    made[id(tensor)] = (
-                        nn.Parameter(own, requires_grad=tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else own
-                    )
-                table[name] = made[id(tensor)]  # type: ignore[assignment]
-    return copies[id(model)]
 
 
 def _own_constants(sources: Sources, division: Division, part: int) -> Sources:

@@ -113,8 +113,8 @@ def optimizer_loading(
         one._replace(names=tuple(name for old in one.names for name in known.get(old, ())))
         for one in contents.groups()
     ]
-    own = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-    read = {name: contents.optimizer_state(stored[name]) for name in own if name is not None}
+    mine = (names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+    read = {name: contents.optimizer_state(stored[name]) for name in mine if name is not None}
     state = {name: own(name, values) for name, values in read.items() if values}
     try:
         return named_loading(optimizer, names, groups, state, made)

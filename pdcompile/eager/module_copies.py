@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import tensors_at
 from pdcompile.errors import InputError, errors_as
@@ -66,6 +66,24 @@ def twins(root: nn.Module) -> dict[int, nn.Module]:
             for name, child in module._modules.items()
         }
     return copies
+
+
+def twin_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A twin of the model that holds, under all names, what `change` makes of each tensor of it, by
+    its first name."""
+    copies, made = twins(model), dict[int, Tensor]()
+    names = {id(t): fqn for fqn, t in (*model.named_parameters(), *model.named_buffers())}
+    for twin in copies.values():
+        tables: tuple[dict[str, Any], ...] = (twin._parameters, twin._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in made:
+                    new = change(names[id(tensor)], tensor.detach())
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = new
+                table[name] = None if tensor is None else made[id(tensor)]
+    return copies[id(model)]
 
 
 def _rebound(value: functools.partial[Any], copies: Mapping[int, nn.Module]) -> Any:

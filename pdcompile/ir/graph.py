@@ -135,4 +135,4 @@ class Capture:
     arguments: tuple[tuple[tuple[str, ...], str], ...] = ()
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
     kept: str = field(default="", compare=False)
-    division: Division = Division()
+    division: Division = field(default_factory=Division)

@@ -125,7 +125,7 @@ class InstructionLog:
 
     @contextmanager
     def between_parts(self) -> Iterator[None]:
-        """Context of a conversion, in the middle of what is noted; after an error it stays there."""
+        """Context of a conversion, within what is noted; after an error it stays there."""
         now = self._now
         self.enter(Outside.PARTS)
         yield

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pdcompile.checkpoint.extra_states import extra_states, set_extra_states
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest, flat_bytes
-from pdcompile.eager.module_copies import copy_of
+from pdcompile.eager.module_copies import copy_of, twin_with
 from pdcompile.errors import ConfigError, ContractError, InputError, some
 from pdcompile.hardware import devices
 from pdcompile.ir.records import TensorInfo
@@ -150,7 +150,7 @@ class State:
         return shape if self.beside is None else self.beside.whole_shape(fqn, shape)
 
     def whole(self, fqn: str, own: Tensor) -> Tensor:
-        """A tensor of the model, from what this process has; the parts of a stage do it together."""
+        """A tensor of the model, from what this process has; all parts of a stage call it."""
         return own if self.beside is None else self.beside.whole(fqn, own)
 
     def own(self, fqn: str, whole: Tensor) -> Tensor:
@@ -167,6 +167,15 @@ class State:
             else one
             for key, one in values.items()
         }
+
+    def undivided(self) -> nn.Module:
+        """The model; where parts have slices of it a twin without values, in its true shapes."""
+        if self.beside is None:
+            return self._model
+        return twin_with(
+            self._model,
+            lambda fqn, one: one.new_empty(self.whole_shape(fqn), device="meta"),
+        )
 
     def divide(self) -> None:
         """Keep this part's slices of the tensors of the model alone."""

@@ -32,8 +32,8 @@ def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict
     """State of the whole model with its keys, copied to the CPU, on rank 0; elsewhere {}."""
     rows = [row for row in holdings(session, minibatches) if row.holding.kind is HoldingKind.WEIGHT]
     found: dict[str, Tensor] = {}
-    of = session.state.whole
-    own = {row.holding.name: of(row.holding.name, row.tensor) for row in rows if row.owned}
+    whole = session.state.whole
+    own = {row.holding.name: whole(row.holding.name, row.tensor) for row in rows if row.owned}
     own = own if session.is_first_part else {}
     for rank, (_, tensors) in enumerate(exchange.collect(None, own)):
         found |= {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}

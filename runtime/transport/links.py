@@ -90,8 +90,8 @@ class Link:
     ) -> None:  # fmt: skip
         """`groups`: by the rank at the other end; the lower one of it and `rank` is rank 0 there.
         `rank` None: all are one group of all ranks, with tags.  `direct`: they are NCCL's, and
-        messages go from and into memory of the device.  `process_of`: the number of a rank's process,
-        for people."""
+        messages go from and into memory of the device.  `process_of`: the number of a rank's
+        process, for people."""
         self._groups, self._rank, self.direct, self._process = groups, rank, direct, process_of
 
     def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Working:
