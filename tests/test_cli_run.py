@@ -130,4 +130,4 @@ def test_a_resumed_run_counts_its_own_steps(target: str, call: Call, tmp_path: P
     for steps in ("1", "2"):
         code, out, err = call(*common, "--steps", steps)
         assert code == 0, err
-        assert re.search(r"\n1 step in .* s: [\d,]+ samples/s\n", out)
+        assert re.search(r"\n1 step in .* s: [\d,]+ samples/s, [\d,]+ tokens/s\n", out)

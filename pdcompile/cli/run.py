@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -144,22 +145,24 @@ def run(
             **({"resumed_at": first} if saves.resume else {}),
             "losses": done.losses,
             "seconds": seconds,
-            "samples_per_second": len(done.ended) * pipe.plan.training.batch_size / seconds,
+            **{f"{what}_per_second": count / seconds for what, count in done.items.items()},
             "step_seconds": step_seconds(done.ended),
             "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
             **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
             **({} if told.trace is None else {"trace": str(told.trace)}),
-        }
+        },
+        ", ".join(f"{count / seconds:,.0f} {what}/s" for what, count in done.items.items()),
     )
 
 
 @dataclass
 class Trained:
-    """Results of a run: losses by step, and when each call ended."""
+    """Results of a run: losses by step, when each call ended, items by their kind."""
 
     began: float
     losses: dict[int, float] = field(default_factory=dict)
     ended: list[float] = field(default_factory=list)
+    items: Counter[str] = field(default_factory=lambda: Counter(samples=0))
     checkpoint: str | None = None
 
 
@@ -191,6 +194,7 @@ def trained(
             if refused is None:
                 raise
             raise refused from error
+        found.items.update(items_of(args, kwargs, pipe.plan.training.batch_size))
         if result.loss is None:
             raise ConfigError(
                 "the workload has no loss to train on",
@@ -207,15 +211,14 @@ def trained(
     return found
 
 
-def report(document: Mapping[str, Any]) -> Result:
+def report(document: Mapping[str, Any], throughput: str) -> Result:
     """Result of a run."""
     from pdcompile.report.labels import counted
     from pdcompile.units import format_seconds
 
     shown = [f"step {step:>6}  loss {loss:.6f}" for step, loss in document["losses"].items()]
     ran = document["steps"] - document.get("resumed_at", 0)
-    rate = f"{document['samples_per_second']:,.0f} samples/s"
-    shown.append(f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {rate}")
+    shown.append(f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {throughput}")
     if document.get("checkpoint"):
         shown.append(f"saved as {document['checkpoint']}")
     if document.get("trace"):
@@ -241,3 +244,12 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> dict[str, int]:
+    """Samples, and tokens where the first input is a matrix of integers."""
+    from torch import Tensor
+
+    firsts = [x for x in (*args, *kwargs.values())[:1] if isinstance(x, Tensor) and x.ndim == 2]
+    tokens = [("tokens", x.numel()) for x in firsts if not x.is_floating_point()]
+    return {"samples": batch_size, **dict(tokens)}
