@@ -191,7 +191,7 @@ class StageGradients:
 
     def taken(self, minibatch: int) -> Gradients:
         """The gradients of the update that takes a minibatch, which are no longer kept."""
-        number = self.numbers.update(minibatch)
+        number = self.update_of(minibatch)
         self._over_parts.discard(number)
         return self.gradients.pop(number, {})
 

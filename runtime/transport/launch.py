@@ -13,7 +13,7 @@ import os
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
