@@ -124,13 +124,13 @@ def _share(graph: OpGraph, split: Any, parts: int) -> Share:
     from pdcompile.passes.parts.layouts import lay_out
 
     try:
-        found = lay_out(graph, split, parts)
+        found = lay_out(graph, split, parts, outputs=False)
     except ConfigError as error:
         return Share(0.0, 0.0, (error.message,))
     flops = sum(product_flops(graph).values())
     parameters = {f: one for f, one in graph.tensors.items() if one.kind == "parameter"}
     split_bytes = sum(one.bytes for fqn, one in parameters.items() if fqn in found.shards)
-    stays = sorted(found.stays, key=lambda one: -one.flops)
+    stays = sorted((one for one in found.stays if one.flops), key=lambda one: -one.flops)
     return Share(
         1 - sum(one.flops for one in stays) / max(flops, 1),
         split_bytes / max(sum(one.bytes for one in parameters.values()), 1),
@@ -162,8 +162,9 @@ def page(rows: Sequence[Row], parts: int) -> str:
         "*FLOPs* is the share of the operations of matrix products, convolutions and attention",
         "that each device does only its part of. *Bytes* is the share of the parameters' bytes of",
         "which it holds a slice. An op that stands in the way is computed whole on every device:",
-        "the result is the same, and nothing is gained there. Embeddings and losses are whole so",
-        "far, and so are tables that are tied to them.",
+        "the result is the same, and nothing is gained there. By width, tables of embeddings and",
+        "logits are divided along the vocabulary, where it is large and the parts divide it; training",
+        "steps give no outputs here.",
         "",
         "`compile` has no option for it yet: what stands are the rules, layouts and the program of",
         "one part (`pdcompile.passes.parts`), which tests compare with the models.",

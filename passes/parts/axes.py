@@ -52,7 +52,8 @@ class Way:
 class OpAxes:
     """Axes of one op, and its ways to divide.  `reason`: why there are none, "" with a rule.
 
-    `added`: numbers of operands that are added after a sum.
+    `added`: numbers of operands that are added after a sum.  `vocabulary`: what operands have
+    numbers of.
     """
 
     call: Call
@@ -61,10 +62,16 @@ class OpAxes:
     dims: Mapping[int, Dims] = field(default_factory=dict)  # of the operands, by number
     added: tuple[int, ...] = ()
     reason: str = ""
+    vocabulary: Loop | None = None
 
     @property
     def op(self) -> Op:
         return self.call.op
+
+    @property
+    def classes(self) -> Atom | None:
+        """What parts share of its vocabulary."""
+        return next(iter(leaves(self.vocabulary.run)), None) if self.vocabulary else None
 
     @property
     def whole(self) -> Way:
@@ -78,6 +85,8 @@ class OpAxes:
         found = []
         for loop in self.loops:
             run = leaves(loop.run) if loop.kind != "whole" else ()
+            if loop is self.vocabulary:
+                run = run[:1]  # of which each part has one run of numbers
             for i, axis in enumerate(run):
                 read = _split(loop.operands, self.dims, run[:i])
                 made = _split(loop.results, self.results, run[:i])
@@ -86,7 +95,7 @@ class OpAxes:
                 added = self.added if loop.kind == "sum" else ()
                 wants = tuple(WHOLE if n in added else read.get(n, SPREAD)
                               for n in range(len(self.call.operands)))  # fmt: skip
-                made = {0: SUM} if loop.kind == "sum" else made
+                made = {0: SUM} if loop.kind == "sum" else made if loop.kind == "free" else {}
                 found.append(Way(axis, wants, made, added, WHOLE if added else None))
         return found
 
@@ -229,10 +238,14 @@ class Axes:
         terms = {term: i for term, i in enumerate(form.operands) if i is not None}
         given = {term: dims[i] for term, i in terms.items()}
         found, made = bind(form.signature, given, sizes, form.sizes)
-        for loop in found:
+        for loop in found.values():
             loop.operands = {terms[term]: place for term, place in loop.operands.items()}
         added = tuple(terms[i] for i in added_operands(form.signature) if i in terms)
-        return OpAxes(call, tuple(found), made, dims, added)
+        for letter in form.meets:
+            if letter in found:
+                found[letter].kind = "meet"
+        loops, vocabulary = tuple(found.values()), found.get(form.vocabulary)
+        return OpAxes(call, loops, made, dims, added, vocabulary=vocabulary)
 
     def _dims(self, operand: Operand) -> Dims:
         return self.tensors[operand.name] if operand.of_model else self.values[operand.name]

@@ -13,14 +13,15 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from pdcompile.ir.graph import OpGraph, Ref, walk
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops, rule_of
-from pdcompile.passes.parts.atoms import Atom
+from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way, item_of, takes_item
 from pdcompile.passes.parts.families import Family, Kinds, divides
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
 
+UPDATED = 4.0  # of the bytes of a table: its weights, gradient and states, updated on every part
 UNDIVIDED = 0.01  # of the bytes of a result: what computing it on every part costs
 
 
@@ -32,7 +33,7 @@ class Choice:
         ways: what was chosen for each op that is not whole.
     """
 
-    def __init__(self, axes: Axes, family: Family, parts: int) -> None:
+    def __init__(self, axes: Axes, family: Family, parts: int, shown: frozenset[str]) -> None:
         self.axes, self.graph, self.parts = axes, axes.graph, parts
         self.kinds = Kinds.of(axes, family)
         self.flops = product_flops(axes.graph)
@@ -40,8 +41,12 @@ class Choice:
         self._maker: dict[str, str] = {}  # of each item that is taken out of a container
         self._readers: dict[str, list[tuple[str, int]]] = {}
         self._values: dict[str, tuple[str, ...]] = {}  # that an op's way is about
+        self._tables: dict[str, list[tuple[str, int]]] = {}  # readers of tables of embeddings
         self._read()
-        self._shown = {ref.name for ref in walk(self.graph.output, Ref)} | {self.graph.loss}
+        self._shown = shown
+        self._loss_is_whole = any(
+            op.region == "loss" and not shown.isdisjoint(op.inputs) for op in self.graph.ops
+        )
         possible = {name: self._possible(op) for name, op in axes.ops.items()}
         taken = self._taken(possible)
         whole = self._of_all_products(taken, possible)
@@ -65,11 +70,19 @@ class Choice:
                     continue
             self._values[name] = (*op.op.inputs, name)
             for number, operand in enumerate(read):
-                if not operand.of_model:
-                    self._readers.setdefault(operand.name, []).append((name, number))
+                known = self._tables if operand.of_model else self._readers
+                known.setdefault(operand.name, []).append((name, number))
+        looks_up = {name for name, op in self.axes.ops.items() if op.call.name == "embedding"}
+        self._tables = {f: read for f, read in self._tables.items()
+                        if not looks_up.isdisjoint(name for name, _ in read)}  # fmt: skip
 
     def _possible(self, op: OpAxes) -> list[Way]:
-        """Ways of the family whose axis divides; of a product those that it is to be split in."""
+        """Ways of the family whose axis divides; of a product those that it is to be split in.
+
+        What the loss reads is whole where the caller reads it too.
+        """
+        if op.op.region == "loss" and self._loss_is_whole:
+            return []
         ways = [way for way in self.kinds.allowed(op) if divides(way.axis, self.parts)]
         return self.kinds.preferred(op, ways) if op.op.name in self.flops else ways
 
@@ -77,7 +90,7 @@ class Choice:
         """Ways open to an op; products stay whole only where nothing divides them."""
         found = []
         for way in ways:
-            if way.axis in active or way.axis not in self.kinds.width:
+            if way.axis in active or way.axis not in self.kinds.width or _looks_up(op, way):
                 found.append(way)
                 if way.added:
                     found += [_added_to(way, other) for other in self.kinds.allowed(op)
@@ -159,16 +172,29 @@ class Choice:
         size = about.bytes(self.graph.batch_size)
         return size * sum(wire(have, want, self.parts, about.needs_gradient) for want in wants)
 
+    def _of_table(self, fqn: str) -> float:
+        """Bytes for a table: where it is not had in slices, all of it is updated on every part, and
+        those who want a slice cut it anew for each microbatch."""
+        wants = {self.ways[name].operands[i] if name in self.ways else WHOLE
+                 for name, i in self._tables[fqn]}  # fmt: skip
+        info, alike = self.graph.tensors[fqn], len(wants) == 1
+        if alike and next(iter(wants)).kind == "S":
+            return 0.0
+        found = sum(wire(WHOLE, one, self.parts, info.requires_grad) for one in wants if not alike)
+        return info.bytes * (found + UPDATED * (self.parts - 1) / self.parts)
+
     def _around(self, name: str) -> tuple[float, int]:
         """Bytes that depend on the way of one op, and the operands that are converted."""
         way, about = self.ways[name], self.graph.values[name]
         size = about.bytes(self.graph.batch_size)
         found = sum(map(self._cost, dict.fromkeys(self._values[name])))
+        read = self.axes.ops[name].call.operands
+        found += sum(self._of_table(one.name) for one in read if one.name in self._tables)
         if way.axis is None:
             found += UNDIVIDED * size
         elif way.after is not None:
             found += size * wire(SUM, way.after, self.parts, about.needs_gradient)
-        pairs = zip(self.axes.ops[name].call.operands, way.operands, strict=True)
+        pairs = zip(read, way.operands, strict=True)
         return round(found, 3), sum(w != self.given(o.name) for o, w in pairs if not o.of_model)
 
     def _improve(self) -> None:
@@ -187,6 +213,13 @@ def _added_to(way: Way, other: Way) -> Way:
     pairs = enumerate(zip(way.operands, other.operands, strict=True))
     wants = tuple(two if i in way.added else one for i, (one, two) in pairs)
     return replace(way, operands=wants, after=other.result)
+
+
+def _looks_up(op: OpAxes, way: Way) -> bool:
+    """True if the rows of a table are divided that samples look up, not places in a sequence."""
+    ids = op.dims[op.call.role(0, "input") or 0] if op.call.name == "embedding" else ()
+    samples = any(atom.extent.power for run in ids for atom in leaves(run))
+    return samples and way.axis is op.classes
 
 
 def product_flops(graph: OpGraph) -> dict[str, int]:

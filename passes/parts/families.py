@@ -41,6 +41,8 @@ class Kinds:
         weights = _of_the_model(axes)
         calls = costed_ops(axes.graph, axes.graph.batch_size)
         for call, op in zip(calls, axes.ops.values(), strict=True):
+            if op.classes is not None:
+                names.setdefault(op.classes, "vocabulary")
             if not rule_of(call).product and op.call.name != "embedding":
                 continue
             _name(op, weights, names)
@@ -51,13 +53,18 @@ class Kinds:
                     found.update(atom for run in dims for atom in leaves(run))
         return Kinds(family, frozenset(found), names)
 
+    @property
+    def by_width(self) -> bool:
+        """True if weights are divided first."""
+        return _ALLOWED[self.family][0] == "width"
+
     def name(self, axis: Atom) -> str:
         """Name of the axis in messages."""
         return self.names.get(axis, "hidden") if axis in self.width else self.kind(axis)
 
     def is_heads(self, axis: Atom | None) -> bool:
         """True if an attention has the axis as its heads."""
-        return axis in self.names
+        return axis is not None and self.names.get(axis) == "heads"
 
     def kind(self, axis: Atom) -> Kind:
         if axis.extent.power:
@@ -67,7 +74,8 @@ class Kinds:
     def allowed(self, op: OpAxes) -> list[Way]:
         """The ways of an op along axes of the family."""
         kinds = _ALLOWED[self.family]
-        return [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
+        ways = [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
+        return [way for way in ways if self.by_width or way.axis is not op.classes]
 
     def preferred(self, op: OpAxes, ways: Sequence[Way]) -> list[Way]:
         """The ways that a product is to be split along: those of the first kind that it has.

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, walk
-from pdcompile.passes.costs.costed_op import VIEWS, plain_name
+from pdcompile.passes.costs.costed_op import VIEWS, plain_name, words
 from pdcompile.passes.parts.rules import ELEMENTWISE
 
-_MAY_BE_VIEWS = VIEWS | {
-    "contiguous",
-    "to",
-    "float",
-    "half",
-    "double",
-    "bfloat16",
-    "type",
-    "getitem",
-}
+_MAY_BE_VIEWS = VIEWS | words("contiguous to float half double bfloat16 type getitem")
 
 
 def written_storages(graph: OpGraph) -> frozenset[int]:

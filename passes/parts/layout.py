@@ -33,8 +33,8 @@ class Layout:
         return product(self.sizes[: self.which])
 
     def local(self, shape: Sequence[Size], parts: int) -> tuple[Size, ...]:
-        """The shape of what one part has; where samples are split, b is the part's own number."""
-        if self.kind != "S" or isinstance(self.sizes[self.which], Affine):
+        """The shape of what one part has."""
+        if self.kind != "S":
             return tuple(shape)
         return (*shape[: self.dim], share(shape[self.dim], parts), *shape[self.dim + 1 :])
 

@@ -6,13 +6,13 @@ the axis is summed over.  An op that stays whole wants I and gives I: the same b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import ConfigError, some
-from pdcompile.ir.graph import Attr, OpGraph, walk
+from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
 from pdcompile.parts.shard import Shard
-from pdcompile.passes.parts.atoms import Atom
+from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
 from pdcompile.passes.parts.families import ATTENTION, Family, divides
@@ -37,13 +37,14 @@ class Layouts:
     `shards` are the tensors of the model of which each part holds a slice, `summed` those that are
     whole but whose gradients are sums over parts (R).  Every other tensor is I: an op that wants
     it otherwise converts it, as it does with a value.  `axes` are the names of what ops are split
-    along.
+    along, `shown` values that the caller reads.
     """
 
     family: Family
     parts: int
     ops: dict[str, Way]
     axes: dict[str, str]
+    shown: frozenset[str]
     shards: dict[str, Shard]
     summed: frozenset[str]
     stays: tuple[Stays, ...]
@@ -65,14 +66,18 @@ class Layouts:
         return "\n".join(_lines(self)) + "\n"
 
 
-def lay_out(graph: OpGraph, family: Family, parts: int) -> Layouts:
+def lay_out(graph: OpGraph, family: Family, parts: int, *, outputs: bool = True) -> Layouts:
     """Chooses the layouts of a graph.
+
+    `outputs`: the caller reads the model's outputs.  Where not, those that the loss reads may stay
+    split, as logits do along the vocabulary.
 
     Raises:
         ConfigError: nothing of it divides in this way.
     """
     axes = Axes(graph)
-    choice, ops = _chosen(axes, family, parts)
+    shown = _shown(graph, outputs)
+    choice, ops = _chosen(axes, family, parts, shown)
     names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
     held = _held(axes, ops)
     shards = {f: _shard(f, one, parts) for f, one in held.items() if one.kind == "S"}
@@ -82,16 +87,39 @@ def lay_out(graph: OpGraph, family: Family, parts: int) -> Layouts:
         for name, flops in choice.flops.items()
         if flops and ops[name].axis is None
     )
-    found = Layouts(family, parts, ops, names, shards, summed, stays, graph)
+    stays += tuple(_whole_vocabularies(choice, ops))
+    found = Layouts(family, parts, ops, names, shown, shards, summed, stays, graph)
     _refuse(choice, found)
     return found
 
 
-def _chosen(axes: Axes, family: Family, parts: int) -> tuple[Choice, dict[str, Way]]:
+def _shown(graph: OpGraph, outputs: bool) -> frozenset[str]:
+    """Values that the caller reads."""
+    by_loss = {name for op in graph.ops if op.region == "loss" for name in op.inputs}
+    found = {ref.name for ref in walk(graph.output, Ref)} - (set() if outputs else by_loss)
+    return frozenset(found & {op.name for op in graph.ops} | {graph.loss or ""})
+
+
+def _whole_vocabularies(choice: Choice, ops: Mapping[str, Way]) -> Iterator[Stays]:
+    """Tables and losses that stay whole because their vocabulary is not to be divided."""
+    for name, op in choice.axes.ops.items():
+        if op.call.name not in ("embedding", "crossentropy") or ops[name].axis is not None:
+            continue
+        own, runs = op.classes, [run for dims in op.dims.values() for run in dims]
+        uneven = own and own.extent.number > choice.parts and not divides(own, choice.parts)
+        of_samples = any(atom.extent.power for run in runs for atom in leaves(run))
+        if choice.kinds.by_width and (op.reason or (uneven and of_samples)):
+            why = op.reason or f"{_sized(choice, own)} does not divide by {choice.parts}"
+            yield Stays(name, op.op.source, why, 0)
+
+
+def _chosen(
+    axes: Axes, family: Family, parts: int, shown: frozenset[str]
+) -> tuple[Choice, dict[str, Way]]:
     """The way of each op; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""
     while True:
-        choice = Choice(axes, family, parts)
+        choice = Choice(axes, family, parts, shown)
         ops = {name: choice.way(name) for name in axes.ops}
         held = _held(axes, ops)
         modules = [op for op in axes.ops.values() if op.op.kind == "module"]
@@ -140,28 +168,45 @@ def _refuse(choice: Choice, found: Layouts) -> None:
     """Refuses what divides nothing or less than half, and a sequence with too few heads."""
     kinds, ops = choice.kinds, choice.axes.ops
     last = "split='samples'" if found.family != "samples" else "parts=1"
+    stays = [one for one in found.stays if one.flops]
+    if found.family == "samples":
+        _refuse_statistics(ops.values())
     if found.family == "sequence":
         for name in choice.flops:
             _refuse_heads(choice, ops[name], found)
     uneven, axes = 0, dict[Atom | None, str]()
-    for one in found.stays:
+    for one in stays:
         ways = kinds.allowed(ops[one.op])
         uneven += one.flops if ways else 0
         for way in ways:
             axes.setdefault(way.axis, f"{_sized(choice, way.axis)} of {_place(ops[one.op])}")
-    if found.stays and uneven > sum(choice.flops.values()) / 2:
+    if stays and uneven > sum(choice.flops.values()) / 2:
         raise ConfigError(
             f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide",
-            where=found.stays[0].source,
+            where=stays[0].source,
             remedy=_other_parts(axes, last),
         )
-    if found.stays and not found.axes.keys() & choice.flops.keys():
-        first = found.stays[0]
+    if stays and not found.axes.keys() & choice.flops.keys():
+        first = stays[0]
         raise ConfigError(
             f"split={found.family!r} divides nothing: {first.reason}",
             where=first.source,
             remedy=f"use {last}",
         )
+
+
+def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
+    """Refuses batch norm in training where samples are split."""
+    for op in ops:
+        samples = [a for loop in op.loops if loop.kind == "whole" for a in leaves(loop.run)
+                   if a.extent.power]  # fmt: skip
+        if samples and op.call.name.startswith("batchnorm"):
+            raise ConfigError(
+                f"split='samples': {_place(op)} normalises by statistics of all samples of a "
+                "microbatch, of which each part has its share alone",
+                where=op.op.source,
+                remedy="use split='width', replicas of the stage, or group norm in the model",
+            )
 
 
 def _refuse_heads(choice: Choice, op: OpAxes, found: Layouts) -> None:

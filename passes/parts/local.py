@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pdcompile.ir.graph import Argument, Op, OpGraph, rewritten
+from pdcompile.ir.graph import Argument, Attr, Op, OpGraph, Ref, rewritten
+from pdcompile.ir.records import PARTS
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Call, whole_numbers
-from pdcompile.passes.parts.layout import share
+from pdcompile.passes.parts.layout import SUM, WHOLE, share
 
 _CONVOLUTION = {"in_channels": ("input", 1), "out_channels": ("", 1)}
 #: Arguments of modules that are a size of an operand, or of the result (""): of which dimension.
@@ -30,6 +31,13 @@ _GROUPS = {
     **{f"conv{n}d": (6, "groups") for n in (1, 2, 3)},
     **{f"convtranspose{n}d": (7, "groups") for n in (1, 2, 3)},
 }
+#: What the functions of parts take of an op's arguments: position, name and default.
+_SHARED: dict[str, tuple[tuple[int, str, Any], ...]] = {
+    "embedding": ((2, "padding_idx", None),),
+    "crossentropy": (
+        (4, "ignore_index", -100), (6, "reduction", "mean"), (7, "label_smoothing", 0.0),
+    ),
+}  # fmt: skip
 _VIEWS = {
     "view": "view", "viewas": "view", "reshape": "reshape", "reshapeas": "reshape",
     "expand": "expand", "expandas": "expand", "broadcastto": "expand", "unflatten": "reshape",
@@ -42,6 +50,8 @@ def local_op(graph: OpGraph, op: Op, layout: Way, parts: int) -> Op:
     if layout.axis is None:
         return op
     call = Call(op, graph)
+    if layout.result == {"embedding": SUM, "crossentropy": WHOLE}.get(call.name):
+        return _shared(op, call, layout)
     if op.mutates:
         op = _anew(op)
     if layout.added:
@@ -54,6 +64,26 @@ def local_op(graph: OpGraph, op: Op, layout: Way, parts: int) -> Op:
     if name in _VIEWS:
         return _resized(op, call, layout, parts)
     return _of_sections(op, call, layout, parts) if name in ("split", "splitwithsizes") else op
+
+
+def _shared(op: Op, call: Call, layout: Way) -> Op:
+    """The function by which parts share a vocabulary, or the mean over rows."""
+    numbers = [call.role(i, name) for i, name in enumerate(("input", "target"))]
+    if call.name == "embedding":
+        function, numbers[1] = "vocabulary_embedding", call.role(1, "weight")
+    else:
+        by_rows = all(
+            number is not None and layout.operands[number].kind == "S" for number in numbers
+        )
+        function = "mean_cross_entropy" if by_rows else "vocabulary_cross_entropy"
+    read = [call.operands[number] for number in numbers if number is not None]
+    given = tuple(Attr(one.name) if one.of_model else Ref(one.name) for one in read)
+    kwargs = tuple(
+        (word, found) for position, word, default in _SHARED[call.name]
+        if (found := call.argument(position, word, default)) != default
+    )  # fmt: skip
+    return replace(op, kind="function", target=f"{PARTS}.{function}", args=given, kwargs=kwargs,
+                   parameters=(), constructor=())  # fmt: skip
 
 
 def _anew(op: Op) -> Op:

@@ -107,12 +107,8 @@ def _grouped_norm(call: Call) -> Form | str:
     if not isinstance(groups, int):
         return "its number of groups is not known"
     rest = letters_with(call.rank(0) - 2, capital="all")
-    weight = call.role(2, "weight")
-    return Form(
-        f"b(gC){rest},(gC),(gC)->b(gC){rest}",
-        [0, weight, call.role(3, "bias")],
-        {"g": Extent(groups)},
-    )
+    numbers = [0, call.role(2, "weight"), call.role(3, "bias")]
+    return Form(f"b(gC){rest},(gC),(gC)->b(gC){rest}", numbers, {"g": Extent(groups)})
 
 
 def _batch_norm(call: Call) -> Form:
@@ -220,11 +216,28 @@ def _permuted(call: Call) -> Form | str:
 
 
 def _embedding(call: Call) -> Form | str:
-    """Rows of a table: the table's rows are needed whole, its width is free."""
+    """Rows of a table: each part has those of its own, and zeros for others'."""
     for position, name in ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse")):
         if call.argument(position, name):
             return f"it has {name}"
-    return Form("*,Vd->*d", [call.role(0, "input"), call.role(1, "weight")])
+    return Form("*,vd->*d", [call.role(0, "input"), call.role(1, "weight")], vocabulary="v")
+
+
+def _cross_entropy(call: Call) -> Form | str:
+    """Of numbers of classes: rows are free or summed, classes need two small reductions."""
+    logits, target = call.role(0, "input"), call.role(1, "target")
+    if logits is None or target is None:
+        return "its operands are not known"
+    if call.role(2, "weight") is not None:
+        return "its classes have weights"
+    if call.argument(3, "size_average") is not None or call.argument(5, "reduce") is not None:
+        return "its reduction is not known"
+    if not call.dtype(target).startswith(("int", "uint")):
+        return "its targets are no numbers of classes"
+    rows = letters_with(call.rank(target), skip="v")
+    reduction = call.argument(6, "reduction", "mean")
+    signature = f"{rows[:1]}v{rows[1:]},{rows}->{rows if reduction == 'none' else ''}"
+    return Form(signature, [logits, target], {}, "v", f"v{rows if reduction == 'mean' else ''}")
 
 
 def _grouped_products(call: Call) -> Form | str:
@@ -391,11 +404,8 @@ def _other(letter: str) -> str:
 
 
 def _is_all(part: Slice, size: Extent) -> bool:
-    if part.step not in (None, 1) or part.start not in (None, 0):
-        return False
-    if part.stop is None:
-        return True
-    return isinstance(part.stop, int | Affine) and extent(part.stop) == size
+    stop, begins = part.stop, part.step in (None, 1) and part.start in (None, 0)
+    return begins and (stop is None or (isinstance(stop, int | Affine) and extent(stop) == size))
 
 
 def _looked_up(call: Call, index: list[Any]) -> Form | str:
@@ -450,20 +460,16 @@ RULES: dict[str, Rule] = {
     "groupedmm": _grouped_products,
     "scaleddotproductattention": _attention,
     "embedding": _embedding,
+    "crossentropy": _cross_entropy,
     **dict.fromkeys(words("layernorm rmsnorm"), _normalised),
     "groupnorm": _grouped_norm,
     **dict.fromkeys(words("batchnorm batchnorm1d batchnorm2d batchnorm3d"), _batch_norm),
     **{f"conv{kind}{n}d": _convolution for kind in ("", "transpose") for n in (1, 2, 3)},
-    **{
-        f"{kind}pool{n}d": _pool
-        for kind in ("max", "avg", "lp", "adaptiveavg", "adaptivemax")
-        for n in (1, 2, 3)
-    },
+    **{f"{kind}pool{n}d": _pool for kind in words("max avg lp adaptiveavg adaptivemax")
+       for n in (1, 2, 3)},
     **dict.fromkeys(words("interpolate upsample"), _pool),
-    **dict.fromkeys(
-        words("softmax logsoftmax cumsum cumprod logcumsumexp"),
-        _whole_along(1, "dim", None, "kept"),
-    ),
+    **dict.fromkeys(words("softmax logsoftmax cumsum cumprod logcumsumexp"),
+                    _whole_along(1, "dim", None, "kept")),
     "sort": _whole_along(1, "dim", -1, "kept"),
     "topk": _whole_along(2, "dim", -1, "new"),
     "roll": _whole_along(2, "dims", None, "kept"),
@@ -474,12 +480,10 @@ RULES: dict[str, Rule] = {
     "unbind": _whole_along(1, "dim", 0, "gone"),
     "unfold": _unfolded,
     "pad": _padded,
-    **dict.fromkeys(
-        words("sum mean amax amin max min var std prod any all logsumexp argmax argmin"), _reduced
-    ),
-    **dict.fromkeys(
-        words("view viewas reshape reshapeas flatten unflatten squeeze unsqueeze ravel"), _moved
-    ),
+    **dict.fromkeys(words("sum mean amax amin max min var std prod any all logsumexp argmax "
+                          "argmin"), _reduced),
+    **dict.fromkeys(words("view viewas reshape reshapeas flatten unflatten squeeze unsqueeze "
+                          "ravel"), _moved),
     **dict.fromkeys(words("transpose swapaxes swapdims permute t mt"), _permuted),
     **dict.fromkeys(words("expand expandas broadcastto"), _expanded),
     "repeat": _repeated,

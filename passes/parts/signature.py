@@ -20,7 +20,7 @@ from typing import Literal
 from pdcompile.passes.parts.atoms import ONE, Extent, Run, fresh, join, leaves, whole_extent
 from pdcompile.passes.parts.calls import Call
 
-Kind = Literal["free", "sum", "whole"]
+Kind = Literal["free", "sum", "whole", "meet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Place:
 class Loop:
     """One index of an op, as in einsum: where operands and results have it.
 
-    Operands are numbered as they appear in the op; those without it are read whole.
+    Operands are numbered as they appear in the op; those without it are read whole.  Along "meet"
+    the op of a part exchanges with the others what it needs, and gives the whole result.
     """
 
     run: Run
@@ -50,12 +51,15 @@ class Form:
 
     `operands` are numbers among the call's (None: not given); `sizes` are those of letters.  Where
     several results have one term, it is that of each.  No signature: the result is the same
-    elements in the same order as the first operand, in other dimensions.
+    elements in the same order as the first operand, in other dimensions.  `vocabulary`: the letter
+    that operands have numbers of, which parts share in order; `meets`: those of kind "meet".
     """
 
     signature: str
     operands: Sequence[int | None] = (0,)
     sizes: dict[str, Extent] = field(default_factory=dict)
+    vocabulary: str = ""
+    meets: str = ""
 
 
 Rule = Callable[[Call], Form | str]  # str: why it stays whole
@@ -110,8 +114,8 @@ def bind(
     operands: Mapping[int, Sequence[Run]],
     results: Mapping[int, Sequence[Extent]],
     sizes: dict[str, Extent],
-) -> tuple[list[Loop], dict[int, tuple[Run, ...]]]:
-    """Loops of a signature over given operands, and the dimensions of the results.
+) -> tuple[dict[str, Loop], dict[int, tuple[Run, ...]]]:
+    """Loops of a signature over given operands by letter, and the dimensions of the results.
 
     Args:
         operands: the dimensions of the operands that are given, by the number of the term.
@@ -127,7 +131,7 @@ def bind(
         table.read(number, inputs[number], dims)
     last = len(outputs) - 1
     made = {i: table.write(i, outputs[min(i, last)], sizes) for i, sizes in results.items()}
-    return list(table.loops.values()), made
+    return table.loops, made
 
 
 class _Table:

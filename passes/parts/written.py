@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from pdcompile.errors import PlanError
 from pdcompile.ir.graph import (
     Affine,
     Argument,
@@ -49,6 +48,7 @@ class Program:
     Attributes:
         shards: tensors of the model of which each part has a slice, by FQN.
         summed: parameters that are whole on all parts, each with a share of the gradient.
+        samples: how many parts share samples: b of the graph is the microbatch's number over it.
         belongs: each op that was added, and the op of the model that it is for.
         notes: ops that are computed in another way than the model does.
     """
@@ -59,6 +59,7 @@ class Program:
     summed: frozenset[str]
     belongs: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    samples: int = 1
 
     def __str__(self) -> str:
         lines = [f"one of {self.parts} parts"]
@@ -71,19 +72,25 @@ class Program:
 def write(layouts: Layouts) -> Program:
     """The program of one part.
 
-    Raises:
-        PlanError: an op cannot be made smaller, or samples are split.
+    Where samples are split, b of the program is the part's own number of them.
     """
-    for op in layouts.graph.ops:
-        plan = layouts.ops[op.name]
-        for one in (*plan.operands, plan.gives, *plan.results.values()):
-            if one.kind == "S" and isinstance(one.sizes[one.which], Affine):
-                raise PlanError(
-                    f"{op.name} is split by samples, of which sizes of a part cannot be written",
-                    where=op.source,
-                    remedy="use split='width', or replicas of the stage",
-                )
+    if layouts.family == "samples":
+        layouts = replace(layouts, graph=_of_own_samples(layouts.graph, layouts.parts))
     return _Writer(layouts).write()
+
+
+def _of_own_samples(graph: OpGraph, parts: int) -> OpGraph:
+    """The graph with sizes in the number of samples of one part, of which it has `parts` times."""
+
+    def sized(part: Any) -> Any:
+        return Affine(part.scale * parts, part.offset) if isinstance(part, Affine) else part
+
+    ops = tuple(
+        replace(op, args=rewritten(op.args, sized), kwargs=rewritten(op.kwargs, sized),
+                constructor=rewritten(op.constructor, sized)) for op in graph.ops
+    )  # fmt: skip
+    values = {n: replace(v, shape=rewritten(v.shape, sized)) for n, v in graph.values.items()}
+    return replace(graph, ops=ops, values=values, batch_size=max(graph.batch_size // parts, 1))
 
 
 class Conversion(NamedTuple):
@@ -140,7 +147,7 @@ class _Layouts:
         self._current = ""
         self.calls = _calls_of_scopes(self.graph)
         self.wanted = _wanted(layouts)
-        self.leaving = _leaving(self.graph)
+        self.leaving = layouts.shown
         self.gathered: set[str] = set()  # values that are split, and whole under their own names
         self.storages = count(1 + max((v.storage for v in self.graph.values.values()), default=0))
 
@@ -178,7 +185,7 @@ class _Layouts:
 
     def _done(self, name: str, layout: Layout) -> None:
         """Notes the layout of a value; makes whole at once what is read whole and never split, or
-        by the loss or the caller."""
+        by the caller."""
         self.made[name] = _Form(Ref(name), layout)
         wants, found = self.wanted.get(name, set()), conversion(layout, WHOLE)
         split = any(want.kind == "S" for want in wants)
@@ -250,14 +257,18 @@ class _Writer(_Layouts):
         }
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None)
         return Program(
-            written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
-        )
+            written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes),
+            samples=self.parts if layouts.family == "samples" else 1,
+        )  # fmt: skip
 
     def _op(self, op: Op, plan: Way) -> None:
         read, self._current = operands(op), op.name
         drops_out = _drops_out(op) if plan.axis else ""
         forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
         local = local_op(self.graph, op, plan, self.parts)
+        if op.kind == "module" and local.kind != "module":  # a function of parts, for a module
+            op = replace(op, variable=op.variable or op.module_path.rpartition(".")[2])
+            local = replace(local, module_path=scope_of(op), variable=op.variable)
         if drops_out == "dropout":
             self._dropout(local, forms[0].given, plan.result)
             return
@@ -396,14 +407,6 @@ def _wanted(layouts: Layouts) -> dict[str, set[Layout]]:
             if not one.of_model:
                 found.setdefault(one.name, set()).add(want)
     return found
-
-
-def _leaving(graph: OpGraph) -> set[str]:
-    """Values of the model that the loss or the caller reads."""
-    made = {op.name for op in graph.ops if op.region == "forward"}
-    read = {ref.name for ref in walk(graph.output, Ref)}
-    read |= {name for op in graph.ops if op.region == "loss" for name in op.inputs}
-    return made & read
 
 
 def _counted(ops: Sequence[Op]) -> Iterator[Op]:

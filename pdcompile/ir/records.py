@@ -18,7 +18,11 @@ PARTS = "pdcompile_parts"
 CONVERSIONS = frozenset(
     f"{PARTS}.{name}" for name in ("spread", "total", "gather", "own", "scatter", "swap")
 )
-FROM_PARTS = CONVERSIONS | {f"{PARTS}.scaled_dot_product_attention"}
+FROM_PARTS = CONVERSIONS | {
+    f"{PARTS}.{name}" for name in
+    ("scaled_dot_product_attention", "vocabulary_embedding", "vocabulary_cross_entropy",
+     "mean_cross_entropy")
+}  # fmt: skip
 CHECK = "torch._assert"  # `pdcompile.ir.value_checks`: raises where its first argument is false
 GRADIENT = "torch.autograd.grad"
 

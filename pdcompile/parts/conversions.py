@@ -8,8 +8,10 @@
     swap     split along one dimension -> split along another
 
 Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
-equal share: runs=3 for a fused qkv.  `scaled_dot_product_attention` drops out
-what torch's would drop out of the whole.
+equal share: runs=3 for a fused qkv.  `vocabulary_embedding` and `vocabulary_cross_entropy` are for
+tables and logits of which each part has its share of the vocabulary, `mean_cross_entropy` for
+those of which it has its share of the rows.  `scaled_dot_product_attention` drops out what torch's
+would drop out of the whole.
 
 Parts are processes of a group (`Group`), or take turns in one process (`in_turns`).  This file
 needs torch alone: written stages carry it along.
@@ -110,6 +112,72 @@ def scaled_dot_product_attention(
     counts = [here().count if dim == split else 1 for dim in range(weights.dim())]
     kept = F.dropout(torch.ones_like(weights).repeat(counts), dropout_p)
     return (weights * (kept if split is None else own(kept, split, runs=runs))) @ value
+
+
+@_as_of_torch
+def vocabulary_embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """This part's share of a sum: the rows of its own share of a table, zeros for all other ids."""
+    rows, others = _own_numbers(ids, len(weight))
+    if padding_idx is not None:
+        first, last = here().part * len(weight), here().count * len(weight)
+        padding_idx = padding_idx % last - first
+        padding_idx = padding_idx if 0 <= padding_idx < len(weight) else None
+    return F.embedding(rows, weight, padding_idx).masked_fill(others.unsqueeze(-1), 0)
+
+
+@_as_of_torch
+def vocabulary_cross_entropy(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Cross entropy, whole, of logits that are split along classes; targets are numbers of classes.
+
+    Parts exchange three numbers a row, not its logits: the greatest, the sum of exponentials, and
+    the logit of the target from the part that has it.
+    """
+    dim, kept = min(1, logits.dim() - 1), target != ignore_index
+    dtype = logits.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else dtype
+        logits = logits.float()
+    classes = logits.shape[dim] * here().count
+    greatest = gather(logits.detach().amax(dim, keepdim=True), dim).amax(dim, keepdim=True)
+    logits = logits - greatest
+    own, others = _own_numbers(target.masked_fill(~kept, 0), logits.shape[dim])
+    found = logits.gather(dim, own.unsqueeze(dim)).squeeze(dim).masked_fill(others, 0)
+    sums = [logits.exp().sum(dim), found] + [logits.sum(dim)] * (label_smoothing > 0)
+    exponentials, found, *rest = total(torch.stack(sums)).unbind()
+    loss = exponentials.log() - found
+    if rest:
+        smooth = exponentials.log() - rest[0] / classes
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    loss = loss.masked_fill(~kept, 0)
+    if reduction != "none":
+        loss = loss.sum() / kept.sum() if reduction == "mean" else loss.sum()
+    return loss.to(dtype)
+
+
+@_as_of_torch
+def mean_cross_entropy(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross entropy, the mean over the rows of all parts: their sums and counts are summed."""
+    loss = F.cross_entropy(
+        logits, target, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    kept = (target != ignore_index).sum()
+    exact = torch.promote_types(loss.dtype, torch.float32)
+    found, count = total(torch.stack([loss.to(exact), kept.to(exact)])).unbind()
+    return (found / count).to(loss.dtype)
+
+
+def _own_numbers(ids: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """Ids as numbers in this part's share of the vocabulary, and which are another's (0).
+
+    What is no id of the whole is out of range on every part, so that all fail as torch does.
+    """
+    others = (ids >= 0) & (ids < own * here().count) & (ids // own != here().part)
+    return (ids - own * here().part).masked_fill(others, 0), others
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 Holds tokens, positions, blocks.0-1, ln, head. Sizes are those of one of 2 parts, which exchange
 values by the functions of pdcompile_parts.py.
 
-    in   ids     i64[b, 16]       from the call
-    out  head    f32[b, 16, 256]  the model's output
-    loss target  i64[b, 16]       from the call
+    in   ids     i64[b, 16]      from the call
+    out  head    f32[b, 8, 256]  the model's output
+    loss target  i64[b, 16]      from the call
 
 Comments give dtype[shape]: b is the microbatch size. Names are the model's, also in
 state_dict(). Written by pdcompile: edit it, and run it by compile(..., sources=folder,
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdcompile_parts import gather, own, swap
+from pdcompile_parts import mean_cross_entropy, own, swap
 
 
 class Attention(nn.Module):  # gpt.py:35: blocks.0-1.attention
@@ -72,8 +72,8 @@ class Stage0(nn.Module):
         x = tokens + positions  # f32[b, 8, 64]
         for block in self.blocks:  # blocks.0-1
             x = block(x)  # f32[b, 8, 64]
-        head = gather(self.head(self.ln(x)), 1)  # f32[b, 16, 256]
+        head = self.head(self.ln(x))  # f32[b, 8, 256]
         return (head,)
 
     def loss(self, head, target):
-        return F.cross_entropy(head.flatten(0, 1), target.flatten())  # f32[]
+        return mean_cross_entropy(head.flatten(0, 1), own(target, 1).flatten())  # f32[]

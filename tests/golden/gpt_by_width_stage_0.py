@@ -4,7 +4,7 @@ Holds tokens, positions, blocks.0-1, ln, head. Sizes are those of one of 2 parts
 values by the functions of pdcompile_parts.py.
 
     in   ids     i64[b, 16]       from the call
-    out  linear  f32[b, 16, 256]  the model's output
+    out  head    f32[b, 16, 128]  the model's output
     loss target  i64[b, 16]       from the call
 
 Comments give dtype[shape]: b is the microbatch size. Names are the model's, also in
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdcompile_parts import gather, own, spread, total
+from pdcompile_parts import spread, total, vocabulary_cross_entropy, vocabulary_embedding
 
 
 class Attention(nn.Module):  # gpt.py:35: blocks.0-1.attention
@@ -60,23 +60,22 @@ class Block(nn.Module):  # gpt.py:53: blocks.0-1
 class Stage0(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens = nn.Embedding(256, 64)
+        self.tokens = nn.Module()
+        self.tokens.weight = nn.Parameter(0.02 * torch.randn(128, 64))
         self.positions = nn.Embedding(16, 64)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.ln = nn.LayerNorm(64)
-        self.head = nn.Module()
-        self.head.weight = nn.Parameter(0.02 * torch.randn(256, 64))
-        self.head.weight = self.tokens.weight  # tied
+        self.head = nn.Linear(64, 128, bias=False)
+        self.tokens.weight = self.head.weight  # tied
 
     def forward(self, ids):
-        tokens = self.tokens(ids)  # f32[b, 16, 64]
+        tokens = total(vocabulary_embedding(ids, self.tokens.weight))  # f32[b, 16, 64]
         positions = self.positions(torch.arange(16, device=ids.device))  # f32[16, 64]
         x = tokens + positions  # f32[b, 16, 64]
         for block in self.blocks:  # blocks.0-1
             x = block(x)  # f32[b, 16, 64]
-        linear_1 = F.linear(spread(self.ln(x)), own(self.tokens.weight, 0))  # f32[b, 16, 128]
-        linear = gather(linear_1, 2)  # f32[b, 16, 256]
-        return (linear,)
+        head = self.head(spread(self.ln(x)))  # f32[b, 16, 128]
+        return (head,)
 
-    def loss(self, linear, target):
-        return F.cross_entropy(linear.flatten(0, 1), target.flatten())  # f32[]
+    def loss(self, head, target):
+        return vocabulary_cross_entropy(head.flatten(0, 1), target.flatten())  # f32[]

@@ -4,7 +4,7 @@ Holds model, lm_head. Sizes are those of one of 2 parts, which exchange values b
 of pdcompile_parts.py.
 
     in   input_ids  i64[b, 16]      from the call
-    out  logits     f32[b, 16, 96]  the model's output
+    out  logits     f32[b, 16, 48]  the model's output
     loss target     i64[b, 16]      from the call
 
 Comments give dtype[shape]: b is the microbatch size. Names are the model's, also in
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdcompile_parts import gather, spread, total
+from pdcompile_parts import spread, total, vocabulary_cross_entropy, vocabulary_embedding
 
 
 class SiLUActivation(nn.Module):  # activations.py:102: model.layers.0-1.mlp.act_fn
@@ -117,13 +117,15 @@ class LlamaRotaryEmbedding(nn.Module):  # modeling_llama.py:108: model.rotary_em
 class LlamaModel(nn.Module):  # modeling_llama.py:353: model
     def __init__(self):
         super().__init__()
-        self.embed_tokens = nn.Embedding(96, 64)
+        self.embed_tokens = nn.Module()
+        self.embed_tokens.weight = nn.Parameter(0.02 * torch.randn(48, 64))
         self.layers = nn.ModuleList(LlamaDecoderLayer() for _ in range(2))
         self.norm = LlamaRMSNorm()
         self.rotary_emb = LlamaRotaryEmbedding()
 
     def forward(self, input_ids):  # i64[b, 16]
-        inputs_embeds = self.embed_tokens(input_ids)  # f32[b, 16, 64]
+        vocabulary_embedding_ = vocabulary_embedding(input_ids, self.embed_tokens.weight)
+        inputs_embeds = total(vocabulary_embedding_)  # f32[b, 16, 64]
         position_ids = torch.arange(16, device=input_ids.device) + 0  # i64[16]
         position_ids = position_ids.unsqueeze(0)  # i64[1, 16]
         with torch.no_grad():
@@ -142,8 +144,8 @@ class Stage0(nn.Module):
 
     def forward(self, input_ids):
         hidden_states = self.model(input_ids)  # f32[b, 16, 64]
-        logits = gather(self.lm_head(spread(hidden_states[:, 0:, :])), 2)  # f32[b, 16, 96]
+        logits = self.lm_head(spread(hidden_states[:, 0:, :]))  # f32[b, 16, 48]
         return (logits,)
 
     def loss(self, logits, target):
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten())  # f32[]
+        return vocabulary_cross_entropy(logits.flatten(0, 1), target.flatten())  # f32[]

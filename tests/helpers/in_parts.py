@@ -43,13 +43,13 @@ class InParts:
 
 def written(
     model: nn.Module, inputs: Any, target: Any, loss_fn: Any, *,
-    family: Family = "width", parts: int = 2, stages: int = 1,
+    family: Family = "width", parts: int = 2, stages: int = 1, outputs: bool = False,
 ) -> InParts:  # fmt: skip
     """Captures, lays out, writes and generates."""
     flat, _, capture = captured(model, inputs, target, loss_fn)
-    layouts = lay_out(capture.train, family, parts)
+    layouts = lay_out(capture.train, family, parts, outputs=outputs)
     train = write(layouts)
-    evaluation = write(lay_out(capture.eval, family, parts))
+    evaluation = write(lay_out(capture.eval, family, parts, outputs=outputs))
     assert dict(train.shards) == dict(evaluation.shards)
     division = Division(parts, family, train.shards, train.summed)
     capture = replace(capture, train=train.graph, eval=evaluation.graph, division=division)

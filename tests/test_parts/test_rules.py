@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import ListOf, Op, OpGraph, Ref, Slice
+from pdcompile.parts.conversions import in_turns
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.parts.atoms import Extent, cut, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
@@ -101,7 +102,18 @@ CASES = [
         F + "scaled_dot_product_attention", "x:2,8,6,4 y:2,4,3,4 z:2,4,3,4 w:2,8,6,3",
         x, y, z, attn_mask=w, enable_gqa=True, ways=4,
     ),
-    function(F + "embedding", "x:4,6<5 w:5,8", x, w, ways=3),
+    function(F + "embedding", "x:4,6<12 w:12,8", x, w, ways=4),
+    function(F + "embedding", "x:4,6<12 w:12,8", x, w, padding_idx=-3, ways=4),
+    function(F + "cross_entropy", "x:6,12 y:6<12", x, y, ways=2),
+    function(F + "cross_entropy", "x:12 y:<12", x, y),
+    function(F + "cross_entropy", "x:6,4,12 y:6,12<4", x, y, ignore_index=1, ways=3),
+    function(
+        F + "cross_entropy", "x:6,12 y:6<12", x, y, None, None, 3, None, "sum", 0.1, ways=2
+    ),
+    function(
+        F + "cross_entropy", "x:6,12 y:6<12", x, y, reduction="none", label_smoothing=0.2, ways=2
+    ),
+    function(F + "cross_entropy", "x:6,12 y:6<12", x, y, label_smoothing=0.2, ways=2),
     function(F + "layer_norm", "x:4,6,8 w:8 y:8", x, (8,), w, y, ways=2),
     function(F + "rms_norm", "x:4,6,8 w:6,8", x, (6, 8), w),
     function(F + "group_norm", "x:2,12,4 w:12 y:12", x, 6, w, y, ways=2),
@@ -173,7 +185,7 @@ def operands_of(case: Case) -> dict[str, Tensor]:
     for text in case.operands.split():
         name, _, shape = text.partition(":")
         sizes, _, below = shape.rstrip("?").partition("<")
-        dims = [int(size) for size in sizes.split(",")]
+        dims = [int(size) for size in sizes.split(",") if size]
         if below:
             made[name] = torch.randint(int(below), dims, generator=draw)
         elif shape.endswith("?"):
@@ -254,19 +266,26 @@ def check_way(
     own = local_op(graph, op, way, parts)
     wants = {o.name: one for o, one in zip(found.call.operands, way.operands, strict=True)}
     added = {found.call.operands[i].name for i in way.added}
-    made, grads = [], []
-    for part in range(parts):
+    together = summed or not way.results  # what parts give is no slice
+
+    def one_part(part: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         read = {name: leaf(shard(wants[name], parts).own(tensor, part))
                 if name in wants and wants[name].kind == "S" else leaf(tensor)
                 for name, tensor in given.items()}  # fmt: skip
         results_here = results(run(own, read))
-        up = [one if summed else shard(way.results[i], parts).own(one, part)
+        up = [one if together else shard(way.results[i], parts).own(one, part)
               for i, one in enumerate(above)]  # fmt: skip
-        made.append(results_here)
-        grads.append(gradients(results_here, up, read))
+        return results_here, gradients(results_here, up, read)
+
+    done = in_turns([partial(one_part, part) for part in range(parts)])
+    made, grads = [one for one, _ in done], [one for _, one in done]
     for i, one in enumerate(expected):
         pieces = [here[i].detach() for here in made]
-        joined = sum(pieces) if summed else shard(way.results[i], parts).joined(pieces)
+        if together:
+            joined = sum(pieces) if summed else pieces[0]
+            assert summed or all(torch.equal(piece, joined) for piece in pieces)
+        else:
+            joined = shard(way.results[i], parts).joined(pieces)
         for name in added:
             bias = given[name]
             joined = joined + (bias[:, None, None][..., : one.dim() - 2].reshape(

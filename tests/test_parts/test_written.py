@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import GPT, loss_fn
-from pdcompile.errors import ConfigError, PlanError
+from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Affine, OpGraph
 from pdcompile.ir.records import CONVERSIONS
 from pdcompile.passes.codegen import write as dump
@@ -403,11 +403,6 @@ def test_variables_keep_clear_of_the_conversions_names() -> None:
     model, x, y = Model().double(), torch.randn(4, 32).double(), torch.randint(32, (4,))
     it = written(model, x, y, F.cross_entropy)
     agree(it, FP64, lambda: F.cross_entropy(model(x), y))
-
-
-def test_samples_are_not_written_in_parts() -> None:
-    with pytest.raises(PlanError, match="split by samples"):
-        gpt_in_parts("samples")
 
 
 # Layouts.

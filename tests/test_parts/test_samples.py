@@ -1,0 +1,143 @@
+"""Parts that share the samples of a microbatch: every weight is whole, its gradient summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.gpt import loss_fn
+from pdcompile.errors import ConfigError
+from pdcompile.ir.execution import Lookup, execute
+from pdcompile.ir.graph import Affine
+from pdcompile.parts.conversions import Alone, in_turns, using
+from pdcompile.passes.codegen import stage_classes
+from tests.helpers import models
+from tests.helpers.in_parts import run_part, written
+from tests.test_parts.test_written import (
+    FP64,
+    Circular,
+    agree,
+    gpt,
+    hugging_face,
+    of_logits,
+    tokens,
+)
+
+
+def in_samples(model: nn.Module, inputs: Any, target: Any, loss: Any, **options: Any) -> Any:
+    it = written(model, inputs, target, loss, family="samples", **options)
+    assert not it.shards
+    assert it.program.samples == it.program.parts
+    return it
+
+
+@pytest.mark.parametrize(("parts", "stages"), [(2, 1), (4, 1), (2, 2)])
+def test_gpt(parts: int, stages: int) -> None:
+    model = gpt()
+    it = in_samples(model, tokens(0), tokens(1), loss_fn, parts=parts, stages=stages)
+    agree(it, FP64, lambda: loss_fn(model(tokens(0)), tokens(1)))
+    assert it.program.summed >= {name for name, _ in model.named_parameters()} - {
+        "positions.weight", "head.weight"
+    }  # fmt: skip
+    assert "mean_cross_entropy(" in it.sources.files[f"stage_{stages - 1}.py"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_models_of_hugging_face(name: str) -> None:
+    dtype = torch.float32 if name == "Llama" else torch.float64
+    model = hugging_face(name, dtype, dropout=0.1 if name == "GPT2" else 0.0)
+    it = in_samples(model, {"input_ids": tokens(0)}, tokens(1), of_logits)
+    agree(it, 2e-5 if name == "Llama" else FP64,
+          lambda: of_logits(model(input_ids=tokens(0)), tokens(1)))  # fmt: skip
+
+
+class Pictures(nn.Module):
+    """A convolutional net with group norm, which drops out; sizes of views depend on samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(inplace=True), nn.Dropout(0.2),
+            nn.Conv2d(16, 16, 3, groups=4), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.head, self.bias = nn.Linear(64, 10), nn.Parameter(torch.randn(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = x.shape[0]
+        pieces = self.net(x).view(b * 4, 4, -1)
+        mixed = pieces.view(b, 4, 4, 4).transpose(1, 2).reshape(b, 64)
+        return self.head(mixed) + self.bias.expand(b, 10) + torch.zeros(b, 1) + b
+
+
+def test_a_convolutional_net_with_group_norm() -> None:
+    torch.manual_seed(0)
+    model, x, y = Pictures().double(), torch.randn(4, 3, 8, 8).double(), torch.randint(10, (4,))
+    it = in_samples(model, x, y, F.cross_entropy)
+    agree(it, FP64, lambda: F.cross_entropy(model(x), y))
+    assert "b = " in it.sources.files["stage_0.py"]
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_an_mlp_whose_loss_has_no_rule_reads_whole_values(outputs: bool) -> None:
+    model = models.mlp().double()
+    x, y = models.batch_for(model, 4)
+    x, loss = x.double(), models.loss_for(model)
+    y = y.double() if y.is_floating_point() else y
+    it = in_samples(model, x, y, loss, outputs=outputs)
+    agree(it, FP64, lambda: loss(model(x), y))
+
+
+class Pairs(nn.Module):
+    """Each sample beside all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return (y @ y.transpose(0, 1)).softmax(-1) @ y + y.mean(0)
+
+
+def test_samples_that_read_all_others() -> None:
+    torch.manual_seed(0)
+    model, x = Pairs().double(), torch.randn(4, 8).double()
+    it = in_samples(model, x, torch.randn(4, 16).double(), F.mse_loss)
+    target = it.leaves["target"]
+    agree(it, FP64, lambda: F.mse_loss(model(x), target))
+
+
+def test_batch_norm_in_training_is_refused() -> None:
+    model, x, y = Circular(), torch.randn(4, 4, 8, 8), torch.randint(4, (4,))
+    with pytest.raises(ConfigError, match="norm normalises by statistics of all") as caught:
+        in_samples(model, x, y, F.cross_entropy)
+    assert "use split='width', replicas of the stage, or group norm" in str(caught.value)
+
+
+def test_samples_that_do_not_divide_are_refused_where_they_are_cut() -> None:
+    model = gpt()
+    it = in_samples(model, tokens(0), tokens(1), loss_fn)
+    it.leaves = {path: leaf[:3] for path, leaf in it.leaves.items()}
+    with pytest.raises(ValueError, match=r"own \(.*dimension 0 of \[3, 16\] does not divide"):
+        in_turns([lambda part=part: run_part(it, part, training=True) for part in range(2)])
+
+
+def test_values_have_the_shapes_of_one_part() -> None:
+    it = in_samples(gpt(), tokens(0), tokens(1), loss_fn)
+    graph, own = it.capture.train, 2
+    assert graph.values["ids"].shape == (Affine(2), 16)
+    with torch.device("meta"):
+        (stage,) = [cls() for cls in stage_classes(it.sources)]
+    inputs = {
+        one.name: torch.zeros(2 * own, 16, dtype=torch.int64, device="meta") for one in graph.inputs
+    }
+    with using(Alone(2)), torch.no_grad():
+        values = execute(graph, inputs, Lookup(stage, own, torch.device("meta")))
+    for name, value in graph.values.items():
+        if value.is_tensor:
+            shape = tuple(n.at(own) if isinstance(n, Affine) else n for n in value.shape)
+            assert tuple(values[name].shape) == shape, name
