@@ -26,10 +26,8 @@ _FUNCTIONS = {
 
 def has_function(op: Op) -> bool:
     """True if `as_function` knows the module."""
-    return (
-        plain_name(op) in _FUNCTIONS
-        and dict(op.constructor).get("padding_mode", "zeros") == "zeros"
-    )
+    padding = dict(op.constructor).get("padding_mode", "zeros")
+    return plain_name(op) in _FUNCTIONS and padding == "zeros"
 
 
 def as_function(op: Op, tensors: Mapping[str, Argument], scope: str) -> Op:

@@ -39,15 +39,10 @@ def _makes_anew(graph: OpGraph, op: Op) -> bool:
     """True if an op is elementwise and writes its first operand alone."""
     known = plain_name(op) in ELEMENTWISE | {"dropout"} and op.draw is None
     first = op.args[0] if op.args else None
-    value = graph.values[op.name]
-    return (
-        known
-        and isinstance(first, Ref)
-        and op.mutates == (first.name,)
-        and value.is_tensor
-        and value.shape == graph.values[first.name].shape
-        and value.dtype == graph.values[first.name].dtype
-    )
+    if not known or not isinstance(first, Ref) or op.mutates != (first.name,):
+        return False
+    new, old = graph.values[op.name], graph.values[first.name]
+    return new.is_tensor and (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
 def _of_the_model(graph: OpGraph, older: list[str], order: dict[str, int]) -> bool:

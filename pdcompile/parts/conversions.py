@@ -136,10 +136,7 @@ def vocabulary_cross_entropy(
     the logit of the target from the part that has it.
     """
     dim, kept = min(1, logits.dim() - 1), target != ignore_index
-    dtype = logits.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else dtype
-        logits = logits.float()
+    logits, dtype = _in_single(logits)
     classes = logits.shape[dim] * here().count
     greatest = gather(logits.detach().amax(dim, keepdim=True), dim).amax(dim, keepdim=True)
     logits = logits - greatest
@@ -162,13 +159,21 @@ def mean_cross_entropy(
     logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
     """Cross entropy, the mean over the rows of all parts: their sums and counts are summed."""
+    logits, dtype = _in_single(logits)
     loss = F.cross_entropy(
         logits, target, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
     )
     kept = (target != ignore_index).sum()
-    exact = torch.promote_types(loss.dtype, torch.float32)
-    found, count = total(torch.stack([loss.to(exact), kept.to(exact)])).unbind()
-    return (found / count).to(loss.dtype)
+    found, count = total(torch.stack([loss, kept.to(loss.dtype)])).unbind()
+    return (found / count).to(dtype)
+
+
+def _in_single(logits: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Logits, half precision as single in which sums do not overflow, and the dtype of a loss."""
+    if logits.dtype not in (torch.float16, torch.bfloat16):
+        return logits, logits.dtype
+    autocast = torch.is_autocast_enabled(logits.device.type)
+    return logits.float(), torch.float32 if autocast else logits.dtype
 
 
 def _own_numbers(ids: Tensor, own: int) -> tuple[Tensor, Tensor]:

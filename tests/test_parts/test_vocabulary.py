@@ -83,7 +83,11 @@ def test_cross_entropy_of_half_precision_adds_in_single(dtype: torch.dtype) -> N
     wanted = F.cross_entropy(logits.float(), target).to(dtype)
     assert found[0].dtype == dtype
     assert torch.equal(found[0], wanted)
+    rows = torch.zeros(10_000, 64, dtype=dtype)  # whose sum is above what float16 holds
+    means = in_turns([partial(mean_cross_entropy, rows, rows[:, 0].long())] * 2)
+    assert means[1] == F.cross_entropy(rows[:1].float(), rows[:1, 0].long()).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16), using(Alone(2)):
+        assert mean_cross_entropy(rows, rows[:, 0].long()).dtype == torch.float32
         assert vocabulary_cross_entropy(pieces[0], target).dtype == torch.float32
 
 
