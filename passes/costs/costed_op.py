@@ -35,10 +35,11 @@ _OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "i
               "ipow": "pow", "ifloordiv": "floordivide", "truediv": "div", "radd": "add",
               "rmul": "mul", "rsub": "sub", "rtruediv": "div", "rpow": "pow", "rmatmul": "matmul",
               "iand": "and", "ior": "or", "divide": "div", "multiply": "mul", "subtract": "sub",
-              "rdiv": "div", "invert": "bitwisenot"}  # fmt: skip
-_MODULES = {"crossentropyloss": "crossentropy", "nllloss": "nllloss", "mseloss": "mseloss",
-            "bcewithlogitsloss": "binarycrossentropywithlogits", "bceloss": "binarycrossentropy",
-            "zeropad2d": "pad"}  # fmt: skip
+              "rdiv": "div", "invert": "bitwisenot", "meancrossentropy": "crossentropy",
+              "vocabularycrossentropy": "crossentropy",
+              "vocabularyembedding": "embedding"}  # fmt: skip
+_MODULES = {"crossentropyloss": "crossentropy", "bceloss": "binarycrossentropy",
+            "bcewithlogitsloss": "binarycrossentropywithlogits", "zeropad2d": "pad"}  # fmt: skip
 
 
 def words(text: str) -> frozenset[str]:
@@ -94,14 +95,11 @@ class GraphIndex:
         return GraphIndex(graph, b, tensors, {k: tuple(v) for k, v in parts.items()})
 
     def value(self, value: Value) -> Operand:
+        shape = tuple(size_at(size, self.b) for size in value.shape)
         return Operand(
-            value.name,
-            tuple(size_at(size, self.b) for size in value.shape),
-            value.dtype,
-            value.requires_grad,
-            storage=value.storage,
-            stride_order=value.stride_order,
-        )
+            value.name, shape, value.dtype, value.requires_grad,
+            storage=value.storage, stride_order=value.stride_order,
+        )  # fmt: skip
 
     def attribute(self, fqn: str) -> Operand:
         info = self.tensors[fqn]

@@ -179,9 +179,7 @@ _RULES: dict[str, Rule] = {
         "tensor onehot maskedfill scatter tril triu fill zero indexcopy indexput maskedselect "
         "pixelshuffle pixelunshuffle channelshuffle",
     ),
-    **_named(
-        Rule(_nothing, looks_up=True), "embedding vocabularyembedding indexselect gather index take"
-    ),
+    **_named(Rule(_nothing, looks_up=True), "embedding indexselect gather index take"),
     "embeddingbag": Rule(_made(1), looks_up=True),
     **_named(
         Rule(_made(8)), "layernorm groupnorm instancenorm rmsnorm localresponsenorm batchnorm "
@@ -207,10 +205,7 @@ _RULES: dict[str, Rule] = {
         for n in (1, 2, 3)
     },
     "logsumexp": Rule(_read(12)),
-    **_named(
-        Rule(_read(14)), "crossentropy vocabularycrossentropy meancrossentropy "
-        "binarycrossentropywithlogits",
-    ),
+    **_named(Rule(_read(14)), "crossentropy binarycrossentropywithlogits"),
     **_named(Rule(_interpolate), "interpolate upsample"),
     **_named(Rule(_matmul, product=True), "linear matmul mm bmm mv dot inner vdot groupedmm"),
     **_named(Rule(_addmm, product=True), "addmm baddbmm addmv"),

@@ -18,11 +18,9 @@ PARTS = "pdcompile_parts"
 CONVERSIONS = frozenset(
     f"{PARTS}.{name}" for name in ("spread", "total", "gather", "own", "scatter", "swap")
 )
-FROM_PARTS = CONVERSIONS | {
-    f"{PARTS}.{name}" for name in
-    ("scaled_dot_product_attention", "vocabulary_embedding", "vocabulary_cross_entropy",
-     "mean_cross_entropy")
-}  # fmt: skip
+FROM_PARTS = CONVERSIONS | {f"{PARTS}.{name}" for name in (
+    "scaled_dot_product_attention", "vocabulary_embedding", "vocabulary_cross_entropy",
+    "mean_cross_entropy")}  # fmt: skip
 CHECK = "torch._assert"  # `pdcompile.ir.value_checks`: raises where its first argument is false
 GRADIENT = "torch.autograd.grad"
 
@@ -311,9 +309,7 @@ class SizeRange:
         return self.holds(size // count) and self.holds(-(-size // count))
 
 
-_PLAIN = frozenset(
-    (Ref, Attr, LeftOut, str, int, float, bool, type(None))
-)  # holds no other argument
+_PLAIN = frozenset((Ref, Attr, LeftOut, str, int, float, bool, type(None)))  # hold no others
 
 
 def walk(argument: Any, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
