@@ -150,10 +150,9 @@ def run_passes(
     apply_overrides(model)
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     whole = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
-    captured = whole
+    chosen, captured = _with_outputs(chosen, whole.train, options), whole
     if chosen.training.parts > 1:
         captured = step("parts", lambda: in_parts(whole, chosen.training))
-    chosen = _with_outputs(chosen, captured.train, options)
     if options.plan is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))

@@ -26,11 +26,15 @@ def in_parts(capture: Capture, training: Training) -> Capture:
     """
     if training.parts == 1:
         return capture
-    train = _written(capture.train, training.split, training.parts)
-    division = Division(training.parts, training.split, dict(train.shards), train.summed)
-    evaluation = evaluated_in_parts(capture.eval, division)
+    parts, split = training.parts, training.split
+    evaluation = _written(capture.eval, split, parts)
+    train = _written(capture.train, split, parts, outputs=training.keeps_outputs)
+    if train.shards != evaluation.shards:  # logits that training does not show may stay split
+        train = _written(capture.train, split, parts)
+    division = Division(parts, split, dict(train.shards), train.summed)
+    _check_alike(evaluation, division)
     graph = replace(train.graph, notes=(*train.graph.notes, *train.notes))
-    return replace(capture, train=graph, eval=evaluation, division=division)
+    return replace(capture, train=graph, eval=evaluation.graph, division=division)
 
 
 def run_whole(plan: Plan, capture: Capture) -> Plan:
@@ -71,8 +75,15 @@ def evaluated_in_parts(graph: OpGraph, division: Division) -> OpGraph:
     if division.parts == 1:
         return graph
     found = _written(graph, division.split, division.parts)
-    names = [*found.shards, *(fqn for fqn in division.shards if fqn in graph.tensors)]
-    unlike = [f for f in dict.fromkeys(names) if found.shards.get(f) != division.shards.get(f)]
+    _check_alike(found, division)
+    return found.graph
+
+
+def _check_alike(evaluation: Program, division: Division) -> None:
+    """Raise ConfigError where evaluation would divide a tensor otherwise than training does."""
+    there = evaluation.graph.tensors
+    names = [*evaluation.shards, *(fqn for fqn in division.shards if fqn in there)]
+    unlike = [f for f in dict.fromkeys(names) if evaluation.shards.get(f) != division.shards.get(f)]
     if unlike:
         raise ConfigError(
             f"parts={division.parts}: evaluation would divide {some(unlike)} otherwise than "
@@ -80,8 +91,7 @@ def evaluated_in_parts(graph: OpGraph, division: Division) -> OpGraph:
             where=unlike[0],
             remedy="another split, or parts=1",
         )
-    return found.graph
 
 
-def _written(graph: OpGraph, split: str, parts: int) -> Program:
-    return write(lay_out(graph, cast(Family, split), parts))
+def _written(graph: OpGraph, split: str, parts: int, *, outputs: bool = True) -> Program:
+    return write(lay_out(graph, cast(Family, split), parts, outputs=outputs))

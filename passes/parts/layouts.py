@@ -167,7 +167,7 @@ def _why(choice: Choice, op: OpAxes) -> str:
 def _refuse(choice: Choice, found: Layouts) -> None:
     """Refuses what divides nothing or less than half, and a sequence with too few heads."""
     kinds, ops = choice.kinds, choice.axes.ops
-    last = "split='samples'" if found.family != "samples" else "parts=1"
+    last = f"replicas={found.parts}" if found.family != "samples" else "parts=1"
     stays = [one for one in found.stays if one.flops]
     if found.family == "samples":
         _refuse_statistics(ops.values())

@@ -251,11 +251,11 @@ class MachineOptions:
         compared=True,
         flag=Flag("N", type=int),
     )
-    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = option(
+    split: Literal["auto", "width", "width+sequence", "sequence", "context"] = option(
         "auto",
         "What parts divide: width (heads and hidden units, as Megatron-LM), width+sequence (and "
         "activations between them along the sequence), sequence (heads in attention alone, as "
-        "DeepSpeed-Ulysses), context (the sequence alone), samples; auto: width.",
+        "DeepSpeed-Ulysses), context (the sequence alone); auto: width.",
         check=one_of(*values.SPLITS),
         plan="training.split",
         compared=True,
