@@ -63,11 +63,8 @@ class Session(Guarded):
         self._call = 0
         self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.device = device_of(plan, self.ranks, alone=world is None)
-        self.beside = None if world is None else world.beside
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
-        if world is not None:
-            world.connect_parts(self.device)
         self._stale_copies = bool(plan.tied and options.held)  # who trained them is another one
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -105,16 +102,6 @@ class Session(Guarded):
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
 
-    @property
-    def is_first(self) -> bool:
-        """True on the process that shows and keeps what is there once."""
-        return 0 in self.ranks and self.is_first_part
-
-    @property
-    def is_first_part(self) -> bool:
-        """True where stages are whole, and on the first part of each."""
-        return self.beside is None or self.beside.part == 0
-
     # -- running -----------------------------------------------------------------------------
 
     def agree(
@@ -149,8 +136,7 @@ class Session(Guarded):
             if replicas is not None:
                 replicas.updates, replicas.shown = updates, {}
             if not overlaps:
-                summed = replicas is not None or self.beside is not None
-                worker.weights.open_gradients(keep=not updates, summed=summed)
+                worker.weights.open_gradients(keep=not updates, summed=replicas is not None)
         count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.of(gradients, count)
         self._run(program, minibatch, feeds)
@@ -356,6 +342,8 @@ class Workers:
     def __init__(self, session: Session) -> None:
         self._session, self._spec = session, session.spec
         compiled, state = session.compiled, session.state
+        if session.world is not None:
+            session.world.connect_parts(session.device)
         replicas = list(map(len, self._spec.ranks))
         self.streams = Streams(compiled.plan.training.seed)
         self._boards: dict[int, Board] = defaultdict(dict)

@@ -172,11 +172,10 @@ def test_it_is_refused_before_anything_is_captured(monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     on_cards = replace(plan(), cluster=cluster_of(f"{plan().num_ranks}:h100").to_toml())
     with pytest.raises(LaunchError, match="the plan is for"):
-        pdcompile.compile(model, plan=on_cards).prepare(torch.ones(plan().training.batch_size, 4))
+        raise next(lacks(on_cards, processes=None, gpus=0))
     with pytest.raises(LaunchError, match="the plan is for h100"):
         pdcompile.compile(model, cluster="2:h100").prepare(torch.ones(4, 4))
-    monkeypatch.setattr("pdcompile.user_plans.memory_bytes", lambda: 1)
     with pytest.raises(PlanError, match="ranks on this host need"):
-        pdcompile.compile(model, plan=plan()).prepare(torch.ones(plan().training.batch_size, 4))
+        raise next(lacks(plan(), processes=None, memory_bytes=1))
     with pytest.raises(LaunchError, match="and there are 5"):
         raise next(lacks(plan(), processes=5))

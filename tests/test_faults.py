@@ -66,14 +66,14 @@ def test_a_log_says_what_began_last(begun: list[Instruction], base: int) -> None
         entries.append(found)
 
 
-def test_only_a_meeting_is_waited_for_outside_of_instructions() -> None:
+def test_others_are_waited_for_in_meetings_alone_outside_of_instructions() -> None:
     log = InstructionLog()
     log.path.unlink()
     for where in Outside:
         log.enter(where)
         entry = log.last()
         assert entry.doing is where
-        assert entry.waits == (where is Outside.MEETING)
+        assert entry.waits == (where in (Outside.MEETING, Outside.PARTS))
         assert entry.awaited == -1
     log.enter(Outside.CALL)
     with log.meeting():

@@ -156,7 +156,7 @@ def test_only_the_chosen_plan_is_rehearsed(
     rehearsed: list[int] = []
 
     def counted(*given: Any) -> Any:
-        rehearsed.append(len(given[3]))
+        rehearsed.append(len(given[2]))
         return residents(*given)
 
     monkeypatch.setattr("pdcompile.passes.stages.assemble.residents", counted)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pdcompile.batch import memory_order
 from pdcompile.eager.gradients import clip
-from pdcompile.errors import ContractError, DeadlockError
-from pdcompile.runtime.interpreter import run_together
+from pdcompile.errors import ContractError
 from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     Channel,
@@ -25,7 +24,7 @@ from pdcompile.runtime.transport.contract import (
 )
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, LocalSums, Norms
-from pdcompile.schedule import Action, Instruction, Kind
+from pdcompile.schedule import Kind
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -183,30 +182,6 @@ def test_norms_are_those_of_torch() -> None:
     clip(gradients.values(), totals[0], 0.5)
     for parameter, gradient in zip(plain, gradients.values(), strict=True):
         assert torch.equal(parameter.grad, gradient)
-
-
-class Stuck:
-    """A worker that waits for ever for its second instruction."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.held: dict[int, Stuck] = {0: self}
-        self.recording = None
-        self.done: list[Instruction] = []
-
-    def ready(self, ins: Instruction) -> bool:
-        return ins.action is not Action.WAIT_RECV
-
-    def execute(self, ins: Instruction) -> None:
-        self.done.append(ins)
-
-
-def test_a_program_in_which_nobody_can_go_on() -> None:
-    column = (Instruction(Action.POST_RECV, 0), Instruction(Action.WAIT_RECV, 0, 0, 2, 5, 1))
-    workers = [Stuck(0), Stuck(1)]
-    with pytest.raises(DeadlockError, match="rank 0 at WAIT_RECV of edge 5, microbatch 2; rank 1"):
-        run_together(workers, [column, column])  # type: ignore[arg-type]
-    assert [len(worker.done) for worker in workers] == [1, 1]
 
 
 PROFILED = """

@@ -1,4 +1,4 @@
-"""Conversions between the layouts that a value has over the parts of a stage.
+"""Conversions between the layouts that a value has over the parts of a stage:
 
     spread   whole -> whole, of which every part uses its own share: gradients are summed
     total    what parts have to be summed -> the sum, whole
@@ -8,10 +8,9 @@
     swap     split along one dimension -> split along another
 
 Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
-equal share: runs=3 for a fused qkv.  `vocabulary_embedding` and `vocabulary_cross_entropy` are for
-tables and logits of which each part has its share of the vocabulary, `mean_cross_entropy` for
-those of which it has its share of the rows.  `scaled_dot_product_attention` drops out what torch's
-would drop out of the whole.
+equal share: runs=3 for a fused qkv.  `vocabulary_…` are for tables and logits of which parts have
+shares of the vocabulary, `mean_cross_entropy` for those of which they have shares of the rows.
+`scaled_dot_product_attention` drops out what torch's would drop out of the whole.
 
 Parts are processes of a group (`Group`), or take turns in one process (`in_turns`).  This file
 needs torch alone: written stages carry it along.
@@ -241,40 +240,42 @@ def _sum(given: Sequence[Tensor]) -> Tensor:
 
 
 class Group(Alone):
-    """A process of a process group, whose ranks are the parts in order."""
+    """A process of a group (None: of all processes), whose ranks are the parts in order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(dist.get_world_size(group), dist.get_rank(group))
-        self._group = group
+        self._group = dist.group.WORLD if group is None else group
+        super().__init__(self._group.size(), self._group.rank())
 
     def meet(self, x: Tensor, at: At) -> Tensor:
-        x, group = x.contiguous(), self._group
-        match at.step.kind:
-            case "sum":
-                result = x.clone()
-                dist.all_reduce(as_real(result), group=group)
-            case "gather":
-                result = x.new_empty((self.count, *x.shape))
-                dist.all_gather_into_tensor(as_bytes(result), as_bytes(x), group=group)
-            case "scatter":
-                result = x.new_empty(x.shape[1:])
-                dist.reduce_scatter_tensor(as_real(result), as_real(x).flatten(0, 1), group=group)
-            case _:
-                result = torch.empty_like(x)
-                dist.all_to_all_single(as_bytes(result), as_bytes(x), group=group)
+        result, work = begun(self._group, x.contiguous(), at.step.kind, self.count)
+        work.wait()
         return result
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def begun(group: Any, x: Tensor, kind: str, count: int) -> tuple[Tensor, Any]:
+    """The memory of a result of `Alone.meet`, and the work of a group that fills it."""
+    match kind:
+        case "sum":
+            result = x.clone()
+            return result, group.allreduce([_real(result)])
+        case "gather":
+            result = x.new_empty((count, *x.shape))
+            return result, group._allgather_base(_bytes(result), _bytes(x))
+        case "scatter":
+            result = x.new_empty(x.shape[1:])
+            return result, group._reduce_scatter_base(_real(result), _real(x).flatten(0, 1))
+    result = torch.empty_like(x)
+    return result, group.alltoall_base(_bytes(result), _bytes(x), [], [])
+
+
+def _bytes(x: Tensor) -> Tensor:
     """View a tensor as bytes to move it: libraries do not know every dtype."""
     return x.flatten().view(torch.uint8)
 
 
-def as_real(x: Tensor) -> Tensor:
+def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
-
-# Which part this is.
 
 _turn = threading.local()  # .parts, in a thread of `in_turns`
 _process: list[Alone] = []  # of this process, where it is one part
@@ -299,9 +300,6 @@ def using(parts: Alone) -> Iterator[None]:
         yield
     finally:
         _process.pop()
-
-
-# Parts of one process.
 
 
 class UnequalParts(RuntimeError):
@@ -433,9 +431,6 @@ def _draws() -> list[tuple[torch.Generator, Tensor]]:
 def _set_draws(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
     for generator, state in states:
         generator.set_state(state)
-
-
-# One conversion.
 
 
 def _run(at: At, x: Tensor, parts: Alone) -> Tensor:

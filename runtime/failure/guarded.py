@@ -129,6 +129,7 @@ class Guarded:
 
     def __init__(self, world: World | None, capture: Capture) -> None:
         self.world = world
+        self.beside = None if world is None else world.beside
         self.workers: list[Worker] = []
         self.failed: str | None = None
         self.updating: int | None = None  # the minibatch of the present call, if it changes weights
@@ -211,6 +212,16 @@ class Guarded:
     def first_process(self) -> int:
         """The number of this process among all of the pipeline; 0 where it is alone."""
         return self.process_number(0)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the process that shows and keeps what is there once."""
+        return self.first_process == 0
+
+    @property
+    def is_first_part(self) -> bool:
+        """True where stages are whole, and on the first part of each."""
+        return self.beside is None or self.beside.part == 0
 
     def _forgot(self, minibatch: int) -> bool:
         """Forget a minibatch, unless other processes have parts of it or its updates have begun.

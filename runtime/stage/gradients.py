@@ -233,8 +233,9 @@ class StageGradients:
         """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
 
         Where nothing is `apart`: else .grad is not what backward adds to.  `summed`: what the call
-        makes is summed over replicas first; then `give_back` adds it.
+        makes is summed over replicas first, or over parts; then `give_back` adds it.
         """
+        summed = summed or self.beside is not None
         self._accumulating, self._keeps = None, keep
         self.drop_sums()
         present = self.present_gradients() if keep else {}

@@ -199,7 +199,8 @@ class Loading:
                 or (kind is HoldingKind.BUFFER and row.holding in contents)
                 or (kind is HoldingKind.REPLICA and contents.has_replicas(name, count))
             ):  # fmt: skip
-                like = row.tensor.new_empty(session.state.whole_shape(name), device="meta")
+                shape = session.state.whole_shape(name, row.tensor)
+                like = row.tensor.new_empty(shape, device="meta")
                 contents.tensor(self._in_checkpoint(row), like)
                 self._rows[kind].append(row)
         for fqn in (fqn for worker in session.workers for fqn in worker.weights.owned):

@@ -144,9 +144,9 @@ class State:
         }
         self._canonical = {a: fqn for fqn, i in self.infos.items() for a in (fqn, *i.aliases)}
 
-    def whole_shape(self, fqn: str) -> tuple[int, ...]:
-        """The shape of a tensor in the model."""
-        shape = self.infos[fqn].shape
+    def whole_shape(self, fqn: str, own: Tensor | None = None) -> tuple[int, ...]:
+        """The shape of a tensor in the model, of which this process has its `own`."""
+        shape = self.infos[fqn].shape if own is None else tuple(own.shape)
         return shape if self.beside is None else self.beside.whole_shape(fqn, shape)
 
     def whole(self, fqn: str, own: Tensor) -> Tensor:

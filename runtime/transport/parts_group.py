@@ -6,14 +6,13 @@ All of them make the same calls in the same order, for they run one program.
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdcompile.hardware import devices
-from pdcompile.parts.conversions import Alone, At, Step, as_bytes, as_real
+from pdcompile.parts.conversions import Alone, At, Step, begun
 from pdcompile.parts.shard import Division
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.transport.links import lost
@@ -41,30 +40,16 @@ class PartsGroup(Alone):
         return self._collective(self.group, devices.to_host(x.detach()), at.step.kind).to(x.device)
 
     def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
-        x = x.contiguous()
-        match kind:
-            case "sum":
-                result = x.clone()
-                begin = partial(group.allreduce, [as_real(result)])
-            case "gather":
-                result = x.new_empty((self.count, *x.shape))
-                begin = partial(group._allgather_base, as_bytes(result), as_bytes(x))
-            case "scatter":
-                result = x.new_empty(x.shape[1:])
-                given = as_real(x).flatten(0, 1)
-                begin = partial(group._reduce_scatter_base, as_real(result), given)
-            case _:
-                result = torch.empty_like(x)
-                begin = partial(group.alltoall_base, as_bytes(result), as_bytes(x), [], [])
         with self._log.between_parts():
             try:
-                begin().wait()
+                result, work = begun(group, x.contiguous(), kind, self.count)
+                work.wait()
             except RuntimeError as error:
                 text = str(error)
             else:
                 return result
             finally:
-                del group, begin  # connections close when the last reference is gone
+                group = work = None  # connections close when the last reference is gone
             raise lost(self._next, text)
 
     def summed(self, x: Tensor) -> Tensor:

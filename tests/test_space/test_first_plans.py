@@ -34,7 +34,7 @@ class Told(Listener):
     def found(self, text: str) -> None:
         raise AssertionError("no cut alone is searched")
 
-    def better(self, text: str) -> None:
+    def told(self, text: str) -> None:
         self.lines.append(text)
 
 
