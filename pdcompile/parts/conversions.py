@@ -243,7 +243,7 @@ class Group(Alone):
     """A process of a group (None: of all processes), whose ranks are the parts in order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = dist.group.WORLD if group is None else group
+        self._group: Any = dist.group.WORLD if group is None else group
         super().__init__(self._group.size(), self._group.rank())
 
     def meet(self, x: Tensor, at: At) -> Tensor:
