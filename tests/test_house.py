@@ -26,9 +26,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_599),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        10_080,
+        9_995,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_616),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_575),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_296,
