@@ -166,8 +166,7 @@ def page(rows: Sequence[Row], parts: int) -> str:
         "logits are divided along the vocabulary, where it is large and the parts divide it;",
         "training steps give no outputs here.",
         "",
-        "`compile` has no option for it yet: what stands are the rules, layouts and the program of",
-        "one part (`pdcompile.passes.parts`), which tests compare with the models.",
+        "`compile(…, parts=2, split=…)` runs it: [Devices inside a stage](more_devices.md).",
         "",
         f"By width, {fine} of {len(text)} encoders and decoders of text have at least {ASKED:.0%}"
         f" of their FLOPs divided, and {every} of all {len(rows)} models.",

@@ -306,7 +306,7 @@ def compile(
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
     parts: int | None = None,
-    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = "auto",
+    split: Literal["auto", "width", "width+sequence", "sequence", "context"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
     cut_tolerance: float | None = None,

@@ -82,7 +82,7 @@ class Session(Guarded):
         if world is not None:
             paths = tuple(compiled.layout.dims)
             self.agreement = Agreement(self.workers[0].far, world.size, paths, world.beside)
-        refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
+        refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned, self.shards)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = make_optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:

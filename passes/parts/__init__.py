@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, some
-from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
+from pdcompile.passes.parts.choice import product_flops
 from pdcompile.passes.parts.families import Family
-from pdcompile.passes.parts.layouts import lay_out
+from pdcompile.passes.parts.layouts import Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.plan import Plan, Training
+
+LEAST_SHARE = 0.01  # of operations, from which a note counts those that stay whole
 
 
 def in_parts(capture: Capture, training: Training) -> Capture:
@@ -27,14 +31,33 @@ def in_parts(capture: Capture, training: Training) -> Capture:
     if training.parts == 1:
         return capture
     parts, split = training.parts, training.split
-    evaluation = _written(capture.eval, split, parts)
-    train = _written(capture.train, split, parts, outputs=training.keeps_outputs)
-    if train.shards != evaluation.shards:  # logits that training does not show may stay split
-        train = _written(capture.train, split, parts)
-    division = Division(parts, split, dict(train.shards), train.summed)
+    evaluation = write(_laid_out(capture.eval, split, parts))
+    layouts = _laid_out(capture.train, split, parts, outputs=training.keeps_outputs)
+    if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
+        layouts = _laid_out(capture.train, split, parts)
+    train = write(layouts)
+    outputs = {
+        ref.name: shard_of(ref.name, layouts.of(ref.name), parts)
+        for ref in walk(capture.train.output, Ref)
+        if layouts.of(ref.name).kind == "S" and ref.name not in layouts.shown
+    }
+    division = Division(parts, split, dict(train.shards), train.summed, outputs)
     _check_alike(evaluation, division)
-    graph = replace(train.graph, notes=(*train.graph.notes, *train.notes))
+    notes = (*train.graph.notes, *train.notes, *_stay_whole(layouts))
+    graph = replace(train.graph, notes=notes)
     return replace(capture, train=graph, eval=evaluation.graph, division=division)
+
+
+def _stay_whole(layouts: Layouts) -> Iterator[str]:
+    """A note on products that stay whole in spite of the split: each part computes all of them."""
+    total = sum(product_flops(layouts.graph).values())
+    share = sum(one.flops for one in layouts.stays) / max(total, 1)
+    if share >= LEAST_SHARE:
+        shown = some([f"{one.op} ({one.source}): {one.reason}" for one in layouts.stays], 3)
+        yield f"{share:.0%} of the operations stay whole, on each part: {shown}"
+    elif layouts.stays:
+        first = layouts.stays[0]
+        yield f"{first.op} stays whole on each part ({first.source}): {first.reason}"
 
 
 def run_whole(plan: Plan, capture: Capture) -> Plan:
@@ -74,7 +97,7 @@ def evaluated_in_parts(graph: OpGraph, division: Division) -> OpGraph:
     """
     if division.parts == 1:
         return graph
-    found = _written(graph, division.split, division.parts)
+    found = write(_laid_out(graph, division.split, division.parts))
     _check_alike(found, division)
     return found.graph
 
@@ -93,5 +116,5 @@ def _check_alike(evaluation: Program, division: Division) -> None:
         )
 
 
-def _written(graph: OpGraph, split: str, parts: int, *, outputs: bool = True) -> Program:
-    return write(lay_out(graph, cast(Family, split), parts, outputs=outputs))
+def _laid_out(graph: OpGraph, split: str, parts: int, *, outputs: bool = True) -> Layouts:
+    return lay_out(graph, cast(Family, split), parts, outputs=outputs)

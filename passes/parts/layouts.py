@@ -80,7 +80,7 @@ def lay_out(graph: OpGraph, family: Family, parts: int, *, outputs: bool = True)
     choice, ops = _chosen(axes, family, parts, shown)
     names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
     held = _held(axes, ops)
-    shards = {f: _shard(f, one, parts) for f, one in held.items() if one.kind == "S"}
+    shards = {f: shard_of(f, one, parts) for f, one in held.items() if one.kind == "S"}
     summed = frozenset(fqn for fqn, one in held.items() if one == SPREAD)
     stays = tuple(
         Stays(name, axes.ops[name].op.source, _why(choice, axes.ops[name]), flops)
@@ -148,7 +148,8 @@ def _held(axes: Axes, ops: dict[str, Way]) -> dict[str, Layout]:
     return {fqn: found.pop() if len(found) == 1 else WHOLE for fqn, found in wanted.items()}
 
 
-def _shard(fqn: str, layout: Layout, parts: int) -> Shard:
+def shard_of(fqn: str, layout: Layout, parts: int) -> Shard:
+    """The slice that each part has of a tensor in a split layout."""
     sizes = tuple(size for size in layout.sizes if isinstance(size, int))
     return Shard(fqn, layout.dim, sizes, layout.which, parts)
 

@@ -59,14 +59,19 @@ class PartsChain:
         found = self._in_turns([
             partial(chain.forward, _copied(leaves), minibatch) for chain in self._chains
         ])  # fmt: skip
-        (outputs, loss), *others = found
-        for theirs, other in others:
-            for name, one in [*outputs.items(), ("the loss", loss)]:
-                its = other if name == "the loss" else theirs[name]
-                if isinstance(one, Tensor) and not _equal(one, its):
-                    raise _apart(name)
+        loss = found[0][1]
+        if loss is not None and not all(_equal(loss, other) for _, other in found):
+            raise _apart("the loss")
         self._give_buffers()
-        return outputs, loss
+        return {n: self._output(n, [one[n] for one, _ in found]) for n in found[0][0]}, loss
+
+    def _output(self, name: str, given: Sequence[Any]) -> Any:
+        shard = self._division.outputs.get(name) if self.graph.training else None
+        if shard is not None:
+            return shard.joined(given)
+        if isinstance(given[0], Tensor) and not all(_equal(given[0], one) for one in given):
+            raise _apart(name)
+        return given[0]
 
     def backward(self) -> None:
         """Gradients of every parameter of the model, from those of the parts.  Raises as

@@ -29,12 +29,14 @@ NOT_OPTIONS = {
 class Held(NamedTuple):
     """Place of a tensor of a model that an earlier pipeline has split over ranks.
 
-    `stages` of that pipeline hold it, the first is its owner; `ranks` are those of each stage.
+    `stages` of that pipeline hold it, the first is its owner; `ranks` are those of each stage, of
+    which each is so many `parts`.
     """
 
     stages: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
     group: Any
+    parts: int = 1
 
     @property
     def owners(self) -> tuple[int, ...]:

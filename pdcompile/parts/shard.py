@@ -98,13 +98,15 @@ class Division:
     """Division of a model between the parts of a stage.
 
     `shards` are the tensors of which each part has a slice, by FQN; every other one is whole on all
-    parts.  `summed` of these have a share of their gradient on each.
+    parts.  `summed` of these have a share of their gradient on each.  `outputs` are those of
+    training of which each part has its slice, as nobody but the loss reads them.
     """
 
     parts: int = 1
     split: str = ""
     shards: Mapping[str, Shard] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
+    outputs: Mapping[str, Shard] = field(default_factory=dict)
 
     def own(self, fqn: str, whole: Tensor, part: int) -> Tensor:
         """Return what a part holds of a tensor."""

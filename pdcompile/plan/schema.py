@@ -314,6 +314,11 @@ class Plan:
         """Processes that run it: one for each part of a rank's stages."""
         return self.num_ranks * self.training.parts
 
+    def processes_of(self, *ranks: int) -> tuple[int, ...]:
+        """The processes that run the stages of ranks: the parts of a stage follow each other."""
+        parts = self.training.parts
+        return tuple(rank * parts + part for rank in ranks for part in range(parts))
+
     @property
     def num_columns(self) -> int:
         """Ranks are numbered through: one that no stage uses has entries of its own."""

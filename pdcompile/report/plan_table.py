@@ -52,8 +52,10 @@ def headline(plan: Plan) -> Text:
     training = plan.training
     text = Text()
     text.append(name_of(training.schedule), style="bold")
+    divided = f" of {training.parts} parts by {training.split}" if training.parts > 1 else ""
     text.append(
-        f": {counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, "
+        f": {counted(len(plan.stages), 'stage')}{divided} on "
+        f"{counted(plan.num_processes, 'rank')}, "
         f"minibatches of {counted(training.batch_size, 'sample')} "
         f"in {counted(training.num_microbatches, 'microbatch', 'microbatches')}"
     )
@@ -70,14 +72,15 @@ def headline(plan: Plan) -> Text:
 
 def stage_table(plan: Plan) -> Table:
     """One row a stage; times are per microbatch, in flight counts microbatches."""
-    ranks = "ranks" if any(stage.replicas > 1 for stage in plan.stages) else "rank"
+    several = plan.training.parts > 1 or any(stage.replicas > 1 for stage in plan.stages)
+    ranks = "ranks" if several else "rank"
     numbers = (">ops", ">parameters", ">forward", ">backward", ">in flight", ">sends")
     recomputed = any(stage.recompute for stage in plan.stages)
     table = labels.table(">stage", ranks, "*holds", *numbers, *[">recomputes"] * recomputed)
     for stage in plan.stages:
         table.add_row(
             str(stage.index),
-            labels.ranks(stage.ranks),
+            labels.ranks(plan.processes_of(*stage.ranks)),
             labels.modules(stage.parameters, stage.ops),
             str(len(stage.ops)),
             format_bytes(stage.parameter_bytes),
@@ -156,7 +159,8 @@ def memory_table(plan: Plan) -> Table:
     for rank, ledger in enumerate(ledgers):
         limit = limit_of.get(rank)
         table.add_row(
-            f"rank {rank}",
+            f"{'ranks' if plan.training.parts > 1 else 'rank'} "
+            f"{labels.ranks(plan.processes_of(rank))}",
             *(number(getattr(ledger, name)) for name, _ in used),
             number(ledger.total_bytes),
             "none" if limit is None else number(limit),

@@ -19,7 +19,8 @@ from pdcompile.eager import digest
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.eager.optimizers import all_step_hooks, make_optimizer, members
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.errors import ConfigError, PdcompileError, errors_as
+from pdcompile.parts.shard import Shard
 from pdcompile.releases.torch_internals import global_step_hooks
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.warn import warn
@@ -37,18 +38,25 @@ Copies = dict[str, nn.Parameter]
 
 
 def refuse_coupled(
-    build: Any, parameters: Mapping[str, Tensor], stages: Sequence[Sequence[str]]
+    build: Any,
+    parameters: Mapping[str, Tensor],
+    stages: Sequence[Sequence[str]],
+    shards: Mapping[str, Shard] | None = None,
 ) -> None:
-    """Raise ConfigError when updates of different stages depend on one another.
+    """Raise ConfigError when updates of different stages depend on one another, or a step on slices
+    of a parameter is not the slices of its step.
 
     Args:
         build: the user's callable, see `make_optimizer`; None: nothing to look at.
         parameters: of the whole model, by name; only shapes and dtypes matter.
         stages: the names that each stage updates.
+        shards: of parameters of which parts have slices.
 
     An optimizer that draws random numbers cannot be tried; a warning says so.
     """
     trained = [names for names in stages if names]
+    if build is not None and shards:
+        _refuse_whole_matrices(build, parameters, shards)
     if build is None or len(trained) < 2:
         return
     together = [[name for names in trained for name in names]]
@@ -80,27 +88,69 @@ def refuse_coupled(
         )
 
 
+def _refuse_whole_matrices(
+    build: Any, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]
+) -> None:
+    sliced = {name: shards[name].dim for name in parameters if name in shards}
+    remedy = (
+        "parts=1; or update what is divided element by element (SGD, AdamW), which optimizer= may "
+        "do beside another one for the rest"
+    )
+
+    def half(number: int, name: str, value: Tensor) -> Tensor:
+        return value.chunk(2, sliced[name])[number] if name in sliced else value
+
+    together = [[*parameters]]
+    said = "the optimizer cannot be tried on slices of parameters"
+    with preserved_rng(), errors_as(ConfigError, said, "optimizer", remedy, Exception):
+        whole = _after_steps(build, parameters, together, 0, whole=True)
+        halves = [
+            _after_steps(build, parameters, together, 0, partial(half, n), whole=True)
+            for n in range(2)
+        ]
+    assert whole is not None
+    joined: Copies = {
+        name: nn.Parameter(torch.cat([one[name] for one in halves if one is not None], dim))
+        for name, dim in sliced.items()
+    }
+    found = _differing({name: whole[name] for name in sliced}, joined)
+    if found is not None:
+        raise ConfigError(
+            f"parts have slices of {found!r}, and this optimizer's step on slices is not the "
+            "slices of its step on the whole: it does not update element by element",
+            where="optimizer",
+            remedy=remedy,
+        )
+
+
 def _after_steps(
-    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]], seed: int
-) -> Copies | None:
+    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]], seed: int,
+    cut: Callable[[str, Tensor], Tensor] = lambda name, value: value, *, whole: bool = False,
+) -> Copies | None:  # fmt: skip
     """Small copies of the parameters after three steps, each part by part.
 
     None for one of torch's own optimizers, which update parameter by parameter.
+
+    Args:
+        cut: what there is of each copy, and of its gradient.
+        whole: torch's own optimizers are tried too, whose updates may need whole matrices.
     """
     values = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=values)
     copies = {name: small_copy(parameter, draw) for name, parameter in parameters.items()}
+    for name, copy in copies.items():
+        copy.data = cut(name, copy.data).clone()
     optimizer = make_optimizer(build, copies.items())
     assert optimizer is not None
-    if _is_plain(optimizer):
+    if not whole and _is_plain(optimizer):
         return None
     updater = Updater(optimizer, reach=0)
     torch.manual_seed(seed)
     for t, scale in enumerate(_SCALES):
         updater.snapshot(t)
         gradients = {
-            name: scale * torch.randn(copies[name].shape, generator=values).to(copies[name].dtype)
-            for name in parameters
+            name: cut(name, scale * draw(_small(parameter)).to(parameter.dtype))
+            for name, parameter in parameters.items()
         }
         for number, names in enumerate(parts):
             updater.apply(t, [(copies[name], gradients[name]) for name in names], stage=number)
@@ -114,10 +164,15 @@ def small_copy(
 
     It has the attributes of the true one, which may choose its group.
     """
-    shape = [min(size, _LARGEST) for size in parameter.shape]
-    copy = nn.Parameter(values(shape).to(parameter.dtype), requires_grad=parameter.requires_grad)
+    copy = nn.Parameter(
+        values(_small(parameter)).to(parameter.dtype), requires_grad=parameter.requires_grad
+    )
     vars(copy).update(vars(parameter))
     return copy
+
+
+def _small(parameter: Tensor) -> list[int]:
+    return [min(size, _LARGEST) for size in parameter.shape]
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:

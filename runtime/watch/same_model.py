@@ -91,7 +91,7 @@ def note_split(model: nn.Module, compiled: Compiled, group: Any) -> None:
         for name in slot.names if fqn in stages else ():
             path, _, leaf = name.rpartition(".")
             home = _held.setdefault(model.get_submodule(path), {})
-            home[leaf] = Held(tuple(stages[fqn]), ranks, group)
+            home[leaf] = Held(tuple(stages[fqn]), ranks, group, compiled.capture.division.parts)
 
 
 def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
@@ -109,6 +109,12 @@ def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
             found[fqn] = one
     hooked = _refusals(model)
     what = "split this model over several ranks, and each has only its own stages' parameters"
+    if any(one.parts > 1 for one in found.values()):
+        raise ConfigError(
+            f"{type(model).__name__}: an earlier pipeline {what}, and of these its part's slices",
+            remedy="build the model again and load a state_dict (full_state_dict of that one); or "
+            "have the first one train a copy (keep_model=True)",
+        )
     if options.weights is not None:
         if next(_beside(None, _tensors(model)), None) is not None:
             raise ConfigError(

@@ -1,0 +1,112 @@
+"""Models that are divided between parts, their batches, and plain training of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples.gpt import GPT
+
+VOCABULARY, BATCH, LENGTH, PIECES = 96, 8, 16, 4
+
+
+def model_of(name: str) -> nn.Module:
+    """A small model; Hugging Face's have their loss inside."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        return GPT(2, 64, 4, LENGTH)
+    if name == "mlp":
+        return _Mlp()
+    import transformers
+
+    sizes: dict[str, dict[str, Any]] = {
+        "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+                  "num_attention_heads": 4, "num_key_value_heads": 4,
+                  "max_position_embeddings": 32, "vocab_size": VOCABULARY, "use_cache": False},
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0,
+                 "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+                 "vocab_size": VOCABULARY, "use_cache": False},
+        "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+               "dropout_rate": 0.0, "vocab_size": VOCABULARY, "decoder_start_token_id": 0,
+               "use_cache": False},
+        "bert": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "intermediate_size": 128, "max_position_embeddings": 32, "vocab_size": VOCABULARY,
+                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "vit": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "intermediate_size": 128, "image_size": 32, "patch_size": 8, "num_labels": 8,
+                "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    }  # fmt: skip
+    kinds = {
+        "llama": ("Llama", "ForCausalLM"), "gpt2": ("GPT2", "LMHeadModel"),
+        "t5": ("T5", "ForConditionalGeneration"), "bert": ("Bert", "ForMaskedLM"),
+        "vit": ("ViT", "ForImageClassification"),
+    }  # fmt: skip
+    first, last = kinds[name]
+    made: nn.Module = getattr(transformers, first + last)(
+        getattr(transformers, f"{first}Config")(**sizes[name])
+    )
+    return made
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64),
+            nn.Tanh(), nn.Linear(64, 16),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+
+def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Inputs by name, and the target of a loss that is not the model's own."""
+    draw = torch.Generator().manual_seed(1)
+    if name == "mlp":
+        return {"x": torch.randn(BATCH, 16, generator=draw)}, None
+    if name == "vit":
+        pixels = torch.randn(BATCH, 3, 32, 32, generator=draw)
+        return {"pixel_values": pixels, "labels": torch.arange(BATCH)}, None
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=draw)
+    if name == "gpt":
+        return {"ids": ids}, ids.roll(-1, 1)
+    return {"input_ids": ids, "labels": ids.clone()}, None
+
+
+def plain_training(
+    model: nn.Module, inputs: Mapping[str, Tensor], target: Tensor | None,
+    loss_fn: Callable[..., Tensor] | None, clip: float | None, *, lag: bool = False,
+) -> tuple[dict[str, Tensor], list[float]]:  # fmt: skip
+    """Three steps of accumulated gradients: the state, and the losses.
+
+    `lag`: gradients are those of the weights before the last update (2bw).
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, older = [], copy.deepcopy(model)
+    for _ in range(3):
+        at = older if lag else model
+        at.zero_grad()
+        found = 0.0
+        for piece in range(PIECES):
+            rows = slice(piece * BATCH // PIECES, (piece + 1) * BATCH // PIECES)
+            given = {key: value[rows] for key, value in inputs.items()}
+            made = at(**given)
+            loss = loss_fn(made, target[rows]) if loss_fn and target is not None else made
+            loss = getattr(loss, "loss", loss) / PIECES
+            loss.backward()
+            found += loss.item()
+        if lag:
+            newest = copy.deepcopy(model)
+            for own, other in zip(model.parameters(), at.parameters(), strict=True):
+                own.grad = other.grad
+            older = newest
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(found)
+    return {name: value.detach() for name, value in model.state_dict().items()}, losses

@@ -1,0 +1,208 @@
+"""Stages in parts on ranks of their own, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from examples.gpt import GPT, loss_fn
+from pdcompile.errors import ConfigError, LaunchError
+from tests.helpers.launch import Run, processes, torchrun
+
+RANKS = """
+    import copy, json, sys
+    from contextlib import nullcontext
+    import torch
+    import pdcompile
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import batch_of, model_of, plain_training
+
+    for kwargs in json.loads(sys.argv[1]):
+        name, clip = kwargs.pop("model", "gpt"), kwargs.get("max_grad_norm")
+        model, (inputs, target) = model_of(name), batch_of(name)
+        plain = copy.deepcopy(model)
+        loss = loss_fn if name == "gpt" else None
+        with pdcompile.compile(
+            model, loss_fn=loss, costs="estimated", microbatches=4,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **kwargs,
+        ) as pipe:
+            losses = [pipe.step(**inputs, target=target).loss.item() for _ in range(3)]
+            pipe.flush()
+            state = pipe.full_state_dict()
+            if pipe.ranks == (0,):
+                lag = kwargs.get("schedule") == "2bw"
+                expected, found = plain_training(plain, inputs, target, loss, clip, lag=lag)
+                worst = max((state[k] - v).abs().max().item() for k, v in expected.items())
+                apart = max(abs(a - b) for a, b in zip(losses, found))
+                print(f"AGREE {worst <= 2e-5 and apart <= 2e-5} {worst:.1e} {apart:.1e} {kwargs}")
+"""
+
+FAST = [
+    {"parts": 2, "stages": 2, "max_grad_norm": 0.5},
+    {"parts": 4, "split": "sequence"},
+    {"parts": 2, "replicas": 2, "stages": 1, "split": "width+sequence", "recompute": True},
+]
+
+
+def agree(run: Run, count: int) -> None:
+    lines = [line for line in run.output.splitlines() if line.startswith("AGREE")]
+    assert run.code == 0, run
+    assert len(lines) == count, run
+    assert all(line.startswith("AGREE True") for line in lines), lines
+
+
+def test_gpt_on_four_ranks_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    agree(processes(RANKS, 4, tmp_path, json.dumps(FAST)), len(FAST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw", "interleaved", "zb-v"])
+@pytest.mark.parametrize("split", ["width", "sequence", "width+sequence", "context"])
+def test_every_schedule(schedule: str, split: str, tmp_path: Path) -> None:
+    stages = 4 if schedule in ("interleaved", "zb-v") else 2
+    settings = [{"parts": 2, "stages": stages, "schedule": schedule, "split": split}]
+    agree(processes(RANKS, 4, tmp_path, json.dumps(settings)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "llama", "gpt2", "t5", "bert", "vit"])
+def test_models_of_hugging_face(model: str, tmp_path: Path) -> None:
+    settings: list[dict[str, Any]] = [
+        {"model": model, "parts": 2, "stages": 2},
+        {"model": model, "parts": 4},
+    ]
+    if model not in ("mlp", "vit"):
+        settings.append({"model": model, "parts": 2, "stages": 2, "split": "sequence"})
+    agree(processes(RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+def test_messages_in_device_order_through_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCOMPILE_TRANSPORT", "ordered")
+    agree(torchrun(RANKS, 4, tmp_path, json.dumps(FAST)), len(FAST))
+
+
+UNLIKE = """
+    import os
+    import torch
+    import pdcompile
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import batch_of, model_of
+
+    rank, (inputs, target) = int(os.environ["RANK"]), batch_of("gpt")
+    pipe = pdcompile.compile(
+        model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2
+    )
+    pipe.step(**inputs, target=target)
+    inputs["ids"] = inputs["ids"].roll(rank, 0)
+    try:
+        pipe.step(**inputs, target=target)
+    except pdcompile.errors.PdcompileError as error:
+        print(f"rank {rank}: {type(error).__name__}: {error.message}")
+"""
+
+
+def test_parts_with_unlike_inputs_are_refused(tmp_path: Path) -> None:
+    run = processes(UNLIKE, 2, tmp_path)
+    assert "rank 1: ContractError: rank 0 has other values in input 'ids'" in run.output, run
+    assert "rank 0: RankError: another rank failed first: rank 1" in run.output, run
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    model, optimizer = state
+    moments = {
+        f"{name}.{key}": value
+        for name, one in optimizer.get("state", {}).items()  # of rank 0
+        for key, value in one.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {**model, **moments}
+
+
+CHECKPOINTS = """
+    import sys
+    import torch
+    import pdcompile
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import batch_of, model_of
+    from tests.test_parts.test_pipelines import tensors_of
+
+    folder, settings = sys.argv[1], eval(sys.argv[2])
+    inputs, target = batch_of("gpt")
+    before = None
+    for n, kwargs in enumerate(settings):
+        with pdcompile.compile(
+            model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4,
+            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), resume=folder, **kwargs,
+        ) as pipe:
+            pipe.prepare(**inputs, target=target)
+            now = tensors_of((pipe.full_state_dict(), pipe.full_optimizer_state_dict()))
+            if before is not None and pipe.ranks == (0,):
+                assert pipe.position.minibatches == n and now.keys() == before.keys()
+                assert all(torch.equal(now[name], before[name]) for name in now)
+            pipe.step(**inputs, target=target)
+            pipe.save(folder)
+            before = tensors_of((pipe.full_state_dict(), pipe.full_optimizer_state_dict()))
+            if pipe.ranks == (0,):
+                torch.save(before, folder + "/last.pt")
+    print("SAVED")
+"""
+
+
+def test_checkpoints_of_any_plan_fit_any_other_with_states_of_adam(tmp_path: Path) -> None:
+    settings = [{"parts": 2, "stages": 2}, {"parts": 4}, {"stages": 4}, {"parts": 2, "stages": 2}]
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    run = processes(CHECKPOINTS, 4, tmp_path, str(folder), repr(settings))
+    assert run.code == 0, run
+    torch.manual_seed(0)
+    model = GPT(2, 64, 4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    position = pdcompile.load_checkpoint(folder, model, optimizer)
+    assert position.minibatches == len(settings)
+    last = torch.load(folder / "last.pt")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, last[name])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], last[f"{name}.exp_avg"])
+
+
+def gpt(**options: Any) -> pdcompile.Pipeline:
+    torch.manual_seed(0)
+    ids = torch.randint(256, (8, 16))
+    return pdcompile.compile(
+        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", **options
+    )
+
+
+def test_in_one_process_parts_are_compared_and_stages_run_whole() -> None:
+    pipe = gpt(parts=2, stages=2, microbatches=4)
+    assert "the stages equal eager up to rounding" in pipe.explain()
+    assert "as 2 parts by width they were compared with the model" in pipe.explain()
+    assert pipe.plan.training.parts == 1
+
+
+def test_what_parts_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parts=3: .*heads \(4\) of blocks.0.attention.* do not"):
+        gpt(parts=3)
+    with pytest.raises(ConfigError, match="split='sequence' divides nothing: a stage has one part"):
+        gpt(split="sequence")
+    with pytest.raises(ConfigError, match="parts=0 is below 1"):
+        gpt(parts=0)
+
+
+def test_processes_that_do_not_divide_into_parts_are_refused() -> None:
+    from pdcompile.options import Options
+    from pdcompile.options.configuration import machines
+
+    with pytest.raises(LaunchError, match="stages of 2 parts each, but WORLD_SIZE is 3"):
+        machines(Options.given({"parts": 2}), 3)
+    with pytest.raises(LaunchError, match="2 stages of 2 parts, but WORLD_SIZE is 6") as caught:
+        machines(Options.given({"parts": 2, "stages": 2}), 6)
+    assert "--nproc-per-node=4" in str(caught.value)
