@@ -34,9 +34,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_296,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_323),
-    "verify": (("passes/verify",), 1_541),
+    "verify": (("passes/verify",), 1_543),
     "parts": (("passes/parts", "pdcompile/parts"), 3_458),
-    "runtime": (("runtime",), 8_946),
+    "runtime": (("runtime",), 8_958),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_576,

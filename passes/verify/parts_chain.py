@@ -83,7 +83,8 @@ class PartsChain:
             there = [one for one in given if one is not None]
             if there and len(there) < len(given):
                 raise _apart(f"the gradient of {fqn}, which some have and others have not")
-            parameter.grad = self._whole(fqn, there) if there else None
+            summed = fqn in self._division.summed and len(there) > 0
+            parameter.grad = torch.stack(there).sum(0) if summed else self._whole(fqn, there)
 
     def _in_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         try:
@@ -95,13 +96,13 @@ class PartsChain:
                 else "please report this model; parts=1 runs it all the same",
             ) from error  # fmt: skip
 
-    def _whole(self, fqn: str, given: Sequence[Tensor]) -> Tensor:
-        """A tensor of the model from what the parts have of it."""
+    def _whole(self, fqn: str, given: Sequence[Tensor]) -> Tensor | None:
+        """A tensor of the model from what the parts have of it; None where they have none."""
         shard = self._division.shards.get(fqn)
+        if not given:
+            return None
         if shard is not None:
             return shard.joined(given)
-        if fqn in self._division.summed:
-            return torch.stack([*given]).sum(0)
         if not all(_equal(given[0], one) for one in given):
             raise _apart(fqn)
         return given[0]
@@ -119,8 +120,9 @@ class PartsChain:
         own = [dict(model.named_buffers()) for model in self._models]
         with torch.no_grad():
             for fqn, buffer in self._model.named_buffers():
-                if buffer.numel():
-                    buffer.copy_(self._whole(fqn, [one[fqn] for one in own]))
+                whole = self._whole(fqn, [one[fqn] for one in own])
+                if whole is not None and buffer.numel():
+                    buffer.copy_(whole)
 
 
 def _own_constants(sources: Sources, division: Division, part: int) -> Sources:

@@ -92,6 +92,7 @@ def _refuse_whole_matrices(
     build: Any, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]
 ) -> None:
     sliced = {name: shards[name].dim for name in parameters if name in shards}
+    parameters = {name: _undivided(one, shards.get(name)) for name, one in parameters.items()}
     remedy = (
         "parts=1; or update what is divided element by element (SGD, AdamW), which optimizer= may "
         "do beside another one for the rest"
@@ -121,6 +122,17 @@ def _refuse_whole_matrices(
             where="optimizer",
             remedy=remedy,
         )
+
+
+def _undivided(parameter: Tensor, shard: Shard | None) -> Tensor:
+    """A parameter without memory, in its shape before parts took their slices."""
+    shape = [*parameter.shape]
+    if shard is not None:
+        shape[shard.dim] *= shard.parts
+    value = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    whole = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(whole).update(vars(parameter))
+    return whole
 
 
 def _after_steps(

@@ -46,6 +46,7 @@ def test_gpt(parts: int, stages: int) -> None:
     assert "mean_cross_entropy(" in it.sources.files[f"stage_{stages - 1}.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_models_of_hugging_face(name: str) -> None:
     dtype = torch.float32 if name == "Llama" else torch.float64

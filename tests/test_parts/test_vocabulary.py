@@ -120,8 +120,14 @@ def test_what_is_no_id_of_the_vocabulary_fails_on_every_part(wrong: int, part: i
             vocabulary_cross_entropy(torch.ones(2, 4), ids)
 
 
-@pytest.mark.parametrize("family", ["width", "width+sequence"])
-@pytest.mark.parametrize("name", ["GPT", "Llama"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("GPT", "width"), ("GPT", "width+sequence"),
+        pytest.param("Llama", "width", marks=pytest.mark.slow),
+        pytest.param("Llama", "width+sequence", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_tied_and_untied_heads_divide_by_vocabulary(name: str, family: Any) -> None:
     model = gpt() if name == "GPT" else hugging_face("Llama", torch.float32)
     inputs = tokens(0) if name == "GPT" else {"input_ids": tokens(0)}
