@@ -24,6 +24,7 @@ from torch import nn
 from pdcompile import jsonio
 from pdcompile.errors import SourceError, errors_as
 from pdcompile.files import is_path, read_limited, write_whole
+from pdcompile.ir.records import PARTS
 from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
 _LOADS = itertools.count()
@@ -49,6 +50,13 @@ def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
     for name in expected.files.keys() - files.keys():
         files[name] = _text(root / name) if (root / name).is_file() else expected.files[name]
     edited = tuple(name for name, text in files.items() if text != expected.files[name])
+    if f"{PARTS}.py" in edited:
+        raise SourceError(
+            f"{PARTS}.py is not the one that stages of this version run with",
+            where=str(root / f"{PARTS}.py"),
+            remedy="put functions of your own into the files of the stages that call them, and "
+            "write the folder again with pipe.dump(folder)",
+        )
     return Sources(files, expected.interfaces, edited, expected.constants)
 
 

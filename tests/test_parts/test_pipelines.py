@@ -206,3 +206,57 @@ def test_processes_that_do_not_divide_into_parts_are_refused() -> None:
     with pytest.raises(LaunchError, match="2 stages of 2 parts, but WORLD_SIZE is 6") as caught:
         machines(Options.given({"parts": 2, "stages": 2}), 6)
     assert "--nproc-per-node=4" in str(caught.value)
+
+
+BY_HAND = """
+    import copy
+    import torch
+    import pdcompile
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import batch_of, model_of
+
+    model, (inputs, target) = model_of("gpt"), batch_of("gpt")
+    plain, ids = copy.deepcopy(model), inputs["ids"]
+    with pdcompile.compile(
+        model, loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2, stages=2,
+        optimizer=None,
+    ) as pipe:
+        pipe.prepare(ids, target=target)
+        ours = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(2):
+            ours.zero_grad()
+            pipe.forward_backward(ids, target=target)
+            pipe.forward_backward(ids.flip(0), target=target.flip(0))
+            norm = pipe.clip_grad_norm_(0.3)
+            ours.step()
+        state = pipe.full_state_dict()
+        if pipe.ranks == (0,):
+            theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for _ in range(2):
+                theirs.zero_grad()
+                for x, y in ((ids, target), (ids.flip(0), target.flip(0))):
+                    loss_fn(plain(x), y).backward()
+                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+                theirs.step()
+            worst = max((state[k] - v).abs().max().item() for k, v in plain.state_dict().items())
+            print(f"AGREE {worst <= 2e-5 and abs(norm - expected) < 1e-4} {worst:.1e}")
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_several_calls_are_summed_once_over_parts(tmp_path: Path) -> None:
+    agree(processes(BY_HAND, 4, tmp_path), 1)
+
+
+def test_conversions_that_somebody_edited_are_not_passed_over(tmp_path: Path) -> None:
+    from pdcompile.errors import SourceError
+    from pdcompile.passes.codegen import read
+    from tests.test_parts.test_written import gpt_in_parts
+
+    sources = gpt_in_parts("width").sources
+    for name, text in sources.files.items():
+        (tmp_path / name).write_text(text)
+    assert not read(tmp_path, sources).edited
+    (tmp_path / "pdcompile_parts.py").write_text(sources.files["pdcompile_parts.py"] + "# mine\n")
+    with pytest.raises(SourceError, match="pdcompile_parts.py is not the one"):
+        read(tmp_path, sources)
