@@ -258,5 +258,5 @@ def test_conversions_that_somebody_edited_are_not_passed_over(tmp_path: Path) ->
         (tmp_path / name).write_text(text)
     assert not read(tmp_path, sources).edited
     (tmp_path / "pdcompile_parts.py").write_text(sources.files["pdcompile_parts.py"] + "# mine\n")
-    with pytest.raises(SourceError, match="pdcompile_parts.py is not the one"):
+    with pytest.raises(SourceError, match=r"pdcompile_parts\.py is not the one"):
         read(tmp_path, sources)
