@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_296,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_323),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_331),
     "verify": (("passes/verify",), 1_543),
     "parts": (("passes/parts", "pdcompile/parts"), 3_458),
     "runtime": (("runtime",), 8_958),

@@ -1,0 +1,74 @@
+"""Conversions that are dropped or doubled in a stage's file: verify names every one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from examples.gpt import loss_fn
+from pdcompile.errors import PdcompileError
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes.codegen import generate
+from pdcompile.passes.parts import in_parts
+from pdcompile.passes.verify import verify
+from pdcompile.plan import Training
+from tests.helpers.cuts import cut
+from tests.helpers.divided import batch_of, model_of
+from tests.helpers.generated import captured
+
+CALL = re.compile(r"\b(spread|total|gather|own|scatter|swap)\(")
+
+
+def mutations(text: str) -> Iterator[tuple[str, str]]:
+    """Each text with one conversion left out, and with one made twice (those that can be)."""
+    for match in CALL.finditer(text):
+        start, end, depth = match.end(), match.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        call, inside = text[match.start() : end], text[start : end - 1]
+        first = (
+            inside.split(", ")[0] if match[1] in ("gather", "own", "scatter", "swap") else inside
+        )
+        line = text.count("\n", 0, start) + 1
+        if first.count("(") == first.count(")"):
+            yield f"{call} left out in line {line}", text[: match.start()] + first + text[end:]
+        if match[1] in ("spread", "total"):
+            twice = f"{match[1]}({call})"
+            yield f"{call} twice in line {line}", text[: match.start()] + twice + text[end:]
+
+
+def compiled(name: str, split: str) -> tuple[Any, ...]:
+    inputs, target = batch_of(name)
+    model, loss = model_of(name), loss_fn if name == "gpt" else None
+    flat, layout, capture = captured(model, inputs, target, loss)
+    divided: Capture = in_parts(capture, Training(parts=2, split=split))
+    count = sum(op.region == "forward" for op in divided.train.ops)
+    plan = cut(divided, [count // 2])
+    return divided, plan, generate(divided, plan), model, flat, layout, loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["width", "width+sequence", "sequence", "context"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_every_conversion_that_counts_is_missed_by_name(name: str, split: str) -> None:
+    capture, plan, sources, model, flat, layout, loss = compiled(name, split)
+    assert not verify(capture, plan, sources, model, flat, layout, loss).differences
+    unnamed, tried = [], 0
+    for file in ("stage_0.py", "stage_1.py"):
+        for what, text in mutations(sources.files[file]):
+            tried += 1
+            edited: Sources = replace(sources, files={**sources.files, file: text}, edited=(file,))
+            try:
+                found = verify(capture, plan, edited, model, flat, layout, loss)
+            except PdcompileError:
+                continue
+            if not found.differences:
+                unnamed.append(f"{file}: {what}")
+    assert tried >= 4
+    assert not unnamed, f"{len(unnamed)} of {tried}: {unnamed}"
