@@ -50,6 +50,13 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             where="autocast",
             remedy="plan again with a dtype: autocast='bfloat16' is the region of the devices",
         )
+    if plan.training.parts > 1 and plan.spec.period > 1:
+        raise ConfigError(
+            f"replicas take whole minibatches in turn under {plan.training.schedule!r}, and parts "
+            "sum gradients once a minibatch",
+            where="parts",
+            remedy="replicas=1 or parts=1; or another schedule",
+        )
     again = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
     for op in graph.ops:
         if op.hooks and op.name in again:

@@ -10,7 +10,7 @@ from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.loss_scale import scaler_of
-from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.errors import ClusterError, ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import (
@@ -131,6 +131,12 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     """(number of stages, cluster with the user's limit of memory): see `configure`."""
     stages, ranks = _stages_and_ranks(options, num_ranks)
     cluster = _cluster(options.cluster, ranks * options.parts, in_process=num_ranks is None)
+    if cluster.parts is not None:
+        raise ClusterError(
+            "the cluster has [parts], as plans write them, and options say what parts there are",
+            where="cluster",
+            remedy=f"leave [parts] out, list all devices, and give parts={cluster.parts.size}",
+        )
     cluster = _limited(cluster.grouped(options.parts), options.memory)
     recomputation(options, stages)
     # Where the planner decides how many devices a stage has, some may be left.

@@ -197,6 +197,25 @@ def test_what_parts_cannot_be_is_refused() -> None:
         gpt(parts=0)
 
 
+def test_clusters_that_do_not_divide_are_refused() -> None:
+    from pdcompile.cluster import Cluster
+    from pdcompile.errors import ClusterError
+
+    cluster = Cluster.parse("2x4")
+    grouped = cluster.grouped(2)
+    assert [level.size for level in grouped.levels] == [2, 2]
+    assert grouped.parts is not None
+    assert (len(grouped.devices), grouped.parts.size) == (4, 2)
+    assert Cluster.from_toml(grouped.to_toml()) == grouped
+    over_hosts = cluster.grouped(8).parts
+    assert over_hosts is not None
+    assert over_hosts.bytes_per_second == cluster.levels[1].bytes_per_second
+    with pytest.raises(ClusterError, match="groups of 3 devices do not divide the 4"):
+        cluster.grouped(3)
+    with pytest.raises(ClusterError, match=r"the cluster has \[parts\]"):
+        gpt(cluster=grouped, stages=2)
+
+
 def test_processes_that_do_not_divide_into_parts_are_refused() -> None:
     from pdcompile.options import Options
     from pdcompile.options.configuration import machines
