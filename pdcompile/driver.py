@@ -305,7 +305,7 @@ def compile(
     replicas: int | tuple[int, ...] | Literal["equal", "any"] | None = None,
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
-    parts: int | None = None,
+    parts: int | tuple[int, ...] | None = None,
     split: Literal["auto", "width", "width+sequence", "sequence", "context"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),

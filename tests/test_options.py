@@ -20,7 +20,9 @@ from pdcompile.options.table import PANELS, ROWS
 from pdcompile.plan import StagePlan, Training
 
 #: types that `compile` alone takes (a file is read at once), or the search of `pdcompile plan`
-OTHER_TYPES = {"schedule": {"os.PathLike[str]"}, "replicas": {"1"}}
+OTHER_TYPES = {
+    "schedule": {"os.PathLike[str]"}, "replicas": {"1"}, "parts": {"tuple[int, ...]"},
+}  # fmt: skip
 NOT_OF_A_MODEL = ("example_inputs", "example_target")
 
 

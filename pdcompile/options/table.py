@@ -241,15 +241,15 @@ class MachineOptions:
             remedy="a number for all stages (2), one for each (3,1), equal or any",
         ),
     )
-    parts: int = option(
+    parts: int = option(  # a tuple of equal numbers becomes one (see `Options`)
         1,
         "Ranks that compute each stage together, every op divided between them (tensor, sequence "
         "and context parallelism); default: 1.",
         "A stage then takes replicas times parts ranks, and the parts of one follow each other.",
-        check=count("1: stages whole"),
+        check=values.parts,
         plan="training.parts",
         compared=True,
-        flag=Flag("N", type=int),
+        flag=Flag("N|N,N,…", texts.counts, remedy="a number for all stages (2), or that of each"),
     )
     split: Literal["auto", "width", "width+sequence", "sequence", "context"] = option(
         "auto",

@@ -168,6 +168,18 @@ def replicas(name: str, given: Any) -> None:
             )
 
 
+def parts(name: str, given: Any) -> None:
+    """Check for a number of parts, the same for all stages."""
+    for one in given if isinstance(given, tuple) and given else (given,):
+        count("1: stages whole")(name, one)
+    if isinstance(given, tuple):
+        raise ConfigError(
+            f"{name}={given!r} is not the same number for each of the stages",
+            remedy="one number for all stages (2): stages of unlike numbers of parts are not "
+            "supported; replicas= may differ by stage",
+        )
+
+
 def constraints(name: str, given: Any) -> None:
     """Check for a list of constraints."""
     known = f"a list of {KNOWN}; () for none"

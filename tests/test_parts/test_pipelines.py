@@ -12,6 +12,7 @@ import torch
 import pdcompile
 from examples.gpt import GPT, loss_fn
 from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.options import Options
 from tests.helpers.launch import Run, processes, torchrun
 
 RANKS = """
@@ -195,6 +196,14 @@ def test_what_parts_cannot_be_is_refused() -> None:
         gpt(split="sequence")
     with pytest.raises(ConfigError, match="parts=0 is below 1"):
         gpt(parts=0)
+    with pytest.raises(ConfigError, match=r"parts=\(2, 1\) is not the same number"):
+        gpt(parts=(2, 1))
+    with pytest.raises(ConfigError, match=r"parts=\(2, 2\)"):
+        gpt(parts=(2, 2), stages=3)
+    assert (Options.given({"parts": (2, 2)}).parts, Options.given({"parts": (2, 2)}).stages) == (
+        2,
+        2,
+    )
 
 
 def test_clusters_that_do_not_divide_are_refused() -> None:
@@ -217,7 +226,6 @@ def test_clusters_that_do_not_divide_are_refused() -> None:
 
 
 def test_processes_that_do_not_divide_into_parts_are_refused() -> None:
-    from pdcompile.options import Options
     from pdcompile.options.configuration import machines
 
     with pytest.raises(LaunchError, match="stages of 2 parts each, but WORLD_SIZE is 3"):
