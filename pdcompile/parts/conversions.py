@@ -243,8 +243,8 @@ class Group(Alone):
     """A process of a group (None: of all processes), whose ranks are the parts in order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group: Any = dist.group.WORLD if group is None else group
-        super().__init__(self._group.size(), self._group.rank())
+        super().__init__(dist.get_world_size(group), dist.get_rank(group))
+        self._group = dist.group.WORLD if group is None else group
 
     def meet(self, x: Tensor, at: At) -> Tensor:
         result, work = begun(self._group, x.contiguous(), at.step.kind, self.count)
