@@ -116,6 +116,7 @@ def test_without_gradients_it_is_opaque(kind: str) -> None:
     assert float(pipe.eval_step(IDS, target=TARGET).loss) < before
 
 
+@pytest.mark.slow
 def test_the_remedy_trains() -> None:
     with pytest.raises(TraceError, match="flex_attention on values that need a gradient") as caught:
         pdcompile.trace(Net("forward", frozen=False), IDS)

@@ -188,6 +188,7 @@ def test_a_parameter_that_no_microbatch_uses_has_no_gradient() -> None:
     assert not torch.equal(model[0].weight, first)
 
 
+@pytest.mark.slow
 def test_buffers_of_replicas_become_their_mean_where_they_are_read() -> None:
     """Each replica's statistics are of its own microbatches until then."""
     model = convnet()

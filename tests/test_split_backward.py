@@ -237,6 +237,7 @@ def test_draws_clips_and_recomputes_like_the_reference(again: Any) -> None:
     assert_same_training(*pair(model, "zb-h1", 3, seed=5, max_grad_norm=0.3, recompute=again))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_recurrent_layers_and_embeddings(autocast: str | None) -> None:

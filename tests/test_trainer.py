@@ -126,6 +126,7 @@ def test_parts_of_the_whole_model_are_refused_by_name(
         PipelineTrainer(names["model"](), names["arguments"](str(tmp_path)), **{name: value})
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("train", "evaluated", "where"), [(25, 12, "train"), (24, 9, "eval")])
 def test_a_rest_that_the_model_does_not_take_is_refused_at_the_start(

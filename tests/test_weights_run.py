@@ -55,6 +55,7 @@ def test_the_reference_takes_the_same_source(tmp_path: Path) -> None:
     assert float(one.step(**batch(0)).loss) == float(other.step(**batch(0)).loss)
 
 
+@pytest.mark.slow
 def test_a_kept_model_stays_without_memory(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     model = on_meta()
