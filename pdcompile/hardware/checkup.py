@@ -225,7 +225,7 @@ def _plan(path: Path, processes: int | None, environ: Mapping[str, str]) -> Iter
         yield "wrong", f"{path}: {one.message}", one.remedy or ""
     if not missing:
         where = "one process" if world is None else f"{world} processes"
-        yield "ok", f"{path}: its {plan.num_ranks} ranks can run in {where} here"
+        yield "ok", f"{path}: its {plan.num_processes} ranks can run in {where} here"
 
 
 def _count(environ: Mapping[str, str], name: str) -> int | None:

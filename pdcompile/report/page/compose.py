@@ -59,7 +59,7 @@ def page_data(
     path = critical_path(steady.timeline, steady.window, flush=not plan.training.kind.stream)
     curves = held_over_time(plan, drawn.programs, drawn.passed_seconds)
     return {
-        "title": f"{plan.model or title} on {counted(plan.num_ranks, 'rank')}",
+        "title": f"{plan.model or title} on {counted(plan.num_processes, 'rank')}",
         "subtitle": f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
         "tiles": _tiles(plan, run),
         "limits": [*what_limits(plan, path)],

@@ -112,8 +112,10 @@ def gap_tile(one: Certificate) -> tuple[str, str]:
 def cluster_in_words(plan: Plan) -> str:
     """``8 × h100 of 80.0 GB; nvlink 450 GB/s, infiniband 50.0 GB/s``."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    parts = plan.training.parts
     devices = [
-        f"{len(list(group))} × {_device(device)}" for device, group in groupby(cluster.devices)
+        f"{parts * len(list(group))} × {_device(device)}"
+        for device, group in groupby(cluster.devices)
     ]
     levels = [
         f"{level.name} {format_rate(level.bytes_per_second)}"
