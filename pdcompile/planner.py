@@ -25,7 +25,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.machines import relative
-from pdcompile.passes.parts.prices import priced
+from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
@@ -184,7 +184,8 @@ class Planner:
             certificate = replace(plan.certificate, scope=f"{plan.certificate.scope}; {rule}")
             plan = replace(plan, certificate=certificate)
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
-        notes = (*plan.notes, *self.cluster.notes, *self._notes)
+        exchanged = note_on_exchange(graphs[plan.training.num_microbatches], self.cluster.parts)
+        notes = (*plan.notes, *self.cluster.notes, *self._notes, *exchanged)
         source = source_of(self.options.costs, self.cluster.devices[0].kind)
         return replace(plan, notes=notes, costs=source)
 
@@ -220,6 +221,8 @@ def check_refine(options: Options, model: nn.Module) -> None:
         reason = ESTIMATED
     elif _is_meta(model):
         reason = "the model's parameters have no memory (meta device)"
+    elif options.parts > 1:
+        reason = "parts of stages are not timed together"
     elif options.replicas != 1:
         reason = "the planner also decides replicas, schedule or microbatches"
     if reason:
@@ -236,7 +239,7 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
     """Reason why the stages of a plan are not timed; "" where nobody asks, None where they are."""
     if options.refine is True:
         return None
-    if options.refine is False or options.searches or _is_meta(model):
+    if options.refine is False or options.searches or _is_meta(model) or options.parts > 1:
         return ""
     if options.costs != "measured" or len(plan.stages) == 1:
         return ""

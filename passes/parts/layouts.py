@@ -223,9 +223,12 @@ def _refuse_heads(choice: Choice, op: OpAxes, found: Layouts) -> None:
 
 
 def _other_parts(axes: Iterable[Atom | None], split: str) -> str:
-    """A remedy: numbers of parts that fit one of the axes, or another split."""
+    """A remedy: numbers of parts that fit all of the axes, or else one; or another split."""
     known = [*axes]
-    fits = [str(n) for n in range(2, 9) if any(divides(axis, n) for axis in known)]
+    every, some_do = (
+        [str(n) for n in range(2, 9) if of(divides(axis, n) for axis in known)] for of in (all, any)
+    )
+    fits = every or some_do
     parts = [f"parts={' or '.join(fits)}"] if fits else []
     return f"use {', or '.join([*parts, split])}"
 

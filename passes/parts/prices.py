@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from pdcompile.cluster import Level, message_seconds, ring_seconds
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.ir.records import CONVERSIONS
+from pdcompile.units import format_rate
 
 
 def priced(graph: OpGraph, link: Level | None) -> OpGraph:
@@ -15,6 +17,21 @@ def priced(graph: OpGraph, link: Level | None) -> OpGraph:
     if link is None:
         return graph
     return replace(graph, ops=tuple(_priced(graph, op, link) for op in graph.ops))
+
+
+def note_on_exchange(graph: OpGraph, link: Level | None) -> Iterator[str]:
+    """A note on the share of a microbatch's time in which parts exchange values."""
+    if link is None:
+        return
+    costs = [(op.target in CONVERSIONS, op.cost) for op in graph.ops if op.cost is not None]
+    took = [(there, one.forward_seconds + one.backward_seconds) for there, one in costs]
+    total = sum(seconds for _, seconds in took)
+    share = sum(seconds for there, seconds in took if there) / total if total else 0.0
+    yield (
+        f"the {link.size} parts of a stage exchange values in {share:.0%} of the time of its "
+        f"operators, which is part of forward and backward (link {link.name!r}, "
+        f"{format_rate(link.bytes_per_second)})"
+    )
 
 
 def _priced(graph: OpGraph, op: Op, link: Level) -> Op:

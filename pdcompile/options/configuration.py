@@ -84,12 +84,6 @@ def configure(
         LaunchError: the number of processes is not the number of stages.
     """
     schedule = chosen_schedule(options)
-    if options.parts == 1 and options.split != "auto":
-        raise ConfigError(
-            f"split={options.split!r} divides nothing: a stage has one part",
-            where="split",
-            remedy="say between how many ranks: parts=2; or leave split out",
-        )
     stages, cluster = machines(options, num_ranks)
     placement = _placement(options, kind_of(schedule), stages, len(cluster.devices))
     devices, reduction = len(cluster.devices), options.loss_reduction

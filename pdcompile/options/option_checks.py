@@ -30,6 +30,12 @@ def check_options(options: Options) -> None:
         if row.check is not None:
             row.check(name, getattr(options, name))
     _scaling(options)
+    if options.plan is None and options.parts == 1 and options.split != "auto":
+        raise ConfigError(
+            f"split={options.split!r} divides nothing: a stage has one part",
+            where="split",
+            remedy="say between how many ranks: parts=2; or leave split out",
+        )
     if options.allow_edited and options.sources is None:
         raise ConfigError(
             "allow_edited=True without sources= would have no effect",

@@ -208,7 +208,7 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     ("heads", "family", "parts", "said", "remedy"),
     [
         (4, "width", 3, r"parts=3: heads \(4\) of blocks.0.attention.* do not divide",
-         "use parts=2 or 4 or 8, or replicas=3"),
+         "use parts=2 or 4, or replicas=3"),
         (4, "sequence", 3, r"split='sequence': attention at .*gpt.py:\d+ has 4 heads, which 3 ",
          "use parts=2 or 4, or split='context'"),
         (3, "sequence", 2, "has 3 heads, which 2 parts cannot share",
