@@ -30,6 +30,7 @@ from pdcompile.options.configuration import Configuration, capture_size, configu
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.options.row import documented
 from pdcompile.options.table import ROWS, default_optimizer
+from pdcompile.parts.hooks import refuse_hooks
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
@@ -153,6 +154,7 @@ def run_passes(
     chosen, captured = _with_outputs(chosen, whole.train, options), whole
     if chosen.training.parts > 1:
         captured = step("parts", lambda: in_parts(whole, chosen.training))
+        refuse_hooks(dict(model.named_parameters()), captured.division)
     if options.plan is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))

@@ -18,6 +18,7 @@ from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring, wire
 from pdcompile.options import Options
 from pdcompile.parts.conversions import using
+from pdcompile.parts.hooks import refuse_hooks
 from pdcompile.passes.check.programs import Programs, buffers, gradients, norms, refresh
 from pdcompile.plan import Edge, Plan
 from pdcompile.runtime.device import device_of
@@ -37,6 +38,7 @@ from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, refuse_coupled
+from pdcompile.runtime.watch.parts_watch import refuse_unlike
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast, with_edges
 
@@ -116,7 +118,10 @@ class Session(Guarded):
                 self._made.of_rank[rank].settle(self._call)
             if self.agreement is None:
                 return size
-            return self.agreement.reach(call, self._call, minibatch, size, flat)
+            size = self.agreement.reach(call, self._call, minibatch, size, flat)
+            if self.beside is not None and flat is not None:
+                refuse_unlike(self.beside, self.state.tensors, self.optimizer)
+            return size
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.
@@ -233,6 +238,8 @@ class Session(Guarded):
         with self.refusing():
             self._watch.check(training=training, in_flight=self.in_flight, rebind=self._rebind)
             self._optimizer_watch.check(in_flight=self.in_flight)
+            if self.beside is not None:
+                refuse_hooks(self.state.tensors, self.beside.division)
             for worker in self.workers:
                 if worker.replicas is not None:
                     worker.replicas.refuse_hooks()

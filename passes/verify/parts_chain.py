@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.eager.module_copies import twin_with
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import OpGraph
@@ -37,6 +38,11 @@ class PartsChain:
             twin_with(model, lambda fqn, one, p=p: division.own(fqn, one, p).clone())  # type: ignore[misc]
             for p in range(division.parts)
         ]
+        for own in self._models:
+            mine = dict(own.named_parameters())
+            for fqn, parameter in model.named_parameters():
+                for hook in gradient_hooks(parameter):  # of one that is whole
+                    hook.follow(mine[fqn], parameter)
         self._chains = [
             Chain(graph, edges, tied, _own_constants(sources, division, p), own, seed)
             for p, own in enumerate(self._models)

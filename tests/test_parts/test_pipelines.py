@@ -287,3 +287,84 @@ def test_conversions_that_somebody_edited_are_not_passed_over(tmp_path: Path) ->
     (tmp_path / "pdcompile_parts.py").write_text(sources.files["pdcompile_parts.py"] + "# mine\n")
     with pytest.raises(SourceError, match=r"pdcompile_parts\.py is not the one"):
         read(tmp_path, sources)
+
+
+CHANGED = """
+    import sys
+    import pdcompile
+    import torch
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import batch_of, model_of
+
+    def weight(model, pipe):
+        model.blocks[0].ln_1.weight.data.add_(0.1)
+
+    def rate(model, pipe):
+        pipe.optimizer.param_groups[0]["lr"] = 0.5
+
+    def hook(model, pipe):
+        model.blocks[0].ln_1.weight.register_hook(lambda gradient: gradient * 0)
+
+    def hook_of_slices(model, pipe):
+        model.blocks[0].up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+    change = locals()[sys.argv[1]]
+    model, (inputs, target) = model_of("gpt"), batch_of("gpt")
+    pipe = pdcompile.compile(
+        model, loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
+    )
+    pipe.step(**inputs, target=target)
+    try:
+        if pipe.ranks == (1,):
+            change(model, pipe)
+        for _ in range(2):
+            pipe.step(**inputs, target=target)
+    except pdcompile.errors.PdcompileError as error:
+        print(f"{type(error).__name__} at {error.where}: {error.message}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("weight", "ContractError at blocks.0.ln_1.weight: this part of a stage holds other"),
+        ("rate", "ContractError at the optimizer's param_groups: this part of a stage holds other"),
+        ("hook", "ContractError at blocks.0.ln_1.weight: this part of a stage holds other"),
+        ("hook_of_slices", "of which each of 2 parts has a slice"),
+    ],
+)
+def test_what_one_part_changes_alone_is_refused(change: str, said: str, tmp_path: Path) -> None:
+    run = processes(CHANGED, 2, tmp_path, change)
+    assert said in run.output, run
+
+
+def test_hooks_on_gradients_that_are_divided_are_refused_before_verify() -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(2, 64, 4, 16), torch.randint(256, (8, 16))
+    model.blocks[0].ln_1.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def compiled() -> pdcompile.Pipeline:
+        return pdcompile.compile(
+            model, ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts=2
+        )
+
+    assert compiled().plan.training.parts == 1  # a hook on what is whole runs on all parts
+    model.blocks[0].attention.qkv.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.raises(ConfigError, match="each of 2 parts has a slice") as caught:
+        compiled()
+    assert caught.value.where == "blocks.0.attention.qkv.weight"
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(  # batch norm takes the convolution's bias away
+        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 16, 3, groups=4), torch.nn.BatchNorm2d(16), torch.nn.Flatten(),
+        torch.nn.Linear(256, 16),
+    )  # fmt: skip
+    pipe = pdcompile.compile(
+        model, torch.randn(8, 3, 8, 8), example_target=torch.randn(8, 16), parts=2,
+        loss_fn=torch.nn.functional.mse_loss, costs="estimated",
+    )  # fmt: skip
+    assert "the stages equal eager up to rounding" in pipe.explain()
