@@ -145,6 +145,7 @@ def _copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    one, other = (t.to_dense() if t.layout != torch.strided else t for t in (one, other))
     return torch.equal(one, other) or bool(
         ((one == other) | ((one != one) & (other != other))).all()
     )

@@ -35,6 +35,7 @@ _REMEDY = (
 )
 
 Copies = dict[str, nn.Parameter]
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def refuse_coupled(
@@ -92,6 +93,7 @@ def _refuse_whole_matrices(
     build: Any, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]
 ) -> None:
     sliced = {name: shards[name].dim for name in parameters if name in shards}
+    slices = {name: _undivided(one, None) for name, one in parameters.items()}
     parameters = {name: _undivided(one, shards.get(name)) for name, one in parameters.items()}
     remedy = (
         "parts=1; or update what is divided element by element (SGD, AdamW), which optimizer= may "
@@ -104,6 +106,7 @@ def _refuse_whole_matrices(
     together = [[*parameters]]
     said = "the optimizer cannot be tried on slices of parameters"
     with preserved_rng(), errors_as(ConfigError, said, "optimizer", remedy, Exception):
+        _refuse_other_settings(build, parameters, slices)
         whole = _after_steps(build, parameters, together, 0, whole=True)
         halves = [
             _after_steps(build, parameters, together, 0, partial(half, n), whole=True)
@@ -122,6 +125,38 @@ def _refuse_whole_matrices(
             where="optimizer",
             remedy=remedy,
         )
+
+
+def _refuse_other_settings(
+    build: Any, parameters: Mapping[str, Tensor], slices: Mapping[str, Tensor]
+) -> None:
+    """Raises ConfigError where a slice gets other settings than the whole parameter."""
+    try:
+        wanted, found = _settings(build, parameters), _settings(build, slices)
+    except PdcompileError:
+        raise
+    except Exception:  # it may want values; small copies have some
+        return
+    for name, setting in wanted.items():
+        if setting != found.get(name):
+            raise ConfigError(
+                f"the optimizer's groups depend on sizes: {name!r} has other settings as a whole "
+                "than the slices that parts have",
+                where="optimizer",
+                remedy="choose groups by names or by numbers of dimensions; or parts=1",
+            )
+
+
+def _settings(build: Any, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Settings of the group of each parameter."""
+    optimizer = make_optimizer(build, parameters.items())
+    assert optimizer is not None
+    names = {id(one): name for name, one in parameters.items()}
+    return {
+        names[id(one)]: {k: v for k, v in group.items() if isinstance(v, _PLAIN)}
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
 
 
 def _undivided(parameter: Tensor, shard: Shard | None) -> Tensor:

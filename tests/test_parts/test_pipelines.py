@@ -368,3 +368,55 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
         loss_fn=torch.nn.functional.mse_loss, costs="estimated",
     )  # fmt: skip
     assert "the stages equal eager up to rounding" in pipe.explain()
+
+
+BY_SIZE = """
+    import pdcompile
+    import torch
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import batch_of, model_of
+
+    def optimizer(parameters):
+        groups = [[], []]
+        for one in parameters:
+            groups[one.numel() > 10_000].append(one)  # more than slices have
+        return torch.optim.SGD(
+            [{"params": groups[0], "lr": 0.01}, {"params": groups[1], "lr": 0.1}]
+        )
+
+    inputs, target = batch_of("gpt")
+    pipe = pdcompile.compile(
+        model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
+        optimizer=optimizer,
+    )
+    try:
+        pipe.step(**inputs, target=target)
+    except pdcompile.errors.PdcompileError as error:
+        print(f"{type(error).__name__}: {error.message}")
+"""
+
+
+def test_groups_of_an_optimizer_by_sizes_are_refused(tmp_path: Path) -> None:
+    run = processes(BY_SIZE, 2, tmp_path)
+    assert (
+        "ConfigError: the optimizer's groups depend on sizes: 'tokens.weight' has" in run.output
+    ), run
+
+
+class _Sparse(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(48, 32, sparse=True)
+        self.out = torch.nn.Linear(32, 48)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids).relu())  # type: ignore[no-any-return]
+
+
+def test_parts_with_sparse_gradients_are_compared() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(48, (8, 12))
+    pipe = pdcompile.compile(
+        _Sparse(), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts=2
+    )
+    assert "the stages equal eager up to rounding" in pipe.explain()
