@@ -34,6 +34,7 @@ from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.outputs import output_ranks
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed
+from pdcompile.runtime.watch.parts_watch import refuse_unlike
 
 
 def begin_call(
@@ -59,6 +60,8 @@ def begin_call(
     session.check_changes(training)
     with session.guard():
         size = session.agree(kind, number, size, flat)
+        with session.meeting():
+            refuse_unlike(session.beside, session.state.tensors, session.optimizer)
     if size is None:
         raise InputError("no input tells the batch size", remedy="pass the model's inputs")
     layout, sizes = replace(compiled.layout, size=size), cut.sizes(size)

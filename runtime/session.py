@@ -38,7 +38,6 @@ from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, refuse_coupled
-from pdcompile.runtime.watch.parts_watch import refuse_unlike
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast, with_edges
 
@@ -118,10 +117,7 @@ class Session(Guarded):
                 self._made.of_rank[rank].settle(self._call)
             if self.agreement is None:
                 return size
-            size = self.agreement.reach(call, self._call, minibatch, size, flat)
-            if self.beside is not None and flat is not None:
-                refuse_unlike(self.beside, self.state.tensors, self.optimizer)
-            return size
+            return self.agreement.reach(call, self._call, minibatch, size, flat)
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.
@@ -238,11 +234,9 @@ class Session(Guarded):
         with self.refusing():
             self._watch.check(training=training, in_flight=self.in_flight, rebind=self._rebind)
             self._optimizer_watch.check(in_flight=self.in_flight)
-            if self.beside is not None:
-                refuse_hooks(self.state.tensors, self.beside.division)
-            for worker in self.workers:
-                if worker.replicas is not None:
-                    worker.replicas.refuse_hooks()
+            refuse_hooks(self.state.tensors, self.compiled.capture.division)
+            for replicas in filter(None, [worker.replicas for worker in self.workers]):
+                replicas.refuse_hooks()
         if not self.in_flight:
             self._adopt()
 

@@ -94,7 +94,8 @@ def _refuse_whole_matrices(
 ) -> None:
     sliced = {name: shards[name].dim for name in parameters if name in shards}
     slices = {name: _undivided(one, None) for name, one in parameters.items()}
-    parameters = {name: _undivided(one, shards.get(name)) for name, one in parameters.items()}
+    wholes = {name: _undivided(one, shards.get(name)) for name, one in parameters.items()}
+    parameters = wholes
     remedy = (
         "parts=1; or update what is divided element by element (SGD, AdamW), which optimizer= may "
         "do beside another one for the rest"
@@ -106,7 +107,7 @@ def _refuse_whole_matrices(
     together = [[*parameters]]
     said = "the optimizer cannot be tried on slices of parameters"
     with preserved_rng(), errors_as(ConfigError, said, "optimizer", remedy, Exception):
-        _refuse_other_settings(build, parameters, slices)
+        _refuse_other_settings(build, wholes, slices)
         whole = _after_steps(build, parameters, together, 0, whole=True)
         halves = [
             _after_steps(build, parameters, together, 0, partial(half, n), whole=True)
@@ -128,7 +129,7 @@ def _refuse_whole_matrices(
 
 
 def _refuse_other_settings(
-    build: Any, parameters: Mapping[str, Tensor], slices: Mapping[str, Tensor]
+    build: Any, parameters: Mapping[str, nn.Parameter], slices: Mapping[str, nn.Parameter]
 ) -> None:
     """Raises ConfigError where a slice gets other settings than the whole parameter."""
     try:
@@ -147,7 +148,7 @@ def _refuse_other_settings(
             )
 
 
-def _settings(build: Any, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+def _settings(build: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
     """Settings of the group of each parameter."""
     optimizer = make_optimizer(build, parameters.items())
     assert optimizer is not None
@@ -159,7 +160,7 @@ def _settings(build: Any, parameters: Mapping[str, Tensor]) -> dict[str, dict[st
     }
 
 
-def _undivided(parameter: Tensor, shard: Shard | None) -> Tensor:
+def _undivided(parameter: Tensor, shard: Shard | None) -> nn.Parameter:
     """A parameter without memory, in its shape before parts took their slices."""
     shape = [*parameter.shape]
     if shard is not None:

@@ -19,12 +19,16 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def refuse_unlike(
-    beside: PartsGroup, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
-) -> None:
+    beside: PartsGroup | None, tensors: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:  # fmt: skip
     """Raise ContractError where this part holds something else than the first one.
 
-    All parts call it.  Of tensors in host memory ends are compared, which is quick.
+    All parts call it (None: a stage is whole).  Of tensors in host memory ends are compared, which
+    is quick.
     """
+    if beside is None:
+        return
     sliced = beside.division.shards
     held = {fqn: digest_of_ends(one) for fqn, one in tensors.items() if fqn not in sliced}
     groups = [] if optimizer is None else optimizer.param_groups
