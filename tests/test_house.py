@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_331),
     "verify": (("passes/verify",), 1_550),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_508),
-    "runtime": (("runtime",), 9_051),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_503),
+    "runtime": (("runtime",), 9_049),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_576,

@@ -1,4 +1,4 @@
-"""What one stage on one rank sends, receives, sums and updates, walked with tokens: slots, order,
+"""Transfers, sums and updates of one stage on one rank, walked with tokens: slots, order,
 buffers, collectives, versions."""
 
 from __future__ import annotations

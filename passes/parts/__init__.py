@@ -17,19 +17,14 @@ from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.plan import Plan, Training
 
-LEAST_SHARE = 0.01  # of operations, from which a note counts those that stay whole
-
 
 def in_parts(capture: Capture, training: Training) -> Capture:
-    """The program of one part of each stage, in both modes; the capture itself where stages are
-    whole.
+    """The program of one part of each stage, in both modes.
 
     Raises:
         ConfigError: nothing divides in this way, or not into so many parts.
         PlanError: an op cannot be made smaller.
     """
-    if training.parts == 1:
-        return capture
     parts, split = training.parts, training.split
     evaluation = write(_laid_out(capture.eval, split, parts))
     layouts = _laid_out(capture.train, split, parts, outputs=training.keeps_outputs)
@@ -50,14 +45,11 @@ def in_parts(capture: Capture, training: Training) -> Capture:
 
 def _stay_whole(layouts: Layouts) -> Iterator[str]:
     """A note on products that stay whole in spite of the split: each part computes all of them."""
-    total = sum(product_flops(layouts.graph).values())
-    share = sum(one.flops for one in layouts.stays) / max(total, 1)
-    if share >= LEAST_SHARE:
+    if layouts.stays:
+        total = sum(product_flops(layouts.graph).values())
+        share = sum(one.flops for one in layouts.stays) / max(total, 1)
         shown = some([f"{one.op} ({one.source}): {one.reason}" for one in layouts.stays], 3)
-        yield f"{share:.0%} of the operations stay whole, on each part: {shown}"
-    elif layouts.stays:
-        first = layouts.stays[0]
-        yield f"{first.op} stays whole on each part ({first.source}): {first.reason}"
+        yield f"{100 * share:.2g} % of the operations stay whole, on each part: {shown}"
 
 
 def run_whole(plan: Plan, capture: Capture) -> Plan:
@@ -66,8 +58,6 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     Args:
         capture: of the model as it is.
     """
-    if plan.training.parts == 1:
-        return plan
     placed = {name: stage.index for stage in plan.stages for name in stage.ops}
     stage_of = {op.name: placed.get(op.name, len(plan.stages) - 1) for op in capture.train.ops}
     training = replace(plan.training, parts=1, split="")

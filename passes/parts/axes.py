@@ -70,7 +70,7 @@ class OpAxes:
 
     @property
     def classes(self) -> Atom | None:
-        """What parts share of its vocabulary."""
+        """The axis of its vocabulary, which parts may share."""
         return next(iter(leaves(self.vocabulary.run)), None) if self.vocabulary else None
 
     @property

@@ -224,7 +224,7 @@ def _embedding(call: Call) -> Form | str:
 
 
 def _cross_entropy(call: Call) -> Form | str:
-    """Of numbers of classes: rows are free or summed, classes need two small reductions."""
+    """Axes of cross entropy with class numbers: rows free or summed, classes reduced twice."""
     logits, target = call.role(0, "input"), call.role(1, "target")
     if logits is None or target is None:
         return "its operands are not known"

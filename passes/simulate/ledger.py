@@ -89,7 +89,7 @@ def _changes(curve: Iterable[tuple[float, _Parts]]) -> Iterator[Held]:
 def _walked(
     plan: Plan, programs: Sequence[Schedule], rank: int, stages: Iterable[int]
 ) -> Iterator[list[_Parts]]:
-    """What a rank holds during each of its instructions, the first as it was before."""
+    """Bytes that a rank holds during each of its instructions, the first as it was before."""
     spec, held, notes = plan.spec, dict[int, _StageLedger](), list[_Parts]()
     for stage in stages:
         held[stage] = _StageLedger(plan, spec, stage, rank, held, notes)

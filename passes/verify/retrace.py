@@ -84,8 +84,8 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         fill(module, "", interface, tensors.__getitem__)
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
-            stage = _Stage(mode, interface, plan, module, tensors, written, made)
-            stage.parts = capture.division.parts
+            parts = capture.division.parts
+            stage = _Stage(mode, interface, plan, module, tensors, written, made, parts)
             count += len(stage.ops)
             for b in _sizes(mode.graph, stage.ops):
                 if unlike := stage.follow(b, sources.edited):
@@ -140,10 +140,11 @@ class _Stage:
         tensors: Mapping[str, Tensor],
         written: frozenset[str],
         constructors: Constructors,
+        parts: int,
     ) -> None:
         """`written`: buffers that training writes; `constructors`: filled here."""
         self.graph, self.interface, self.training = mode.graph, interface, plan.training
-        self.written, self.constructors = written, constructors
+        self.written, self.constructors, self.parts = written, constructors, parts
         self.ops = [*mode.ops(interface.index), *mode.ops(interface.index, "loss")]
         self.module = module.train(mode.graph.training)
         self.fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
@@ -151,7 +152,6 @@ class _Stage:
         self.leaves = {op.module_path for op in self.ops if op.kind in ("module", "opaque")}
         for path in {op.module_path for op in self.ops if op.kind == "module"} - set(constructors):
             constructors[path] = constructor_of(submodule_of(module, path))
-        self.parts = 1
         self.copied = {op.name: cloned_buffers(op, mode.graph) for op in self.ops}
 
     def follow(self, b: int, edited: tuple[str, ...]) -> _Unlike | None:

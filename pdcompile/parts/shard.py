@@ -55,6 +55,11 @@ class Shard:
             self._refuse(f"is not of a tensor of shape {shape}")
         return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
 
+    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor of which a part's slice has this one."""
+        dim = self.dim
+        return (*local[:dim], local[dim] * self.parts, *local[dim + 1 :])
+
     def ranges(self, part: int) -> list[tuple[int, int]]:
         """First index and end of each run of a part's slice, along the dimension."""
         each = prod(self.sizes[self.which :])

@@ -76,9 +76,7 @@ class PartsGroup(Alone):
     def whole_shape(self, fqn: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of the model, of which this part holds one of `shape`."""
         shard = self.division.shards.get(fqn)
-        if shard is None:
-            return shape
-        return (*shape[: shard.dim], shape[shard.dim] * shard.parts, *shape[shard.dim + 1 :])
+        return shape if shard is None else shard.whole_shape(shape)
 
     def sum_gradients(self, gradients: dict[str, Tensor]) -> None:
         """Sums over parts the gradients of which each has a share, in place of these."""

@@ -162,9 +162,7 @@ def _settings(build: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, d
 
 def _undivided(parameter: Tensor, shard: Shard | None) -> nn.Parameter:
     """A parameter without memory, in its shape before parts took their slices."""
-    shape = [*parameter.shape]
-    if shard is not None:
-        shape[shard.dim] *= shard.parts
+    shape = parameter.shape if shard is None else shard.whole_shape(parameter.shape)
     value = torch.empty(shape, dtype=parameter.dtype, device="meta")
     whole = nn.Parameter(value, requires_grad=parameter.requires_grad)
     vars(whole).update(vars(parameter))

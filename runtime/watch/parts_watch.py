@@ -1,5 +1,7 @@
-"""What the parts of a stage hold alike: tensors that are whole on each, and the optimizer's
-settings.  What a user changes on one of them alone would make each train a model of its own."""
+"""Comparison of what the parts of a stage hold alike: whole tensors and the optimizer's settings.
+
+What a user changes on one of them alone would make each train a model of its own.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Trials:
         return min(timely, key=lambda one: self.price(*one))
 
     def alternatives(self, candidate: Candidate) -> Iterator[Alternative]:
-        """For each choice the fastest that was tried with another value, and fits."""
+        """The fastest fitting plan tried with another value, for each choice."""
         for name, own in choices(candidate).items():
             others = [(s, value) for (one, value), s in self.least.items() if one == name]
             for seconds, value in sorted(one for one in others if one[1] != own)[:1]:

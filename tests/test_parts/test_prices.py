@@ -1,0 +1,63 @@
+"""Seconds of conversions, by the link that joins the parts."""
+
+from __future__ import annotations
+
+from examples.gpt import loss_fn
+from pdcompile.cluster import Level, message_seconds, ring_seconds
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs import estimate
+from pdcompile.passes.parts import in_parts
+from pdcompile.passes.parts.prices import note_on_exchange, priced
+from pdcompile.passes.profile import with_costs
+from pdcompile.plan import Training
+from tests.helpers.divided import batch_of, model_of
+from tests.helpers.generated import captured
+
+LINK = Level("nvlink", 2, 1e9, 1e-5)
+
+
+def divided(split: str) -> OpGraph:
+    inputs, target = batch_of("gpt")
+    _, _, capture = captured(model_of("gpt"), inputs, target, loss_fn)
+    graph = in_parts(capture, Training(parts=2, split=split)).train
+    return with_costs(graph, estimate(graph, microbatch_size=2))
+
+
+def added(graph: OpGraph, target: str) -> list[tuple[int, float, float]]:
+    """Bytes of the result, and seconds that the link adds forward and backward, of each call."""
+    return [
+        (
+            graph.values[op.name].bytes(2),
+            new.cost.forward_seconds - op.cost.forward_seconds,
+            new.cost.backward_seconds - op.cost.backward_seconds,
+        )
+        for op, new in zip(graph.ops, priced(graph, LINK).ops, strict=True)
+        if op.target == f"pdcompile_parts.{target}" and op.cost and new.cost
+    ]
+
+
+def test_sums_gathers_and_swaps_take_what_their_bytes_take() -> None:
+    width, sequence = divided("width"), divided("sequence")
+    totals, spreads = added(width, "total"), added(width, "spread")
+    assert totals
+    assert spreads
+    for size, forward, backward in totals:
+        assert abs(forward - ring_seconds(LINK, size, 2)) < 1e-9
+        assert abs(backward) < 1e-12
+    for size, forward, backward in spreads:
+        assert abs(forward) < 1e-12
+        assert abs(backward - ring_seconds(LINK, size, 2)) < 1e-9
+    swaps = added(sequence, "swap")
+    assert swaps
+    for size, forward, backward in swaps:  # each part has a half, and sends half of that
+        assert abs(forward - message_seconds(LINK, size / 2)) < 1e-9
+        assert abs(backward - forward) < 1e-9
+
+
+def test_a_note_tells_the_share_of_the_time() -> None:
+    graph = divided("width")
+    (note,) = note_on_exchange(priced(graph, LINK), LINK)
+    assert note.startswith("the 2 parts of a stage exchange values in ")
+    assert "link 'nvlink', 1.00 GB/s" in note
+    assert priced(graph, None) is graph
+    assert not [*note_on_exchange(graph, None)]
