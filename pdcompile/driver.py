@@ -154,6 +154,8 @@ def run_passes(
     chosen, captured = _with_outputs(chosen, whole.train, options), whole
     if chosen.training.parts > 1:
         captured = step("parts", lambda: in_parts(whole, chosen.training))
+        training = replace(chosen.training, split=captured.division.split)
+        chosen = replace(chosen, training=training)
         refuse_hooks(dict(model.named_parameters()), captured.division)
     if options.plan is not None:
         part = step.listener.part
@@ -174,7 +176,7 @@ def run_passes(
         *plan.notes,
         *note_on_dropped(plan, captured.train),
         *notes_on_own_buffers(plan, captured.train),
-        *uneven_means(captured.train, plan.training),
+        *uneven_means(whole.train, plan.training),
         *note_on_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices),
     )
     plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))

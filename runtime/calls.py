@@ -367,6 +367,13 @@ def check_sizes(graph: OpGraph, sizes: list[int], *, training: bool) -> None:
     elif known.largest is not None and largest > known.largest:
         remedy = "smaller minibatches, or another pipeline, prepared with one of this size"
         wrong, reason = largest, known.above or "larger ones were not tried when it was captured"
+    elif odd := [size for size in sizes if size % known.multiple]:
+        raise InputError(
+            f"a minibatch of {sum(sizes)} samples in {len(sizes)} microbatches makes one of "
+            f"{odd[0]}, whose samples {known.multiple} parts of a stage share",
+            where="the batch size",
+            remedy=f"minibatches of a multiple of {known.multiple} samples, filled up or cut short",
+        )
     else:
         return
     if known.is_one:

@@ -259,6 +259,7 @@ class Body:
 
     def _size(self, size: Affine) -> str:
         text = self.size_name if size.scale == 1 else f"{size.scale} * {self.size_name}"
+        text += f" // {size.over}" * (size.over > 1)
         if size.offset:
             return f"{text} {'+' if size.offset > 0 else '-'} {abs(size.offset)}"
         return text
@@ -287,6 +288,8 @@ def size_line(name: str, call: BlockCall, arguments: Sequence[str], graph: OpGra
                 text = f"{argument}.shape[{dim}]"
                 if size.offset:
                     text = f"{text} {'-' if size.offset > 0 else '+'} {abs(size.offset)}"
+                if size.over != 1:
+                    text = f"{atom(text)} * {size.over}"
                 if size.scale != 1:
                     text = f"{atom(text)} // {size.scale}"
                 return Line(f"{name} = {text}")

@@ -19,13 +19,30 @@ from pdcompile.plan import Plan, Training
 
 
 def in_parts(capture: Capture, training: Training) -> Capture:
-    """The program of one part of each stage, in both modes.
+    """The program of one part of each stage, in both modes; by width where the split is "auto", or
+    else by samples.
 
     Raises:
         ConfigError: nothing divides in this way, or not into so many parts.
         PlanError: an op cannot be made smaller.
     """
+    if training.split != "auto":
+        return _divided(capture, training)
+    try:
+        return _divided(capture, replace(training, split="width"))
+    except ConfigError as by_width:
+        try:
+            found = _divided(capture, replace(training, split="samples"))
+        except ConfigError:
+            raise by_width from None
+        note = f"parts share samples, for by width: {by_width.message}"
+        return replace(found, train=replace(found.train, notes=(*found.train.notes, note)))
+
+
+def _divided(capture: Capture, training: Training) -> Capture:
     parts, split = training.parts, training.split
+    if split == "samples":
+        _refuse_unequal(training)
     evaluation = write(_laid_out(capture.eval, split, parts))
     layouts = _laid_out(capture.train, split, parts, outputs=training.keeps_outputs)
     if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
@@ -41,6 +58,20 @@ def in_parts(capture: Capture, training: Training) -> Capture:
     notes = (*train.graph.notes, *train.notes, *_stay_whole(layouts))
     graph = replace(train.graph, notes=notes)
     return replace(capture, train=graph, eval=evaluation.graph, division=division)
+
+
+def _refuse_unequal(training: Training) -> None:
+    """Refuses microbatches whose samples parts cannot share equally."""
+    batch, count, parts = training.batch_size, training.num_microbatches, training.parts
+    if batch % (count * parts):
+        fit = [m for m in range(1, batch + 1) if batch % (m * parts) == 0]
+        raise ConfigError(
+            f"parts={parts}, split='samples': microbatches={count} of {batch} samples do not each "
+            f"have a multiple of {parts}",
+            where="microbatches",
+            remedy=f"microbatches={min(fit, key=lambda m: abs(m - count))}" if fit
+            else f"a minibatch of a multiple of {parts} samples, or split='width'",
+        )  # fmt: skip
 
 
 def _stay_whole(layouts: Layouts) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from pdcompile.ir.graph import Affine, Size
@@ -53,7 +53,10 @@ WHOLE, SPREAD, SUM = Layout("I"), Layout("R"), Layout("P")
 
 def share(size: Size, parts: int) -> Size:
     """A part's share of a size."""
-    return Affine(size.scale // parts) if isinstance(size, Affine) else size // parts
+    if not isinstance(size, Affine):
+        return size // parts
+    shared = gcd(size.scale, parts)
+    return Affine(size.scale // shared, over=parts // shared)
 
 
 def product(sizes: Sequence[Size]) -> Size:

@@ -150,7 +150,7 @@ def _held(axes: Axes, ops: dict[str, Way]) -> dict[str, Layout]:
 
 def shard_of(fqn: str, layout: Layout, parts: int) -> Shard:
     """The slice that each part has of a tensor in a split layout."""
-    sizes = tuple(size for size in layout.sizes if isinstance(size, int))
+    sizes = tuple(size if isinstance(size, int) else parts for size in layout.sizes)
     return Shard(fqn, layout.dim, sizes, layout.which, parts)
 
 
@@ -168,7 +168,7 @@ def _why(choice: Choice, op: OpAxes) -> str:
 def _refuse(choice: Choice, found: Layouts) -> None:
     """Refuses what divides nothing or less than half, and a sequence with too few heads."""
     kinds, ops = choice.kinds, choice.axes.ops
-    last = f"replicas={found.parts}" if found.family != "samples" else "parts=1"
+    last = "parts=1" if found.family == "samples" else "split='samples'"
     stays = [one for one in found.stays if one.flops]
     if found.family == "samples":
         _refuse_statistics(ops.values())

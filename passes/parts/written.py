@@ -14,7 +14,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from pdcompile.ir.graph import (
-    Affine,
     Argument,
     Attr,
     Op,
@@ -48,7 +47,6 @@ class Program:
     Attributes:
         shards: tensors of the model of which each part has a slice, by FQN.
         summed: parameters that are whole on all parts, each with a share of the gradient.
-        samples: how many parts share samples: b of the graph is the microbatch's number over it.
         belongs: each op that was added, and the op of the model that it is for.
         notes: ops that are computed in another way than the model does.
     """
@@ -59,7 +57,6 @@ class Program:
     summed: frozenset[str]
     belongs: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    samples: int = 1
 
     def __str__(self) -> str:
         lines = [f"one of {self.parts} parts"]
@@ -70,27 +67,8 @@ class Program:
 
 
 def write(layouts: Layouts) -> Program:
-    """The program of one part.
-
-    Where samples are split, b of the program is the part's own number of them.
-    """
-    if layouts.family == "samples":
-        layouts = replace(layouts, graph=_of_own_samples(layouts.graph, layouts.parts))
+    """The program of one part."""
     return _Writer(layouts).write()
-
-
-def _of_own_samples(graph: OpGraph, parts: int) -> OpGraph:
-    """The graph with sizes in the number of samples of one part, of which it has `parts` times."""
-
-    def sized(part: Any) -> Any:
-        return Affine(part.scale * parts, part.offset) if isinstance(part, Affine) else part
-
-    ops = tuple(
-        replace(op, args=rewritten(op.args, sized), kwargs=rewritten(op.kwargs, sized),
-                constructor=rewritten(op.constructor, sized)) for op in graph.ops
-    )  # fmt: skip
-    values = {n: replace(v, shape=rewritten(v.shape, sized)) for n, v in graph.values.items()}
-    return replace(graph, ops=ops, values=values, batch_size=max(graph.batch_size // parts, 1))
 
 
 class Conversion(NamedTuple):
@@ -256,10 +234,11 @@ class _Writer(_Layouts):
             fqn: replace(info, shape=self._local_tensor(fqn)) for fqn, info in graph.tensors.items()
         }
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None)
+        if layouts.family == "samples":
+            written = replace(written, sizes=replace(graph.sizes, multiple=self.parts))
         return Program(
-            written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes),
-            samples=self.parts if layouts.family == "samples" else 1,
-        )  # fmt: skip
+            written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
+        )
 
     def _op(self, op: Op, plan: Way) -> None:
         read, self._current = operands(op), op.name

@@ -99,7 +99,9 @@ def _sizes(graph: OpGraph, ops: Sequence[Op]) -> Iterator[int]:
     b = graph.batch_size
     yield b
     if walk(tuple((op.args, op.kwargs) for op in ops), Affine):
-        yield from [size for size in (b + 1, b + 2, b - 1) if graph.sizes.holds(size)][:1]
+        step = graph.sizes.multiple
+        near = (b + step, b + 2 * step, b - step)
+        yield from [size for size in near if size > 0 and graph.sizes.holds(size)][:1]
 
 
 def _empty(shape: Sequence[int], dtype: str) -> Tensor:

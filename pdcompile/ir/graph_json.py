@@ -166,7 +166,7 @@ _FORMS: tuple[tuple[str, type | None, Callable[[Any], Any], Callable[[Any], Argu
     ("ref", Ref, lambda ref: ref.name, Ref),
     ("attr", Attr, lambda attr: attr.fqn, Attr),
     ("left_out", LeftOut, lambda leaf: leaf.name, LeftOut),
-    ("affine", Affine, lambda n: [n.scale, n.offset], lambda content: Affine(*content)),
+    ("affine", Affine, lambda n: [n.scale, n.offset, n.over], lambda content: Affine(*content)),
     ("torch", TorchLiteral, lambda x: [x.kind, x.text], lambda content: TorchLiteral(*content)),
     ("tuple", tuple, _written_items, _items),
     ("list", ListOf, lambda x: _written_items(x.items), lambda content: ListOf(_items(content))),

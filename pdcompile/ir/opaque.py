@@ -80,7 +80,7 @@ def _problem(expected: OpaqueCall, args: Any, kwargs: Any, result: Any) -> str:
         real = given[key].shape
         for size, number in zip(shape, real, strict=False):
             if isinstance(size, Affine) and b is None:
-                b = (number - size.offset) // size.scale
+                b = (number - size.offset) * size.over // size.scale
     found = dict(tensors_at(result))
     for path, shape, dtype in expected.gives:
         tensor = found[path]

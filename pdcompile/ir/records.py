@@ -27,16 +27,21 @@ GRADIENT = "torch.autograd.grad"
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A number that depends on the microbatch size b: ``scale * b + offset`` (scale != 0)."""
+    """A number that depends on the microbatch size b: ``scale * b / over + offset`` (scale != 0).
+
+    `over`: parts of a stage that share samples; b is a multiple of it.
+    """
 
     scale: int
     offset: int = 0
+    over: int = 1
 
     def at(self, b: int) -> int:
-        return self.scale * b + self.offset
+        return self.scale * b // self.over + self.offset
 
     def __str__(self) -> str:
         term = "b" if self.scale == 1 else f"{self.scale}*b"
+        term += f"/{self.over}" * (self.over > 1)
         return term if not self.offset else f"{term}{self.offset:+d}"
 
 
@@ -288,12 +293,14 @@ class SizeRange:
     """Microbatch sizes for which a capture was found to be the model; None: no upper end.
 
     `below` and `above` name the first difference outside, "" where no other size was tried.
+    `multiple`: parts of a stage that share samples, equally many each.
     """
 
     smallest: int = 1
     largest: int | None = None
     below: str = ""
     above: str = ""
+    multiple: int = 1
 
     @property
     def is_one(self) -> bool:
@@ -302,7 +309,8 @@ class SizeRange:
 
     def holds(self, size: int) -> bool:
         """True if a microbatch may have this many samples."""
-        return self.smallest <= size and (self.largest is None or size <= self.largest)
+        fits = self.smallest <= size and (self.largest is None or size <= self.largest)
+        return fits and size % self.multiple == 0
 
     def holds_parts(self, size: int, count: int) -> bool:
         """True if a minibatch of this size may be cut into so many microbatches."""

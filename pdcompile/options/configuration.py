@@ -35,7 +35,6 @@ MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m 
 MOST_COUNTS = 8  # microbatch counts that "auto" tries
 SENT = ("everything", "all")  # choices of outputs that earlier stages send to the last one
 NOT_KEPT = ("none", "evaluation")  # and those without any of training
-FIRST_SPLIT = "width"  # that "auto" stands for
 SPREAD = 4  # from a quarter of the usual count up to one sample a microbatch
 
 
@@ -103,7 +102,7 @@ def configure(
         outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
         parts=options.parts,
-        split=options.split.replace("auto", FIRST_SPLIT) if options.parts > 1 else "",
+        split=options.split if options.parts > 1 else "",
     )
     several = devices > 1 and not (options.alone or cluster.in_process)
     return Configuration(
@@ -290,6 +289,9 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
+        if options.split == "samples" and batch_size % options.parts == 0:  # equal shares of each
+            pieces = batch_size // options.parts
+            return max(m for m in range(1, min(wanted, pieces) + 1) if pieces % m == 0)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
     most = max((given, *(options.microbatch_counts or ())))
@@ -410,7 +412,8 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
         m
         for m in range(1, batch + 1)
         if m == usual or (batch % m == 0 and usual <= SPREAD * m)
-        if sizes.holds_parts(batch, m) or batch == m  # of single samples a capture is made again
+        if sizes.holds_parts(batch, m)
+        or (batch == m and sizes.multiple == 1)  # of single samples a capture is made again
     ]
     while len(near) > MOST_COUNTS:  # thin out the side that has more of them
         below = sum(m < usual for m in near)

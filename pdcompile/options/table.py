@@ -251,11 +251,12 @@ class MachineOptions:
         compared=True,
         flag=Flag("N|N,N,…", texts.counts, remedy="a number for all stages (2), or that of each"),
     )
-    split: Literal["auto", "width", "width+sequence", "sequence", "context"] = option(
+    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = option(
         "auto",
         "What parts divide: width (heads and hidden units, as Megatron-LM), width+sequence (and "
         "activations between them along the sequence), sequence (heads in attention alone, as "
-        "DeepSpeed-Ulysses), context (the sequence alone); auto: width.",
+        "DeepSpeed-Ulysses), context (the sequence alone), samples (those of each microbatch); "
+        "auto: width, samples where that divides nothing.",
         check=one_of(*values.SPLITS),
         plan="training.split",
         compared=True,

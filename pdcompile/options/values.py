@@ -18,7 +18,7 @@ from pdcompile.problem.constraints import KNOWN, Constraint
 from pdcompile.units import parse_bytes
 
 SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
-SPLITS = ("auto", "width", "width+sequence", "sequence", "context")
+SPLITS = ("auto", "width", "width+sequence", "sequence", "context", "samples")
 OUTPUTS = ("none", "evaluation", "last", "everything", "all")
 
 Check = Callable[[str, Any], None]

@@ -23,7 +23,7 @@ from pdcompile.schedule.registry import (
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
 
-_SIZE = re.compile(r"[0-9]+|(-?[0-9]+\*)?b([+-][0-9]+)?")
+_SIZE = re.compile(r"[0-9]+|(-?[0-9]+\*)?b(/[0-9]+)?([+-][0-9]+)?")
 
 MOST_REPLICAS = 1_000_000  # ranks are counted out: more have no memory here
 

@@ -199,7 +199,7 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     _, graph, _ = captured("mlp")
     with pytest.raises(ConfigError, match=r"parts=3: hidden \(16\) of .* do not divide") as caught:
         lay_out(graph, "width", 3)
-    assert "parts=2 or 4 or 8, or replicas=3" in str(caught.value)
+    assert "parts=2 or 4 or 8, or split='samples'" in str(caught.value)
     with pytest.raises(ConfigError, match="split='context' divides nothing"):
         lay_out(graph, "context", 2)
 
@@ -208,13 +208,13 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     ("heads", "family", "parts", "said", "remedy"),
     [
         (4, "width", 3, r"parts=3: heads \(4\) of blocks.0.attention.* do not divide",
-         "use parts=2 or 4, or replicas=3"),
+         "use parts=2 or 4, or split='samples'"),
         (4, "sequence", 3, r"split='sequence': attention at .*gpt.py:\d+ has 4 heads, which 3 ",
          "use parts=2 or 4, or split='context'"),
         (3, "sequence", 2, "has 3 heads, which 2 parts cannot share",
          "use parts=3, or split='context'"),
         (4, "context", 3, r"parts=3: sequence \(16\) of .* do not divide",
-         "use parts=2 or 4 or 8, or replicas=3"),
+         "use parts=2 or 4 or 8, or split='samples'"),
     ],
 )  # fmt: skip
 def test_heads_and_sequences_that_parts_cannot_share_are_refused_by_name(

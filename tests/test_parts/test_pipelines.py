@@ -47,6 +47,7 @@ FAST = [
     {"parts": 2, "stages": 2, "max_grad_norm": 0.5},
     {"parts": 4, "split": "sequence"},
     {"parts": 2, "replicas": 2, "stages": 1, "split": "width+sequence", "recompute": True},
+    {"parts": 2, "stages": 2, "split": "samples", "max_grad_norm": 0.5},
 ]
 
 
@@ -63,7 +64,7 @@ def test_gpt_on_four_ranks_trains_as_plain_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw", "interleaved", "zb-v"])
-@pytest.mark.parametrize("split", ["width", "sequence", "width+sequence", "context"])
+@pytest.mark.parametrize("split", ["width", "sequence", "width+sequence", "context", "samples"])
 def test_every_schedule(schedule: str, split: str, tmp_path: Path) -> None:
     stages = 4 if schedule in ("interleaved", "zb-v") else 2
     settings = [{"parts": 2, "stages": stages, "schedule": schedule, "split": split}]
@@ -79,6 +80,7 @@ def test_models_of_hugging_face(model: str, tmp_path: Path) -> None:
     ]
     if model not in ("mlp", "vit"):
         settings.append({"model": model, "parts": 2, "stages": 2, "split": "sequence"})
+    settings.append({"model": model, "parts": 2, "stages": 2, "split": "samples"})
     agree(processes(RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
 
 

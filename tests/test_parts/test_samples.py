@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import loss_fn
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, InputError
 from pdcompile.ir.execution import Lookup, execute
 from pdcompile.ir.graph import Affine
 from pdcompile.parts.conversions import Alone, in_turns, using
 from pdcompile.passes.codegen import stage_classes
+from pdcompile.runtime.calls import check_sizes
 from tests.helpers import models
 from tests.helpers.in_parts import run_part, written
 from tests.test_parts.test_written import (
@@ -31,7 +32,7 @@ from tests.test_parts.test_written import (
 def in_samples(model: nn.Module, inputs: Any, target: Any, loss: Any, **options: Any) -> Any:
     it = written(model, inputs, target, loss, family="samples", **options)
     assert not it.shards
-    assert it.program.samples == it.program.parts
+    assert it.program.graph.sizes.multiple == it.program.parts
     return it
 
 
@@ -112,6 +113,13 @@ def test_samples_that_read_all_others() -> None:
     agree(it, FP64, lambda: F.mse_loss(model(x), target))
 
 
+def test_numbers_of_samples_that_parts_cannot_share_are_refused_by_name() -> None:
+    graph = in_samples(gpt(), tokens(0), tokens(1), loss_fn).capture.train
+    check_sizes(graph, [4, 2], training=True)
+    with pytest.raises(InputError, match="makes one of 3, whose samples 2 parts of a stage share"):
+        check_sizes(graph, [4, 3], training=True)
+
+
 def test_batch_norm_in_training_is_refused() -> None:
     model, x, y = Circular(), torch.randn(4, 4, 8, 8), torch.randint(4, (4,))
     with pytest.raises(ConfigError, match="norm normalises by statistics of all") as caught:
@@ -129,16 +137,16 @@ def test_samples_that_do_not_divide_are_refused_where_they_are_cut() -> None:
 
 def test_values_have_the_shapes_of_one_part() -> None:
     it = in_samples(gpt(), tokens(0), tokens(1), loss_fn)
-    graph, own = it.capture.train, 2
-    assert graph.values["ids"].shape == (Affine(2), 16)
+    graph, size = it.capture.train, 4
+    assert graph.values["ids"].shape == (Affine(1), 16)
     with torch.device("meta"):
         (stage,) = [cls() for cls in stage_classes(it.sources)]
     inputs = {
-        one.name: torch.zeros(2 * own, 16, dtype=torch.int64, device="meta") for one in graph.inputs
+        one.name: torch.zeros(size, 16, dtype=torch.int64, device="meta") for one in graph.inputs
     }
     with using(Alone(2)), torch.no_grad():
-        values = execute(graph, inputs, Lookup(stage, own, torch.device("meta")))
+        values = execute(graph, inputs, Lookup(stage, size, torch.device("meta")))
     for name, value in graph.values.items():
         if value.is_tensor:
-            shape = tuple(n.at(own) if isinstance(n, Affine) else n for n in value.shape)
+            shape = tuple(n.at(size) if isinstance(n, Affine) else n for n in value.shape)
             assert tuple(values[name].shape) == shape, name
