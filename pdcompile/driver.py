@@ -310,7 +310,7 @@ def compile(
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
     parts: int | tuple[int, ...] | None = None,
-    split: Literal["auto", "width", "width+sequence", "sequence", "context"] = "auto",
+    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
     cut_tolerance: float | None = None,

@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_334),
     "verify": (("passes/verify",), 1_552),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_517),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_516),
     "runtime": (("runtime",), 9_056),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
