@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))  # also as `python benchmarks/whole_ranks.py`
 
 import pdcompile  # noqa: E402
 from benchmarks.side_by_side.counters import peak_memory  # noqa: E402
+from pdcompile.options.values import SPLITS  # noqa: E402
 from pdcompile.schedule import written  # noqa: E402
 from pdcompile.schedule.registry import KINDS, ScheduleKind, kind_of  # noqa: E402
 from tests.helpers import models, torch_schedules  # noqa: E402
@@ -109,6 +110,7 @@ class Case:
     outputs: str = "none"
     recompute: bool = False
     replicas: int = 1
+    split: str = ""  # of a stage between the ranks
 
     @property
     def how(self) -> str:
@@ -116,6 +118,7 @@ class Case:
         parts = [self.schedule]
         parts += ["recomputing"] if self.recompute else []
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        parts += [f"{RANKS} parts by {self.split}"] if self.split else []
         return ", ".join(parts)
 
 
@@ -135,6 +138,9 @@ class RankRow:
 
 def cases() -> Iterator[Case]:
     """Every schedule; of two of them every optimizer, clipping, kept outputs, and the rest."""
+    for model in ("GPT", "GPT, tied"):
+        for split in SPLITS[1:]:
+            yield Case(model, "AdamW", "1f1b", split=split, clip=split == "width")
     for model in MODELS:
         for schedule, kind in KINDS.items():
             refused = model == "GPT, tied" and not kind.one_age
@@ -165,13 +171,15 @@ def measure(case: Case) -> RankRow:
             schedule=schedule, costs="estimated", verify="off",
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
             recompute=case.recompute, replicas=case.replicas,
-            stages=RANKS // case.replicas * kind.usual if case.schedule in KINDS else None,
+            parts=RANKS if case.split else 1, split=case.split or "auto",
+            stages=_stages(case, kind),
         )  # fmt: skip
         with pipe:
             pipe.prepare(inputs, target=target)
             rank = int(os.environ["RANK"])
             assert pipe.plan.forecast is not None
-            forecast = pipe.plan.forecast.ledgers[rank].total_bytes
+            ledger = pipe.plan.forecast.ledgers[rank // pipe.plan.training.parts]
+            forecast = ledger.total_bytes
             del model
             with training():
                 for _ in range(CALLS):
@@ -180,6 +188,12 @@ def measure(case: Case) -> RankRow:
             del result
     given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
     return RankRow(case, rank, forecast, peak.num_bytes - given)
+
+
+def _stages(case: Case, kind: ScheduleKind) -> int | None:
+    if case.split:
+        return 1
+    return RANKS // case.replicas * kind.usual if case.schedule in KINDS else None
 
 
 def _schedule(name: str) -> tuple[str, ScheduleKind]:

@@ -12,6 +12,7 @@ from tests.helpers.launch import processes
 
 SCRIPT = """
     import logging, os, pathlib, sys
+    from dataclasses import dataclass
     from functools import partial
     import torch
     from torch import nn
@@ -37,6 +38,28 @@ SCRIPT = """
     class Other(Block):
         def forward(self, x):
             return super().forward(x) + 1
+
+    @dataclass
+    class Config:
+        kind: str | None = None
+        width: int = 1
+
+    class Holder:
+        def __init__(self, config):
+            self.config = config
+
+    class Lazy(Block):  # as Hugging Face's classifiers
+        def forward(self, x):
+            if self.config.kind is None:
+                self.config.kind = "regression"
+            self.again.config.kind
+            return super().forward(x) * self.config.width
+
+    def configured(model):
+        for block in model:
+            block.config = model[0].config if block is not model[0] else Config()
+            vars(block)["again"] = Holder(block.config)
+        return model
 
     def made(*, block=Block, layers=3, seed=0, wrap=lambda model: model, **own):
         torch.manual_seed(seed)
@@ -124,6 +147,7 @@ SCRIPT = """
                                      "path": pathlib.Path(f"/tmp/{RANK}")}}] * 2,
         "logger": [{"m": {"log": print, "rank": 0}}, {"m": {"log": None, "rank": 1}}],
         "main rank": [{"m": {"rank": RANK == 0, "log": lambda text: None}}] * 2,
+        "a config that forward writes": [{"m": {"block": Lazy, "wrap": configured}}] * 2,
         "closures": [{"c": {"loss_fn": weighted(torch.tensor(1.0, device="cpu"))}}] * 2,
         "options": [{"c": {"progress": False, "memory": "8 GB", "time_limit": 5}},
                     {"c": {"costs": "measured", "verify": "off", "keep_model": True}}],
@@ -204,13 +228,14 @@ def test_unlike_ranks_are_refused_with_what_differs(tmp_path: Path) -> None:
 def test_what_a_rank_may_have_of_its_own_is_not_refused(tmp_path: Path) -> None:
     run = processes(SCRIPT, 2, tmp_path, "alike")
     found = of_each(run.output)
-    assert len(found) == 7, run
+    assert len(found) == 8, run
     assert {*found["nothing"]} == {said for texts in found.values() for said in texts}, run
     for said in (
         "0.log is builtins.print on rank 0, None on rank 1",
         "0.rank is True on rank 0, F",
     ):
         assert f"runs with rank 0's: {said}" in run.output, run
+    assert "Config(" not in run.output, run
 
 
 WAITS = """

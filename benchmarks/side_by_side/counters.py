@@ -6,11 +6,17 @@ import gc
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from pdcompile.runtime.transport import parts_group
 
 _BYTES_SENT = 200  # where struct tcp_info has tcpi_bytes_sent, and after it tcpi_bytes_retrans
 _INFO_BYTES = 216
@@ -46,6 +52,61 @@ def interface_bytes(interface: str) -> int:
     raise ValueError(f"no interface {interface!r} in /proc/self/net/dev")
 
 
+@contextmanager
+def frees_here() -> Iterator[None]:
+    """Context in which exchanges between parts wait until gloo's thread has let go of memory.
+
+    torch's profiler hears of what this thread frees alone.
+    """
+    before = parts_group.begun
+
+    def begun(group: Any, x: Tensor, kind: str, count: int) -> tuple[Tensor, Any]:
+        own = _uses(x)
+        if kind == "scatter":  # gloo's thread lets go of a copy of x that it has summed
+            whole, work = before(group, x, "sum", count)
+            result = x.new_empty(x.shape[1:])
+            done = _LetsGo(work, [(x, own), (whole, _uses(torch.empty(1)))])
+            return result, _Scattered(done, whole, group.rank(), result)
+        result, work = before(group, x, kind, count)
+        return result, _LetsGo(work, [(x, own), (result, _uses(torch.empty(1)))])
+
+    parts_group.begun = begun  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parts_group.begun = before
+
+
+class _LetsGo:
+    """Work of a group that is over when it holds no memory: of tensors with so many other uses."""
+
+    def __init__(self, work: Any, tensors: list[tuple[Tensor, tuple[int, int]]]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._work = None
+        for tensor, others in self._tensors:
+            while any(now > own for now, own in zip(_uses(tensor), others, strict=True)):
+                time.sleep(1e-4)
+
+
+class _Scattered:
+    """A sum of which each part takes its share."""
+
+    def __init__(self, work: _LetsGo, whole: Tensor, part: int, result: Tensor) -> None:
+        self._work, self._whole, self._part, self._result = work, whole, part, result
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._result.copy_(self._whole[self._part])
+
+
+def _uses(tensor: Tensor) -> tuple[int, int]:
+    """Uses of a tensor, and of its memory by this one and others."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 class Peak:
     """The most bytes that torch's CPU allocator had given out at one time, since training began."""
 
@@ -70,7 +131,7 @@ def peak_memory() -> Iterator[tuple[Peak, Callable[[], record_function]]]:
     training, a context manager.  Weights count, and so does what kernels allocate inside."""
     gc.collect()
     found = Peak()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with frees_here(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
 
         def training() -> record_function:
             gc.collect()

@@ -219,17 +219,14 @@ class Alone:
         The result is the sum of what all give, the stack of it ("gather"), or of stacks with an
         item for each part the sum ("scatter") or the stack ("swap") of this part's items.
         """
-        return _results(at.step.kind, [x] * self.count)[self.part]
+        return _result(at.step.kind, [x] * self.count, self.part)
 
 
-def _results(kind: str, given: Sequence[Tensor]) -> list[Tensor]:
-    """Give each part its result of the collective; sums are always in the order of parts."""
-    if kind == "sum":
-        return [_sum(given) for _ in given]
-    if kind == "gather":
-        return [torch.stack([*given]) for _ in given]
-    columns = zip(*given, strict=True)
-    return [_sum(one) if kind == "scatter" else torch.stack([*one]) for one in columns]
+def _result(kind: str, given: Sequence[Tensor], part: int) -> Tensor:
+    """Give a part its result of the collective; sums are always in the order of parts."""
+    if kind in ("scatter", "swap"):
+        given = [one[part] for one in given]
+    return _sum(given) if kind in ("sum", "scatter") else torch.stack([*given])
 
 
 def _sum(given: Sequence[Tensor]) -> Tensor:
@@ -406,7 +403,7 @@ def _meet(turns: Sequence[_Turn]) -> None:
             )
     assert first.at is not None
     with torch.no_grad():  # before any goes on, and may write into what it gave
-        answers = _results(first.at.step.kind, given)
+        answers = [_result(first.at.step.kind, given, turn.part) for turn in turns]
     for turn, answer in zip(turns, answers, strict=True):
         turn.answer = answer
 

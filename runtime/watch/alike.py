@@ -108,9 +108,11 @@ def facts_of_reads(
     so may None and a function of the user's.
     """
     number, found = rf"(?<![\d.])0*{rank}(?![\d.])", {}
-    for owner, name, path, _ in owners(model, loss_fn, places):
+    read = [*owners(model, loss_fn, places)]
+    by_attribute = {id(owner) for owner, *_ in read}  # of which each is compared that was read
+    for owner, name, path, _ in read:
         value = attribute(owner, name)
-        said = text(value)
+        said = "" if id(value) in by_attribute else text(value)
         loose = value is None or said == str(rank == 0) or bool(re.search(number, said))
         loose = loose or (isinstance(value, _NAMED) and not said.startswith(_LIBRARIES))
         found[f"{path}{MAYBE}"] = f"{LOOSE * loose}{said}" if said else ""
