@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 SCRIPT = """
 import json
 import torch
-from benchmarks.whole_ranks import OF_TORCH, Case, measure
+from benchmarks.whole_ranks import OF_TORCH, SPLITS, Case, measure
 
 torch.set_num_threads(1)
 cases = [
@@ -47,6 +47,8 @@ cases = [
     Case("GPT", "AdamW", "1f1b", replicas=2),
     Case("GPT", "AdamW", "2bw", replicas=2),
     Case("residual, batch norm", "AdamW", "2bw", replicas=2),
+    *(Case("GPT, tied", "AdamW", "1f1b", split=split) for split in SPLITS[1:]),
+    Case("residual, batch norm", "AdamW", "1f1b", split="width", recompute=True),
 ]
 for case in cases:
     row = measure(case)
@@ -60,7 +62,7 @@ def test_the_forecast_is_within_five_percent_of_what_two_processes_hold(tmp_path
     assert run.code == 0, run
     lines = [line for line in run.output.splitlines() if "ROW " in line]
     rows = [json.loads(line.partition("ROW ")[2]) for line in lines]
-    assert len(rows) == 52
+    assert len(rows) == 64
     for case, rank, forecast, peak in rows:
         assert forecast == pytest.approx(peak, rel=0.05), (case, rank)
 

@@ -233,7 +233,8 @@ class _Writer(_Layouts):
         tensors = {
             fqn: replace(info, shape=self._local_tensor(fqn)) for fqn, info in graph.tensors.items()
         }
-        written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None)
+        written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
+                          parts=self.parts)  # fmt: skip
         if layouts.family == "samples":
             written = replace(written, sizes=replace(graph.sizes, multiple=self.parts))
         return Program(

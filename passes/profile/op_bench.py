@@ -22,6 +22,7 @@ from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, bound
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.parts.conversions import Alone, using
 from pdcompile.passes.costs import CostedOp, Operand
 from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.costs.timing import Took, timed, took
@@ -70,6 +71,7 @@ def measure(
         torch.set_grad_enabled(op.grad_enabled),
         autocast_region(op.autocast),
         devices.making(device),
+        using(Alone(call.index.graph.parts)),
     ):
         forward = took(bench.prepare, device, seconds / 2)
         backward = _backward(bench, seconds / 2) if call.differentiated else Took(0.0)

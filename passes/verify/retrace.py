@@ -84,8 +84,7 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         fill(module, "", interface, tensors.__getitem__)
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
-            parts = capture.division.parts
-            stage = _Stage(mode, interface, plan, module, tensors, written, made, parts)
+            stage = _Stage(mode, interface, plan, module, tensors, written, made)
             count += len(stage.ops)
             for b in _sizes(mode.graph, stage.ops):
                 if unlike := stage.follow(b, sources.edited):
@@ -142,11 +141,10 @@ class _Stage:
         tensors: Mapping[str, Tensor],
         written: frozenset[str],
         constructors: Constructors,
-        parts: int,
     ) -> None:
         """`written`: buffers that training writes; `constructors`: filled here."""
         self.graph, self.interface, self.training = mode.graph, interface, plan.training
-        self.written, self.constructors, self.parts = written, constructors, parts
+        self.written, self.constructors = written, constructors
         self.ops = [*mode.ops(interface.index), *mode.ops(interface.index, "loss")]
         self.module = module.train(mode.graph.training)
         self.fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
@@ -171,7 +169,7 @@ class _Stage:
                 torch.set_grad_enabled(self.graph.training),
                 autocast_region(self.training.autocast),
                 META,
-                using(Alone(self.parts)),
+                using(Alone(self.graph.parts)),
                 follower,
             ):
                 self._run(follower)

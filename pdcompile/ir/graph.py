@@ -55,6 +55,7 @@ class OpGraph:
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
     `sizes` are the microbatch sizes that it may run at (known after a capture; not saved).
     `whole` is the graph that this one is a part of, with more outputs; None where it is all.
+    `parts`: of that many parts of a stage this is the program of one.
     `origin` remembers the captured model and the other mode's graph (`captured_module.Origin`).
     """
 
@@ -75,6 +76,7 @@ class OpGraph:
     sizes: SizeRange = field(default=SizeRange(), compare=False, repr=False)
     origin: Any = field(default=None, compare=False, repr=False)
     whole: OpGraph | None = field(default=None, compare=False, repr=False)
+    parts: int = field(default=1, compare=False, repr=False)
 
     @property
     def model(self) -> str:
@@ -85,7 +87,7 @@ class OpGraph:
         return format_graph(self)
 
     def to_json(self) -> str:
-        """Readable JSON without `output_spec`, `tensor_values`, `sizes`, `origin` and `whole`."""
+        """Readable JSON without `output_spec`, `tensor_values`, `sizes`, `origin`, `whole`, `parts`."""
         return jsonio.dumps(graph_json.to_record(self))
 
     @classmethod

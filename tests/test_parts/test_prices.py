@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from examples.gpt import loss_fn
 from pdcompile.cluster import Level, message_seconds, ring_seconds
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.costs import estimate
+from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
+from pdcompile.passes.costs.rehearsal.rehearse import Stage
 from pdcompile.passes.parts import in_parts
 from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.profile import with_costs
@@ -19,7 +23,7 @@ LINK = Level("nvlink", 2, 1e9, 1e-5)
 def divided(split: str) -> OpGraph:
     inputs, target = batch_of("gpt")
     _, _, capture = captured(model_of("gpt"), inputs, target, loss_fn)
-    graph = in_parts(capture, Training(parts=2, split=split)).train
+    graph = in_parts(capture, Training(parts=2, split=split, batch_size=4)).train
     return with_costs(graph, estimate(graph, microbatch_size=2))
 
 
@@ -61,3 +65,17 @@ def test_a_note_tells_the_share_of_the_time() -> None:
     assert "link 'nvlink', 1.00 GB/s" in note
     assert priced(graph, None) is graph
     assert not [*note_on_exchange(graph, None)]
+
+
+@pytest.mark.parametrize("split", ["width", "width+sequence", "sequence", "context", "samples"])
+def test_conversions_run_where_memory_is_rehearsed(
+    split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot run there is guessed to keep its result."""
+    graph = divided(split)
+
+    def imitated(_: Stage, op: Op, env: object) -> None:
+        raise AssertionError(op.name)
+
+    monkeypatch.setattr(Stage, "imitated", imitated)
+    assert kept_storages(graph, 4).keys() == {op.name for op in graph.ops}

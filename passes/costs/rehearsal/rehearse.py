@@ -29,6 +29,7 @@ from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
+from pdcompile.parts.conversions import Alone, using
 from pdcompile.passes.costs import cpu_kernels, gpu_kernels
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
 from pdcompile.passes.costs.rehearsal.imitated_ops import (
@@ -138,7 +139,8 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
                 footprints[op.name] = guessed(call)
         elif kernels != HOST and (attention := fused_attention(call)) is not None:
             footprints[op.name] = attention
-    with FakeTensorMode(), torch.enable_grad(), cast_as_recorded(ops):
+    beside = using(Alone(index.graph.parts))
+    with FakeTensorMode(), torch.enable_grad(), cast_as_recorded(ops), beside:
         for op in ops:
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
