@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_616),
     "trace": (("passes/trace",), 7_016),
-    "costs": (("passes/costs", "passes/profile"), 3_603),
+    "costs": (("passes/costs", "passes/profile"), 3_605),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_995,

@@ -61,11 +61,13 @@ def _convolved(
 
 
 def _summed(given: Tensor, weights: Tensor, out: Tensor, how: list[Any]) -> int:
-    """Bytes of oneDNN's kernel for gradients of weights where AVX2 has none made to measure:
-    dilated windows, three dimensions, and windows higher than the image.
+    """Bytes of oneDNN's kernel for gradients of weights where AVX2 has none made to measure, as
+    AVX-512 has: dilated windows, three dimensions, and windows higher than the image.
 
     Each thread has the columns of one sample (of one slice of it) and four sums.
     """
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return 0
     _, _, dilation, transposed, *_ = how
     window, image = weights.shape[2:], (out if transposed else given).shape[2:]
     outside = len(window) == 2 and window[0] > image[0]

@@ -87,7 +87,7 @@ class OpGraph:
         return format_graph(self)
 
     def to_json(self) -> str:
-        """Readable JSON without `output_spec`, `tensor_values`, `sizes`, `origin`, `whole`, `parts`."""
+        """Readable JSON without output_spec, tensor_values, sizes, origin, whole and parts."""
         return jsonio.dumps(graph_json.to_record(self))
 
     @classmethod
