@@ -55,9 +55,17 @@ def compiled(name: str, split: str) -> tuple[Any, ...]:
     return divided, plan, generate(divided, plan), model, flat, layout, loss
 
 
+#: 441 conversions left out or made twice; the 17 patches of the ViT do not divide
+CASES = [
+    (name, split)
+    for name in ("gpt", "llama", "gpt2", "t5", "bert", "vit")
+    for split in ("width", "width+sequence", "sequence", "context", "samples")
+    if (name, split) != ("vit", "context")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["width", "width+sequence", "sequence", "context", "samples"])
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("name", "split"), CASES)
 def test_every_conversion_that_counts_is_missed_by_name(name: str, split: str) -> None:
     capture, plan, sources, model, flat, layout, loss = compiled(name, split)
     assert not verify(capture, plan, sources, model, flat, layout, loss).differences
