@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from pdcompile.eager.optimizers import all_step_hooks, members
 from pdcompile.eager.snapshot import difference, snapshot
 from pdcompile.errors import ConfigError
+from pdcompile.runtime.stage.homes import Homes
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.warn import warn
 
@@ -32,10 +34,11 @@ class Updater:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, reach: int, scales: Sequence[float] = ()
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, reach: int, scales: Sequence[float] = (),
+        homes: Homes | None = None,
+    ) -> None:  # fmt: skip
         """`scales`: what learning rates are multiplied by, of each stage; empty: 1."""
-        self.optimizer = optimizer
+        self.optimizer, self._homes = optimizer, homes
         self._scales = scales
         for group in optimizer.param_groups if scales else ():
             if "lr" not in group:
@@ -95,13 +98,14 @@ class Updater:
         for group, then in zip(groups, chosen, strict=False):
             group.update(then)
         _set_gradients((parameter, None) for parameter, _ in hidden)
-        given = list(gradients)
-        _set_gradients(given)
-        self._enter(stage)
-        before = [dict(values) for values in self._values()]
-        written = copy.deepcopy(chosen)
-        self.optimizer.step()
-        self._leave(stage, before)
+        update = nullcontext([*gradients]) if self._homes is None else self._homes.update(gradients)
+        with update as given:
+            _set_gradients(given)
+            self._enter(stage)
+            before = [dict(values) for values in self._values()]
+            written = copy.deepcopy(chosen)
+            self.optimizer.step()
+            self._leave(stage, before)
         _carry_over(written, chosen, present)
         _set_gradients((parameter, None) for parameter, _ in given)
         _set_gradients(hidden)

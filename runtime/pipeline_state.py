@@ -173,7 +173,9 @@ class PipelineState(ModuleHints):
 
     def explain(self) -> str:
         """The plan as a table: stages, time, memory, traffic, proof."""
-        return self._running.compiled.explain()
+        session = self._running
+        found = session.compiled.explain()
+        return f"{found}\n{session.homes}" if session.homes.of else found
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
 from pdcompile.eager.loss_scale import loss_scale
-from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import one_thread, preserved_rng
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring, wire
@@ -28,6 +27,7 @@ from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
 from pdcompile.runtime.interpreter import Box, Worker, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Compute, Feed
+from pdcompile.runtime.stage.homes import Homes
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import initial_state
@@ -37,7 +37,7 @@ from pdcompile.runtime.transport.links import Link, pairs
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
 from pdcompile.runtime.watch.model_watch import ModelWatch
-from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, refuse_coupled
+from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, homes_of
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast, with_edges
 
@@ -83,13 +83,13 @@ class Session(Guarded):
         if world is not None:
             paths = tuple(compiled.layout.dims)
             self.agreement = Agreement(self.workers[0].far, world.size, paths, world.beside)
-        refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned, self.shards)
+        self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.guard)
         mine = model if world is None else self.state  # in a process alone, all of the model
-        self.optimizer = make_optimizer(options.optimizer, mine.named_parameters())
+        self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:
             counts = list(map(len, self.spec.ranks))
             scales = [n / counts[0] for n in counts] if plan.training.linear_lr_scaling else []
-            self.updater = Updater(self.optimizer, self.spec.reach, scales)
+            self.updater = Updater(self.optimizer, self.spec.reach, scales, self.homes)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:

@@ -36,10 +36,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_334),
     "verify": (("passes/verify",), 1_550),
     "parts": (("passes/parts", "pdcompile/parts"), 3_514),
-    "runtime": (("runtime",), 9_058),
+    "runtime": (("runtime",), 9_236),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_576,
+        3_597,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_009),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_122),

@@ -94,9 +94,10 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value, as a parameter where the tensor is one."""
+    """The value, as a parameter where the tensor is one, with what a user or library set on it."""
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        vars(value).update(vars(tensor))
     return value
 
 
@@ -107,7 +108,6 @@ def put(model: nn.Module, slot: Slot, value: Tensor) -> None:
         old.detach().copy_(value)
         return
     new = like(old, value)
-    vars(new).update(vars(old))  # attributes that the user or a library set on it
     for name in slot.names:
         set_tensor(model, name, new)
 
@@ -155,10 +155,7 @@ def _filled(
 ) -> dict[str, Tensor]:
     """The buffers after `fill` ran on a copy of the module whose buffers held `before`."""
     memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
-        for parameter in module.parameters()
+        id(one): like(one, torch.empty_like(one, device="meta")) for one in module.parameters()
     }
     twin = copy.deepcopy(module, memo)
     for name, buffer in module._buffers.items():

@@ -130,7 +130,6 @@ class Guarded:
     def __init__(self, world: World | None, capture: Capture) -> None:
         self.world = world
         self.beside = None if world is None else world.beside
-        self.shards = {} if self.beside is None else self.beside.division.shards
         self.workers: list[Worker] = []
         self.failed: str | None = None
         self.updating: int | None = None  # the minibatch of the present call, if it changes weights

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pdcompile.checkpoint.extra_states import scheduler_groups, scheduler_state
@@ -23,6 +25,7 @@ from pdcompile.checkpoint.named_optimizer import (
     settings,
 )
 from pdcompile.checkpoint.plain_values import Encoder
+from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
@@ -111,19 +114,42 @@ def stage_states(
             ),
         )
         found.append((one, encoder.tensors))
-    return found
+    return [_of_all_homes(session, one, tensors) for one, tensors in found]
+
+
+def _of_all_homes(
+    session: Session, own: StageState, tensors: dict[str, Tensor]
+) -> tuple[StageState, dict[str, Tensor]]:
+    """The state of a stage with that of parameters whose homes are other parts."""
+    beside, homes = session.beside, session.homes.of
+    if beside is None or not homes:
+        return own, tensors
+    listed = [(name, dtype_name(one.dtype), one.shape) for name, one in tensors.items()]
+    every = beside.tell([own.state, listed])
+    state, known = dict(own.state), {name for name, _, _ in every[0][1]}
+    for part, (theirs, there) in enumerate(every):
+        state |= {f: one for f, one in theirs.items() if homes.get(f) == part}
+        for name, dtype, shape in there:
+            if name not in known:
+                known.add(name)
+                absent = torch.empty(shape, dtype=getattr(torch, dtype))
+                one = tensors[name] if part == beside.part else absent
+                tensors[name] = beside.from_part(part, one)
+    return replace(own, state=state), tensors
 
 
 def _whole(session: Session, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The optimizer's state of whole parameters, where parts have slices: what has a parameter's
-    shape is sliced as it is."""
+    shape is sliced as it is.  Of what is stepped whole its home has it."""
     shapes = {fqn: tensor.shape for fqn, tensor in all_parameters(session).items()}
+    homes = session.homes
 
     def whole(fqn: str, value: Any) -> Any:
         sliced = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes.get(fqn)
-        return session.state.whole(fqn, value) if sliced else value
+        return session.state.whole(fqn, value) if sliced and fqn not in homes.of else value
 
-    return {f: {key: whole(f, one) for key, one in dict(of).items()} for f, of in state.items()}
+    here = {fqn: dict(one) for fqn, one in state.items() if homes.at_home(fqn)}
+    return {f: {key: whole(f, one) for key, one in of.items()} for f, of in here.items()}
 
 
 def replica_buffers(session: Session) -> Iterator[Row]:
@@ -185,6 +211,6 @@ def resume_groups(
 
 
 def all_parameters(session: Session) -> dict[str, Tensor]:
-    """Parameters of the whole model, frozen ones too."""
-    infos = session.state.infos
-    return {fqn: session.state.tensors[fqn] for fqn in infos if infos[fqn].kind == "parameter"}
+    """Parameters of the whole model as an optimizer has them, frozen ones too."""
+    infos, tensors = session.state.infos, session.state.tensors | session.homes.wholes
+    return {fqn: tensors[fqn] for fqn in infos if infos[fqn].kind == "parameter"}

@@ -148,7 +148,7 @@ class Loading:
         elif optimizer is not None:
             self._load_optimizer = optimizer_loading(
                 contents, optimizer, all_parameters(session), self._stored, self._made,
-                session.state.own_values,
+                session.homes.own_values,
             )  # fmt: skip
         if manifest.loss_scale and session.loss_scale is None:
             self.notes.append("the checkpoint has a loss scale, and no grad_scaler= takes it")

@@ -173,8 +173,7 @@ class State:
         if self.beside is None:
             return self._model
         return twin_with(
-            self._model,
-            lambda fqn, one: one.new_empty(self.whole_shape(fqn), device="meta"),
+            self._model, lambda fqn, one: one.new_empty(self.whole_shape(fqn), device="meta")
         )
 
     def divide(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from pdcompile.jsonio import decode, encode
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states
+from pdcompile.weights.source import like
 
 
 def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
@@ -112,7 +113,10 @@ def whole_order(session: Session) -> list[NamedGroup]:
     if session.world is None:
         return named_groups(session.optimizer, names_of(all_parameters(session)))
     of = session.state.whole_shape
-    bare = {fqn: _bare(tensor, of(fqn)) for fqn, tensor in all_parameters(session).items()}
+    bare = {
+        fqn: cast(nn.Parameter, like(one, torch.empty(1, dtype=one.dtype).expand(of(fqn))))
+        for fqn, one in all_parameters(session).items()
+    }
     said = "the optimizer cannot be made for all of the model's parameters at one time"
     remedy = (
         "look at names and shapes alone in the function that makes it; pipe.save needs no "
@@ -122,11 +126,6 @@ def whole_order(session: Session) -> list[NamedGroup]:
         made = make_optimizer(session.options.optimizer, bare.items())
     assert made is not None
     return named_groups(made, names_of(bare))
-
-
-def _bare(tensor: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    value = torch.empty(1, dtype=tensor.dtype).expand(shape)
-    return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 
 def load_optimizer(session: Session, given: Any) -> None:
@@ -140,6 +139,6 @@ def load_optimizer(session: Session, given: Any) -> None:
     groups, state = read_whole(given, [group.names for group in made])
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
-    of = session.state.own_values
+    of = session.homes.own_values
     own = copy.deepcopy({name: of(name, one) for name, one in state.items() if name in mine})
     named_loading(session.optimizer, names, groups, own, made)()

@@ -6,16 +6,20 @@ All of them make the same calls in the same order, for they run one program.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.hardware import devices
 from pdcompile.parts.conversions import Alone, At, Step, begun
 from pdcompile.parts.shard import Division
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.transport.links import lost
+
+Rows = Sequence[Sequence[Tensor]]  # tensors for each part, or of each
 
 
 class PartsGroup(Alone):
@@ -56,6 +60,21 @@ class PartsGroup(Alone):
         """The sum of what the parts have."""
         return self.meet(x, _SUM)
 
+    def exchanged(self, rows: Rows, like: Rows) -> list[list[Tensor]]:
+        """Tensors like these that each part has for this one; `rows`: those that it has for each.
+        Rows travel with the length of the longest of any part, which `rows` or `like` has."""
+        every = [*rows, *like]
+        longest = max(sum(one.nbytes for one in row) for row in every)
+        device = next(one.device for row in every for one in row)
+        flat = torch.zeros(self.count, longest, dtype=torch.uint8, device=device)
+        for place, row in zip(flat, rows, strict=True):
+            for piece, one in _pieces(place, row):
+                piece.copy_(flat_bytes(one))
+        return [  # copies, at addresses that fit their dtypes
+            [piece.clone().view(one.dtype).view(one.shape) for piece, one in _pieces(place, row)]
+            for place, row in zip(self.meet(flat, _SWAP), like, strict=True)
+        ]
+
     def abandon(self) -> None:
         """Let go of the group, so that connections can close."""
         self.group = self.on_devices = None
@@ -85,6 +104,11 @@ class PartsGroup(Alone):
 
     # -- what parts tell each other ------------------------------------------------------------
 
+    def from_part(self, part: int, x: Tensor) -> Tensor:
+        """What one part has, on all of them in host memory; the others give a tensor like it."""
+        flat = flat_bytes(devices.to_host(x)) * (part == self.part)
+        return self._collective(self.group, flat, "sum").view(x.dtype).view(x.shape)
+
     def tell(self, value: Any) -> list[Any]:
         """The values of all parts, which JSON takes."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -99,4 +123,12 @@ class PartsGroup(Alone):
         return self._collective(self.group, x, "gather")
 
 
-_SUM, _GATHER = (At(kind, Step(kind), "between stages") for kind in ("sum", "gather"))
+_SUM, _GATHER, _SWAP = (
+    At(kind, Step(kind), "between stages") for kind in ("sum", "gather", "swap")
+)
+
+
+def _pieces(flat: Tensor, row: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Bytes from the beginning on, as many as each of these tensors has, with it."""
+    sizes = [one.nbytes for one in row]
+    return zip(torch.split(flat[: sum(sizes)], sizes), row, strict=True)

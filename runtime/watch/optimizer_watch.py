@@ -8,9 +8,9 @@ one step of everything against a step stage by stage, on small copies of the par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,45 +19,67 @@ from pdcompile.eager import digest
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.eager.optimizers import all_step_hooks, make_optimizer, members
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import ConfigError, PdcompileError, errors_as
+from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.parts.shard import Shard
 from pdcompile.releases.torch_internals import global_step_hooks
 from pdcompile.runtime.optimizer import Updater
+from pdcompile.runtime.stage.homes import Homes
 from pdcompile.warn import warn
+from pdcompile.weights.source import like
+
+if TYPE_CHECKING:
+    from pdcompile.runtime.state.model_state import State
 
 _LARGEST = 4  # size of a copy in each dimension
 _SCALES = (1.0, 1e3, 1e-3)  # of gradients in the steps that are tried: clipping may wait for large
 _RELATIVE = 1e-4  # difference that rounding does not explain
+_LEAST_RATE = 0.1  # of learning: what small steps differ in would not show
 _UNTRIED = "whether the optimizer couples parameters of different stages was not tried"
 _REMEDY = (
     "clip by the norm of all stages with max_grad_norm=; update each parameter by itself in the "
-    "optimizer; or use one stage"
+    "optimizer; or use one stage (of one part)"
 )
 
 Copies = dict[str, nn.Parameter]
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
+def homes_of(build: Any, state: State) -> dict[str, int]:
+    """Try an optimizer; the home of each parameter of which parts have slices, and that it is to
+    step whole: bytes are balanced over the parts of a rank's stages, the largest first.
+
+    Raises:
+        ConfigError: it cannot update stages, or what homes have, apart from each other.
+    """
+    beside, trained = state.beside, state.trainable()
+    shards = {} if beside is None else beside.division.shards
+    slices = {f: _bare(one, state.infos[f].shape) for f, one in trained.items()}
+    wholes = {f: _bare(one, state.whole_shape(f)) for f, one in trained.items()}
+    found = set(stepped_whole(build, slices, wholes, shards)) if build is not None else set()
+    homes, units = dict[str, int](), list[list[str]]()
+    for names in state.owned:
+        apart: list[list[str]] = [[] for _ in range(1 if beside is None else beside.count)]
+        for fqn in sorted(found.intersection(names), key=lambda f: (-wholes[f].nbytes, f)):
+            min(apart, key=lambda of: sum(wholes[f].nbytes for f in of)).append(fqn)
+        homes |= {fqn: part for part, of in enumerate(apart) for fqn in of}
+        units += [[fqn for fqn in names if fqn not in found], *apart]
+    refuse_coupled(build, wholes, units)
+    return homes
+
+
 def refuse_coupled(
-    build: Any,
-    parameters: Mapping[str, Tensor],
-    stages: Sequence[Sequence[str]],
-    shards: Mapping[str, Shard] | None = None,
+    build: Any, parameters: Mapping[str, Tensor], stages: Sequence[Sequence[str]]
 ) -> None:
-    """Raise ConfigError when updates of different stages depend on one another, or a step on slices
-    of a parameter is not the slices of its step.
+    """Raise ConfigError when updates of different stages depend on one another.
 
     Args:
         build: the user's callable, see `make_optimizer`; None: nothing to look at.
         parameters: of the whole model, by name; only shapes and dtypes matter.
-        stages: the names that each stage updates.
-        shards: of parameters of which parts have slices.
+        stages: the names that each stage updates, or each home of its own.
 
     An optimizer that draws random numbers cannot be tried; a warning says so.
     """
     trained = [names for names in stages if names]
-    if build is not None and shards:
-        _refuse_whole_matrices(build, parameters, shards)
     if build is None or len(trained) < 2:
         return
     together = [[name for names in trained for name in names]]
@@ -82,91 +104,65 @@ def refuse_coupled(
     found = _differing(whole, apart)
     if found is not None:
         raise ConfigError(
-            f"the optimizer's update of {found!r} depends on gradients of other stages: a step of "
-            "all parameters and a step stage by stage give different weights",
+            f"the optimizer's update of {found!r} depends on gradients of other stages, or of "
+            "what other parts of its stage update: a step of all parameters and steps of what each "
+            "rank updates give different weights",
             where="optimizer",
             remedy=_REMEDY,
         )
 
 
-def _refuse_whole_matrices(
-    build: Any, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]
-) -> None:
-    sliced = {name: shards[name].dim for name in parameters if name in shards}
-    slices = {name: _undivided(one, None) for name, one in parameters.items()}
-    wholes = {name: _undivided(one, shards.get(name)) for name, one in parameters.items()}
-    parameters = wholes
-    remedy = (
-        "parts=1; or update what is divided element by element (SGD, AdamW), which optimizer= may "
-        "do beside another one for the rest"
-    )
+def stepped_whole(
+    build: Any,
+    slices: Mapping[str, nn.Parameter],
+    wholes: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Shard],
+) -> Iterable[str]:
+    """Names of parameters whose step on slices is not the slices of their step, or not known to be:
+    to step the whole is right in any case."""
+    sliced = {name: shards[name].dim for name in wholes if name in shards}
+    if not sliced:
+        return ()
+    small = {name: small_copy(one) for name, one in wholes.items()}
 
     def half(number: int, name: str, value: Tensor) -> Tensor:
         return value.chunk(2, sliced[name])[number] if name in sliced else value
 
-    together = [[*parameters]]
-    said = "the optimizer cannot be tried on slices of parameters"
-    with preserved_rng(), errors_as(ConfigError, said, "optimizer", remedy, Exception):
-        _refuse_other_settings(build, wholes, slices)
-        whole = _after_steps(build, parameters, together, 0, whole=True)
-        halves = [
-            _after_steps(build, parameters, together, 0, partial(half, n), whole=True)
-            for n in range(2)
-        ]
-    assert whole is not None
-    joined: Copies = {
-        name: nn.Parameter(torch.cat([one[name] for one in halves if one is not None], dim))
-        for name, dim in sliced.items()
-    }
-    found = _differing({name: whole[name] for name in sliced}, joined)
-    if found is not None:
-        raise ConfigError(
-            f"parts have slices of {found!r}, and this optimizer's step on slices is not the "
-            "slices of its step on the whole: it does not update element by element",
-            where="optimizer",
-            remedy=remedy,
-        )
+    steps, found = partial(_after_steps, build, wholes, [[*wholes]], 0, whole=True), None
+    with preserved_rng():
+        try:
+            whole, halves = steps() or {}, [steps(partial(half, n)) or {} for n in range(2)]
+            joined = {f: torch.cat([one[f] for one in halves], dim) for f, dim in sliced.items()}
+            found = {f for f, one in joined.items() if _differing({f: whole[f]}, {f: one})}
+            for which, types in (slices, _PLAIN), (small, (bool, str)):
+                wanted, other = _settings(build, wholes, types), _settings(build, which, types)
+                found |= {f for f in sliced if wanted.get(f) != other.get(f)}
+            mixed = {f: wholes[f] if f in found else one for f, one in slices.items()}
+            return found if _settings(build, mixed) == _settings(build, wholes) else sliced
+        except PdcompileError:
+            raise
+        except Exception:  # a user's callable may want the true shapes, or values
+            return sliced if found is None else found
 
 
-def _refuse_other_settings(
-    build: Any, parameters: Mapping[str, nn.Parameter], slices: Mapping[str, nn.Parameter]
-) -> None:
-    """Raises ConfigError where a slice gets other settings than the whole parameter."""
-    try:
-        wanted, found = _settings(build, parameters), _settings(build, slices)
-    except PdcompileError:
-        raise
-    except Exception:  # it may want values; small copies have some
-        return
-    for name, setting in wanted.items():
-        if setting != found.get(name):
-            raise ConfigError(
-                f"the optimizer's groups depend on sizes: {name!r} has other settings as a whole "
-                "than the slices that parts have",
-                where="optimizer",
-                remedy="choose groups by names or by numbers of dimensions; or parts=1",
-            )
-
-
-def _settings(build: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """Settings of the group of each parameter."""
+def _settings(
+    build: Any, parameters: Mapping[str, nn.Parameter], types: tuple[type, ...] = _PLAIN
+) -> dict[str, dict[str, Any]]:
+    """Class of optimizer, and settings of the group that are of these types, of each parameter."""
     optimizer = make_optimizer(build, parameters.items())
     assert optimizer is not None
     names = {id(one): name for name, one in parameters.items()}
     return {
-        names[id(one)]: {k: v for k, v in group.items() if isinstance(v, _PLAIN)}
-        for group in optimizer.param_groups
+        names[id(one)]: {"": type(member)} | {k: v for k, v in group.items() if type(v) in types}
+        for member in members(optimizer)
+        for group in member.param_groups
         for one in group["params"]
     }
 
 
-def _undivided(parameter: Tensor, shard: Shard | None) -> nn.Parameter:
-    """A parameter without memory, in its shape before parts took their slices."""
-    shape = parameter.shape if shard is None else shard.whole_shape(parameter.shape)
-    value = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    whole = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    vars(whole).update(vars(parameter))
-    return whole
+def _bare(parameter: Tensor, shape: Sequence[int]) -> nn.Parameter:
+    """A parameter of this shape without memory."""
+    return cast(nn.Parameter, like(parameter, parameter.new_empty(shape, device="meta")))
 
 
 def _after_steps(
@@ -190,6 +186,8 @@ def _after_steps(
     assert optimizer is not None
     if not whole and _is_plain(optimizer):
         return None
+    for group in optimizer.param_groups:
+        group["lr"] = max(group.get("lr") or 0.0, _LEAST_RATE)
     updater = Updater(optimizer, reach=0)
     torch.manual_seed(seed)
     for t, scale in enumerate(_SCALES):
@@ -210,11 +208,7 @@ def small_copy(
 
     It has the attributes of the true one, which may choose its group.
     """
-    copy = nn.Parameter(
-        values(_small(parameter)).to(parameter.dtype), requires_grad=parameter.requires_grad
-    )
-    vars(copy).update(vars(parameter))
-    return copy
+    return cast(nn.Parameter, like(parameter, values(_small(parameter)).to(parameter.dtype)))
 
 
 def _small(parameter: Tensor) -> list[int]:
@@ -228,7 +222,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return own and not hooks and not any("step" in vars(one) for one in members(optimizer))
 
 
-def _differing(one: Copies, other: Copies) -> str | None:
+def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
     """The first parameter that differs by more than rounding."""
     for name, value in one.items():
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -286,7 +280,9 @@ class OptimizerWatch:
             (n, name): _state_of(value) if isinstance(value, Mapping) else _state_of({"": value})
             for n, member in enumerate(members(one))
             for name, value in vars(member).items()
-            if name not in known and not hasattr(value, "_wrapped_by_lr_sched")
+            if name not in known
+            and not hasattr(value, "_wrapped_by_lr_sched")
+            and getattr(value, "__module__", "") != Homes.__module__
         }
         return [
             (

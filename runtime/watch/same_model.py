@@ -235,4 +235,5 @@ def _trained(session: Any) -> dict[str, int]:
         return {}
     held = {id(one) for group in session.optimizer.param_groups for one in group["params"]}
     named = session.state.trainable().items()
-    return {name: id(tensor) for name, tensor in named if id(tensor) in held}
+    wholes = session.homes.wholes
+    return {name: id(one) for name, one in named if id(wholes.get(name, one)) in held}

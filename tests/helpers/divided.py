@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt import GPT
+from pdcompile.eager.optimizers import NamedParameters
 
 VOCABULARY, BATCH, LENGTH, PIECES = 96, 8, 16, 4
 
@@ -81,12 +82,16 @@ def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor | None]:
 def plain_training(
     model: nn.Module, inputs: Mapping[str, Tensor], target: Tensor | None,
     loss_fn: Callable[..., Tensor] | None, clip: float | None, *, lag: bool = False,
+    build: Callable[[Any], Any] | None = None, decay: float = 1.0,
 ) -> tuple[dict[str, Tensor], list[float]]:  # fmt: skip
     """Three steps of accumulated gradients: the state, and the losses.
 
-    `lag`: gradients are those of the weights before the last update (2bw).
+    `lag`: gradients are those of the weights before the last update (2bw).  `decay`: of learning
+    rates, after each step.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    named = NamedParameters(model.named_parameters())
+    made = build(named) if build else torch.optim.SGD(named, lr=0.1, momentum=0.9)
+    optimizers = made if isinstance(made, list) else [made]
     losses, older = [], copy.deepcopy(model)
     for _ in range(3):
         at = older if lag else model
@@ -107,6 +112,63 @@ def plain_training(
             older = newest
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= decay
         losses.append(found)
     return {name: value.detach() for name, value in model.state_dict().items()}, losses
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB: Adam's update of each parameter, as long as the parameter is."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 1 - first)
+                state["v"].lerp_(p.grad.square(), 1 - second)
+                m = state["m"] / (1 - first ** state["step"])
+                v = state["v"] / (1 - second ** state["step"])
+                update = m / (v.sqrt() + 1e-6) + group["weight_decay"] * p
+                p.sub_(update * (group["lr"] * p.norm() / update.norm().clamp(min=1e-12)))
+
+
+def muon_and_adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks, AdamW for everything else.
+
+    Muon multiplies in bfloat16, where the last bit of a gradient moves a weight by some percent of
+    the learning rate.  AdamW's eps is above the rounding that the gradient of a key's bias is.
+    """
+    inside = {n: p.ndim == 2 and n.startswith("blocks") for n, p in parameters.named}
+    matrices = [p for n, p in parameters.named if inside[n]]
+    rest = [p for n, p in parameters.named if not inside[n]]
+    made: list[torch.optim.Optimizer] = []
+    made += [torch.optim.Muon(matrices, lr=1e-4)] if matrices else []
+    return made + ([torch.optim.AdamW(rest, lr=1e-2, eps=1e-5)] if rest else [])
+
+
+def by_sizes(parameters: Any) -> torch.optim.Optimizer:
+    """Groups by numbers of elements, which slices have fewer of."""
+    groups: list[list[Tensor]] = [[], []]
+    for one in parameters:
+        groups[one.numel() > 10_000].append(one)
+    return torch.optim.SGD([{"params": groups[0], "lr": 0.01}, {"params": groups[1], "lr": 0.1}])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "muon": muon_and_adamw,
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "lamb": Lamb,
+    "sizes": by_sizes,
+}

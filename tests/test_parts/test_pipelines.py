@@ -11,8 +11,10 @@ import torch
 
 import pdcompile
 from examples.gpt import GPT, loss_fn
+from pdcompile.eager.optimizers import NamedParameters
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.options import Options
+from tests.helpers.divided import OPTIMIZERS, model_of
 from tests.helpers.launch import Run, processes, torchrun
 
 RANKS = """
@@ -134,16 +136,16 @@ CHECKPOINTS = """
     import torch
     import pdcompile
     from examples.gpt import loss_fn
-    from tests.helpers.divided import batch_of, model_of
+    from tests.helpers.divided import OPTIMIZERS, batch_of, model_of
     from tests.test_parts.test_pipelines import tensors_of
 
-    folder, settings = sys.argv[1], eval(sys.argv[2])
+    folder, settings, optimizer = sys.argv[1], eval(sys.argv[2]), OPTIMIZERS[sys.argv[3]]
     inputs, target = batch_of("gpt")
     before = None
     for n, kwargs in enumerate(settings):
         with pdcompile.compile(
             model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4,
-            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), resume=folder, **kwargs,
+            optimizer=optimizer, resume=folder, **kwargs,
         ) as pipe:
             pipe.prepare(**inputs, target=target)
             now = tensors_of((pipe.full_state_dict(), pipe.full_optimizer_state_dict()))
@@ -159,21 +161,30 @@ CHECKPOINTS = """
 """
 
 
+def checkpoints_fit(name: str, settings: list[dict[str, int]], folder: Path) -> None:
+    """Training goes on from plan to plan, and in the end in plain PyTorch, with the same bits."""
+    kept = folder / "checkpoints"
+    kept.mkdir()
+    run = processes(CHECKPOINTS, 4, folder, str(kept), repr(settings), name)
+    assert run.code == 0, run
+    model = model_of("gpt")
+    made = OPTIMIZERS[name](NamedParameters(model.named_parameters()))
+    optimizers = made if isinstance(made, list) else [made]
+    assert pdcompile.load_checkpoint(kept, model, optimizers).minibatches == len(settings)
+    last, seen = torch.load(kept / "last.pt"), dict[str, torch.Tensor]()
+    for fqn, parameter in model.named_parameters():
+        states = [one.state[parameter] for one in optimizers if parameter in one.state]
+        assert bool(states) == (name != "sizes")
+        found = {f"{fqn}.{key}": value for one in states for key, value in one.items()}
+        seen |= {key: one for key, one in found.items() if isinstance(one, torch.Tensor)}
+        seen[fqn] = parameter.detach()
+    assert seen.keys() == last.keys() - {"head.weight"}  # which is tied
+    assert all(torch.equal(value, last[name]) for name, value in seen.items())
+
+
 def test_checkpoints_of_any_plan_fit_any_other_with_states_of_adam(tmp_path: Path) -> None:
     settings = [{"parts": 2, "stages": 2}, {"parts": 4}, {"stages": 4}, {"parts": 2, "stages": 2}]
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    run = processes(CHECKPOINTS, 4, tmp_path, str(folder), repr(settings))
-    assert run.code == 0, run
-    torch.manual_seed(0)
-    model = GPT(2, 64, 4, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    position = pdcompile.load_checkpoint(folder, model, optimizer)
-    assert position.minibatches == len(settings)
-    last = torch.load(folder / "last.pt")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, last[name])
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], last[f"{name}.exp_avg"])
+    checkpoints_fit("adamw", settings, tmp_path)
 
 
 def gpt(**options: Any) -> pdcompile.Pipeline:
@@ -370,39 +381,6 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
         loss_fn=torch.nn.functional.mse_loss, costs="estimated",
     )  # fmt: skip
     assert "the stages equal eager up to rounding" in pipe.explain()
-
-
-BY_SIZE = """
-    import pdcompile
-    import torch
-    from examples.gpt import loss_fn
-    from tests.helpers.divided import batch_of, model_of
-
-    def optimizer(parameters):
-        groups = [[], []]
-        for one in parameters:
-            groups[one.numel() > 10_000].append(one)  # more than slices have
-        return torch.optim.SGD(
-            [{"params": groups[0], "lr": 0.01}, {"params": groups[1], "lr": 0.1}]
-        )
-
-    inputs, target = batch_of("gpt")
-    pipe = pdcompile.compile(
-        model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
-        optimizer=optimizer,
-    )
-    try:
-        pipe.step(**inputs, target=target)
-    except pdcompile.errors.PdcompileError as error:
-        print(f"{type(error).__name__}: {error.message}")
-"""
-
-
-def test_groups_of_an_optimizer_by_sizes_are_refused(tmp_path: Path) -> None:
-    run = processes(BY_SIZE, 2, tmp_path)
-    assert (
-        "ConfigError: the optimizer's groups depend on sizes: 'tokens.weight' has" in run.output
-    ), run
 
 
 class _Sparse(torch.nn.Module):

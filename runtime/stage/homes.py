@@ -1,0 +1,144 @@
+"""Homes: parts of a stage that step parameters whole, where a step on slices is another one.
+
+The optimizer of the home has the whole parameter, and keeps its state; those of the other parts
+have one without memory in its place, so that groups are the same everywhere.  Slices stay where
+weights and gradients are.  An update brings both to the home, which has the whole while it steps,
+and takes back slices of the new weights: whatever else reads or writes slices, clips or keeps
+versions of them, need not know of homes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from math import nan
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.eager.optimizers import make_optimizer, members
+from pdcompile.runtime.state.model_state import State
+from pdcompile.units import format_bytes
+from pdcompile.weights.source import like
+
+Pairs = Iterable[tuple[nn.Parameter, Tensor]]  # parameters and their gradients
+
+
+class Homes:
+    """The parameters of a pipeline that are stepped whole, and this process's part in it.
+
+    `of`: the part that is the home of each.  `wholes`: what the optimizer has in place of slices.
+    `guard`: context of steps that the user makes.
+    """
+
+    def __init__(
+        self, state: State, of: Mapping[str, int], guard: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.of, self._state, self._guard = of, state, guard
+        self._slices = {fqn: one for fqn, one in state.named_parameters() if fqn in of}
+        self._updating = False
+        here = self._gathered({fqn: own.data for fqn, own in self._slices.items()})
+        self.wholes: dict[str, nn.Parameter] = {}
+        for fqn, own in self._slices.items():
+            absent = own.new_empty(state.whole_shape(fqn, own), device="meta")
+            self.wholes[fqn] = cast(nn.Parameter, like(own, here.get(fqn, absent)))
+
+    def __str__(self) -> str:
+        here = sum(one.nbytes for fqn, one in self.wholes.items() if self.at_home(fqn))
+        return (
+            f"the optimizer steps {len(self.of)} parameters whole, each at one part of its stage "
+            f"({format_bytes(here)} here): the forecast of memory has equal shares of their state, "
+            "and not the whole weights and gradients that a home has during an update"
+        )
+
+    def optimizer(
+        self, build: Any, named: Iterable[tuple[str, nn.Parameter]]
+    ) -> torch.optim.Optimizer | None:
+        """The optimizer of this process."""
+        made = make_optimizer(build, [(fqn, self.wholes.get(fqn, one)) for fqn, one in named])
+        self._let_go(self.wholes)
+        for one in {made, *members(made)} if made is not None and self.wholes else ():
+            self._follow(one)
+        return made
+
+    def at_home(self, fqn: str) -> bool:
+        """True where this part steps a parameter: as its home, or as all parts step slices."""
+        beside = self._state.beside
+        return beside is None or self.of.get(fqn, beside.part) == beside.part
+
+    def own_values(self, fqn: str, values: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the optimizer's state of a parameter."""
+        if fqn not in self.of:
+            return self._state.own_values(fqn, values)
+        return values if self.at_home(fqn) else {}
+
+    @contextmanager
+    def update(self, gradients: Pairs) -> Iterator[Pairs]:
+        """Context of a step, with the parameters and gradients that it takes in place of these, of
+        which slices are some.  All parts enter it alike."""
+        every = {id(one): (one, gradient) for one, gradient in gradients}
+        found = {f: every.pop(id(own)) for f, own in self._slices.items() if id(own) in every}
+        whole = self._gathered({fqn: gradient for fqn, (_, gradient) in found.items()})
+        for fqn, value in self._gathered({f: own.data for f, (own, _) in found.items()}).items():
+            self.wholes[fqn].data = value
+        self._updating = True
+        try:
+            yield [*every.values(), *((self.wholes[f], gradient) for f, gradient in whole.items())]
+        finally:
+            self._updating = False
+        if (beside := self._state.beside) is not None and found:
+            values = [(fqn, self.wholes[fqn].data) for fqn in whole]
+            own, parts = beside.division.own, range(beside.count)
+            rows = [[own(fqn, value, part) for fqn, value in values] for part in parts]
+            slices = [[found[fqn][0].data for fqn in of] for of in self._by_home(found)]
+            came = beside.exchanged(rows, slices)
+            for one, value in zip(chain(*slices), chain(*came), strict=True):
+                one.copy_(value)
+            self._let_go(whole)
+
+    def _by_home(self, names: Iterable[str]) -> list[list[str]]:
+        count = 1 if self._state.beside is None else self._state.beside.count
+        return [[fqn for fqn in names if self.of[fqn] == part] for part in range(count)]
+
+    def _gathered(self, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors of which this part is the home, from the slices of all parts."""
+        beside, names = self._state.beside, self._by_home(slices)
+        if beside is None or not slices:
+            return {}
+        rows = [[slices[fqn] for fqn in of] for of in names]
+        came = zip(*beside.exchanged(rows, [rows[beside.part]] * beside.count), strict=True)
+        shards, mine = beside.division.shards, names[beside.part]
+        return {fqn: shards[fqn].joined(one) for fqn, one in zip(mine, came, strict=True)}
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        """Between updates nobody has the whole; the number in its place is none to compute with."""
+        for whole in (self.wholes[fqn] for fqn in names if self.at_home(fqn)):
+            whole.data = whole.new_full((), nan).expand(whole.shape)
+
+    def _follow(self, one: torch.optim.Optimizer) -> None:
+        """Let what the user does with an optimizer, in a loop of theirs, mean slices too."""
+        step, zero = one.step, one.zero_grad
+        held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        slices = [self._slices[fqn] for fqn, whole in self.wholes.items() if id(whole) in held]
+
+        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._updating:
+                return step(*args, **kwargs)
+            given = [(own, own.grad) for own in slices if own.grad is not None]
+            with self._guard(), self.update(given) as wholes:
+                for whole, gradient in wholes:
+                    whole.grad = gradient
+                result = step(*args, **kwargs)
+                for whole, _ in wholes:
+                    whole.grad = None
+            return result
+
+        def zeroed(_: Any, *args: Any, **kwargs: Any) -> None:
+            zero(*args, **kwargs)
+            if slices:
+                torch.optim.SGD(slices, lr=0.0).zero_grad(*args, **kwargs)
+
+        vars(one).update(step=MethodType(stepped, one), zero_grad=MethodType(zeroed, one))
