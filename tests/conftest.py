@@ -76,7 +76,12 @@ def pytest_collection() -> Generator[None, object, object]:
     times less often, as stages and graphs are many small objects that stay for a test."""
     gc.disable()
     try:
-        return (yield)
+        found = yield
+        if "PYTEST_XDIST_WORKER" in os.environ:  # which compiles sooner or later
+            from pdcompile.releases.torch_internals import import_compiler
+
+            import_compiler()
+        return found
     finally:
         gc.freeze()  # collections, and captures, need not look at it again
         gc.set_threshold(10_000, 10, 10)

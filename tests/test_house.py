@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         4_871,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_616),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_615),
     "trace": (("passes/trace",), 7_016),
     "costs": (("passes/costs", "passes/profile"), 3_605),
     "planner": (

@@ -123,17 +123,17 @@ def preserved(*, from_ops: bool = False) -> Iterator[None]:
 @contextmanager
 def watched(call: Call) -> Iterator[None]:
     """Calls ``call(name, function, args, kwargs)`` in place of each function that draws."""
-    held: list[tuple[ModuleType, str, Any]] = []
-    for home in (np.random, random):
-        for name, function in drawing_functions(home.__name__).items():
-            held.append((home, name, vars(home)[name]))
-            own = f"{home.__name__}.{name}"
-            setattr(home, name, functools.partial(_instead, call, own, function))
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for home in HOMES:
+        present, drawing = vars(sys.modules[home]), drawing_functions(home)
+        held.append((present, {name: present[name] for name in drawing}))
+        for name, function in drawing.items():
+            present[name] = functools.partial(_instead, call, f"{home}.{name}", function)
     try:
         yield
     finally:
-        for home, name, value in held:
-            setattr(home, name, value)
+        for present, before in held:
+            present.update(before)
 
 
 def _instead(call: Call, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

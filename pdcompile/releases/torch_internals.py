@@ -326,9 +326,8 @@ def import_compiler() -> None:
 def quiet_shape_errors() -> Iterator[None]:
     """Keeps torch from logging the traceback of every shape error before it raises it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before, logger.disabled = logger.disabled, True  # a level would empty all loggers' caches
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = before

@@ -8,19 +8,37 @@ ranks run, the exit codes when all have ended.  A fork runs its script as the in
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import sys
 import types
+from contextlib import suppress
 from typing import Any
+
+ended = 0  # the exit code
+
+
+@atexit.register  # the first, so that it runs after those of all modules
+def end() -> None:
+    """End as the interpreter does, but for taking all modules apart, which takes most of the time
+    of a small rank."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(ended)
+
 
 # Builds of torch for CUDA bring it, and it complains at the end of a fork that it was not freed.
 sys.modules["triton"] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
 
+import pdcompile  # noqa: E402
+
 # What most ranks need, so that no fork has to read it again.
+from examples.gpt import GPT, loss_fn  # noqa: E402
 from pdcompile import driver, reference  # noqa: E402, F401
 from pdcompile.releases.torch_internals import import_compiler  # noqa: E402
 from tests.helpers import models, pipelines  # noqa: E402, F401
@@ -56,6 +74,13 @@ def become(rank: dict[str, Any]) -> None:
 
 import_compiler()
 torch.set_num_threads(1)
+# The first compilation of a process takes three times as long as the next ones.
+with torch.random.fork_rng():
+    model, ids = GPT(1, 8, 2, 4), torch.zeros(2, 4, dtype=torch.int64)
+    pdcompile.compile(
+        model, ids, example_target=ids, loss_fn=loss_fn, costs="estimated", progress=False
+    )
+del model, ids
 gc.collect()
 gc.freeze()  # a collection in a fork would copy all that is shared
 rank = rank_to_run()
@@ -65,4 +90,9 @@ main.__file__ = rank["script"]
 sys.modules["__main__"] = main
 with open(rank["script"], encoding="utf-8") as file:
     code = compile(file.read(), rank["script"], "exec")
-exec(code, main.__dict__)
+try:
+    exec(code, main.__dict__)
+except BaseException as error:
+    said = error.code if isinstance(error, SystemExit) else 1
+    ended = said if isinstance(said, int) else int(said is not None)
+    raise
