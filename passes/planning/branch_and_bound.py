@@ -30,6 +30,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, solve
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
+from pdcompile.passes.partition.space.no_plan import no_plan, too_large
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
@@ -37,7 +38,6 @@ from pdcompile.passes.partition.space.search_branches import (
     settings,
 )
 from pdcompile.passes.partition.space.seats import arrangements
-from pdcompile.passes.partition.space.shortage import no_plan, too_large
 from pdcompile.passes.planning.border_cuts import Fits, preferred
 from pdcompile.passes.planning.candidate_plan import making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
@@ -62,7 +62,7 @@ GAIN = 1e-3  # relative, of a move whose plan takes long to make
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 LITTLE = 1.0  # seconds, in which a plan may always be made
 WORTH = 0.03  # of a step: then one is made even if time is over
-PREFERRING, LONGEST = 0.1, 4.0  # of the time, at most so many seconds, for `border_cuts`
+PREFERRING, LONGEST = 0.15, 4.0  # of the time, at most so many seconds, for `border_cuts`
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "linear program over critical paths"
