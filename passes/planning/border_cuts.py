@@ -26,7 +26,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.dynamic_program import deployed, solve
 from pdcompile.passes.partition.model import build, positions, single_moves
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
@@ -252,24 +252,15 @@ class Borders:
     def _tables(self, segments: Segments, used: Sequence[int]) -> Iterator[list[Matrix]]:
         """Seconds of each stage between two positions: of all microbatches and its update, behind
         those before it; in units of what the stage takes in the plan; and of its update alone."""
-        on, times, owned = self.plan.deployment, self.plan.times, segments.byte_tables[1]
+        on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
-        each = []
-        for s in used:
-            width, held = on.speeds[s] * len(on.ranks[s]), on.holdings[s]
-            busy = segments.forward * (1 + on.recompute[s]) + segments.backward
-            seconds = busy * self.plan.m / width + once * owned / on.speeds[s]
-            if (limit := on.limits[s]) is not None:
-                updated = held.gradient_buffers + held.optimizer_factor
-                counts = held.versions, updated, held.saved, held.received, held.returned
-                seconds = np.where(segments.bytes(*counts) <= limit, seconds, np.inf)
-            each.append(seconds)
-        yield [ahead + seconds for seconds in each]
-        own = [(times.forward[s] + times.backward[s]) / len(on.ranks[s]) for s in used]
-        yield [seconds / max(most, 1e-12) for seconds, most in zip(each, own, strict=True)]
+        busy, own = deployed(segments, on, used), self.plan.times.loads(m)
+        pairs = [*zip(busy, used, strict=True)]
+        yield [ahead + m * each + once * owned / on.speeds[s] for each, s in pairs]
+        yield [each / max(own[s], 1e-12) for each, s in pairs]
         if once:
-            yield [seconds * 0.0 + owned for seconds in each]
+            yield [each * 0.0 + owned for each in busy]
 
     def _tried(self, stage_of: tuple[int, ...]) -> Cut | None:
         """None where the assignment breaks a rule, or time is over."""
