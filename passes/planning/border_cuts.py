@@ -250,17 +250,17 @@ class Borders:
                     break
 
     def _tables(self, segments: Segments, used: Sequence[int]) -> Iterator[list[Matrix]]:
-        """Seconds of each stage between two positions: of all microbatches and its update, behind
-        those before it; in units of what the stage takes in the plan; and of its update alone."""
+        """Seconds of each stage between two positions, of all microbatches and its update, behind
+        those before it; in units of what the stage takes in the plan; and its update alone."""
         on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
-        busy, own = deployed(segments, on, used), self.plan.times.loads(m)
-        pairs = [*zip(busy, used, strict=True)]
-        yield [ahead + m * each + once * owned / on.speeds[s] for each, s in pairs]
-        yield [each / max(own[s], 1e-12) for each, s in pairs]
+        loads, own = deployed(segments, on, used), self.plan.times.loads(m)
+        each = [*zip(loads, used, strict=True)]
+        yield [ahead + m * load + once * owned / on.speeds[s] for load, s in each]
+        yield [load / max(own[s], 1e-12) for load, s in each]
         if once:
-            yield [each * 0.0 + owned for each in busy]
+            yield [np.where(load < np.inf, owned, load) for load in loads]
 
     def _tried(self, stage_of: tuple[int, ...]) -> Cut | None:
         """None where the assignment breaks a rule, or time is over."""
