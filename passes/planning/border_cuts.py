@@ -195,11 +195,12 @@ class Borders:
             share = one.divided / modules + one.sent_bytes / sent
             return one.step / fastest.step + HALF * tolerance * share
 
-        for one in sorted(cuts, key=price):
+        for one in sorted((own, *cuts), key=price):
             more = one.divided > fastest.divided or one.sent_bytes > fastest.sent_bytes
             if one.step > most or more or price(one) >= price(fastest):
                 continue
-            if seconds_of(one.plan) <= least and fits(tuple(one.plan.stage_of)):
+            within = seconds_of(one.plan) <= least
+            if one is own or (within and fits(tuple(one.plan.stage_of))):
                 return own, fastest, one
         return own, fastest, fastest
 
