@@ -24,7 +24,11 @@ Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
 
 
 def solve(
-    segments: Segments, cost: Cost, budget: Budget | None = None, stages: int | None = None
+    segments: Segments,
+    cost: Cost,
+    budget: Budget | None = None,
+    stages: int | None = None,
+    join: np.ufunc = np.maximum,
 ) -> tuple[float, tuple[int, ...]] | None:
     """(optimum, stage of each group) for min max over stages of cost; None when infeasible.
 
@@ -32,6 +36,7 @@ def solve(
 
     Args:
         stages: how many, where the model does not say; any may be used.
+        join: of the costs of stages; `np.add`: for the least sum.
 
     Raises:
         OutOfTimeError: the budget ended first.
@@ -48,12 +53,12 @@ def solve(
             raise OutOfTimeError
         seconds = _within(segments, cost, s, num_stages)
         if counted:
-            empty = np.maximum(best, seconds.diagonal())
+            empty = join(best, seconds.diagonal())
             np.fill_diagonal(seconds, np.inf)
         choice = np.empty(best.shape, dtype=np.intp)
         found = np.full(best.shape, np.inf)
         for c in range(int(counted), len(best)):
-            through = np.maximum(best[c - counted][:, None], seconds)
+            through = join(best[c - counted][:, None], seconds)
             choice[c] = through.argmin(0)
             found[c] = through.min(0)
         if counted:
@@ -74,6 +79,18 @@ def solve(
         count -= int(counted and before != ideal)
         ideal = before
     return value, tuple(found_at.tolist())
+
+
+def evenest(segments: Segments, loads: Sequence[Matrix]) -> tuple[float, tuple[int, ...]] | None:
+    """The same for loads of so many stages; of cuts whose largest load is least the one in which
+    the squares of all are."""
+    found = solve(segments, loads.__getitem__, stages=len(loads))
+    if found is None:
+        return None
+    most = found[0] * (1 + 1e-12)
+    squares = [np.where(load <= most, load / max(most, 1e-300), np.inf) ** 2 for load in loads]
+    even = solve(segments, squares.__getitem__, stages=len(loads), join=np.add)
+    return found if even is None else (found[0], even[1])
 
 
 def _within(segments: Segments, cost: Cost, stage: int, num_stages: int) -> Matrix:

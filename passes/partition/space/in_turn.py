@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
 
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import chains, deployed, solve
+from pdcompile.passes.partition.dynamic_program import chains, deployed, evenest, solve
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
@@ -98,13 +98,14 @@ class StagesInTurn:
         return (one for one in found if not violations(problem, cluster, one))
 
     def _made(self) -> Iterator[Candidate]:
-        """The cut that suits the order of tasks, and that of equal loads, with what fits of their
-        kind; then of small problems those whose loads differ little."""
+        """The cut that suits the order of tasks, and that of equal loads, at few places and at all,
+        with what fits of their kind; then of small problems those whose loads differ little."""
         segments = self.prepared.segments
-        for shares in (self.cut.shares.clip(LEAST / len(self.counts)), None):
-            for one in self._recomputing(self._cut(segments, shares)):
+        suits = self.cut.shares.clip(LEAST / len(self.counts))
+        for places, shares in product((self.prepared.positions, segments), (suits, None)):
+            for one in self._recomputing(self._cut(places, shares)):
                 yield one
-                yield from self._fitted(one)
+                yield from self._fitted(one, places)
         loads, count = self._loads(segments), len(self.counts)
         found = solve(segments, loads.__getitem__, stages=count) if self.prepared.complete else None
         if found is not None:
@@ -141,11 +142,10 @@ class StagesInTurn:
 
     def _cut(self, segments: Segments, *how: Any) -> tuple[int, ...]:
         """The stage of every item where the largest of these loads is least; empty: none is."""
-        loads = self._loads(segments, *how)
-        found = solve(segments, loads.__getitem__, stages=len(loads))
+        found = evenest(segments, self._loads(segments, *how))
         return () if found is None else segments.model.items_of(found[1])
 
-    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _fitted(self, candidate: Candidate, segments: Segments) -> Iterator[Candidate]:
         """Cuts whose stages share the memory of their ranks as those of the candidate do.
 
         In proportion, as long as a rank's ledger exceeds its memory or comes close.
@@ -165,7 +165,7 @@ class StagesInTurn:
                 if min(parts.values()) >= 1:
                     break
                 limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
-                stage_of = self._cut(self.prepared.segments, None, limits)
+                stage_of = self._cut(segments, None, limits)
                 if not stage_of:
                     return
                 candidate = replace(candidate, stage_of=stage_of)
