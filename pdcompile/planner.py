@@ -26,10 +26,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.parts.prices import note_on_exchange, priced
+from pdcompile.passes.planning.border_cuts import TOLERANCE
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.planning.preferred_cuts import TOLERANCE
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.planning.solved_problem import space_of_cut
 from pdcompile.passes.profile import Sizes, machine_for, source_of

@@ -17,8 +17,8 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.trace import capture
 from tests.helpers.planned import planned
+from tests.test_border_cuts import links, transformer
 from tests.test_planner_benchmark import BENCHMARKS
-from tests.test_preferred_cuts import links, transformer
 
 PATTERNS = ("h.*",)
 
@@ -63,6 +63,32 @@ def test_equal_layers_are_those_of_blocks(others: Any) -> None:
     assert others.equal_layers(eight, 9) is None
     assert others.equal_shares([1, 1, 1, 9, 1], 3) == (3, 4)
     assert others.equal_shares([1, 1], 3) is None
+
+
+@given(st.data())
+def test_balanced_cuts_have_the_least_largest_share(others: Any, data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0]), min_size=2, max_size=8))
+    stages = data.draw(st.integers(1, 4))
+    borders = sorted(data.draw(st.sets(st.integers(1, len(seconds) - 1))))
+    total = [0.0, *itertools.accumulate(seconds)]
+
+    def largest(cut: tuple[int, ...]) -> float:
+        ends = [0, *cut, len(seconds)]
+        return max(total[b] - total[a] for a, b in itertools.pairwise(ends))
+
+    every = list(itertools.combinations(borders, stages - 1))
+    found = others.balanced(total, borders, stages)
+    assert (found is None) == (not every)
+    if found is not None:
+        assert found in every
+        assert largest(found) == pytest.approx(min(map(largest, every)))
+
+
+def test_the_largest_share_gives_some_of_it_away(others: Any) -> None:
+    """The first of three shares has 9 seconds of 22: without its last run the others have 17."""
+    total = list(itertools.accumulate([1, 4, 4, 4, 4, 4, 1], initial=0.0))
+    assert list(others.rebalanced(total, range(1, 7), 3)) == [(3, 5), (2, 4)]
+    assert list(others.rebalanced(total, [1, 2], 4)) == []
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=8), st.integers(2, 4))

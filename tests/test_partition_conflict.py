@@ -10,7 +10,7 @@ import pytest
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition, search
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.infeasible import irreducible, keeping, limits_of, no_assignment
+from pdcompile.passes.partition.space.no_plan import irreducible, keeping, limits_of, no_assignment
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import PartitionProblem, Wish
 from tests.helpers.problems import chain_problem, random_problem

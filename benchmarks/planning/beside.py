@@ -13,7 +13,9 @@ Seconds of a step are those of our simulator for all of them, which counts updat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, islice, pairwise
@@ -31,7 +33,6 @@ from pdcompile.passes.coarsen.constraints import between_borders
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.candidate_plan import candidate_plan
-from pdcompile.passes.planning.module_borders import balanced, rebalanced
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Forecast, Plan
@@ -109,6 +110,78 @@ def auto_partition(layers: Layers, stages: int, seconds: Callable[[Cut], float])
     total = list(accumulate(layers.seconds, initial=0.0))
     cuts = islice(rebalanced(total, range(1, len(layers.seconds)), stages), MOST_TRIED)
     return min(cuts, key=seconds, default=None)
+
+
+def balanced(total: Sequence[float], borders: Sequence[int], stages: int) -> tuple[int, ...] | None:
+    """Boundaries at `borders` that keep the largest share least; `total`: sums up to each item.
+
+    Searches the least share by bisection: the greedy cut with shares of at most so much shows
+    whether it is enough.
+    """
+    low, high = total[-1] / stages, total[-1]
+    best = _greedy(total, borders, stages, high)
+    for _ in range(40):
+        share = (low + high) / 2
+        found = _greedy(total, borders, stages, share)
+        if found is None:
+            low = share
+        else:
+            high, best = share, found
+    return best
+
+
+def rebalanced(
+    total: Sequence[float], borders: Sequence[int], stages: int
+) -> Iterator[tuple[int, ...]]:
+    """Equal shares, and cuts that others come by from there (torch's proposed `auto_partition`):
+    of each the largest share gives what is between its first borders to the stages before it, or
+    between its last ones to those after it, which are balanced again."""
+    first = balanced(total, borders, stages)
+    waiting = deque(() if first is None else (first,))
+    seen = set(waiting)
+    while waiting:
+        cut = waiting.popleft()
+        yield cut
+        for moved in _moved(total, borders, cut):
+            if moved not in seen:
+                seen.add(moved)
+                waiting.append(moved)
+
+
+def _moved(
+    total: Sequence[float], borders: Sequence[int], cut: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    ends = (0, *cut, len(total) - 1)
+    shares = [total[b] - total[a] for a, b in pairwise(ends)]
+    s = shares.index(max(shares))
+    inside = [p for p in borders if ends[s] < p < ends[s + 1]]
+    if inside and s > 0:
+        at = inside[0]
+        front = balanced(total[: at + 1], [p for p in borders if p < at], s)
+        if front is not None:
+            yield (*front, at, *cut[s:])
+    if inside and s < len(shares) - 1:
+        at = inside[-1]
+        rest = [sum_to - total[at] for sum_to in total[at:]]
+        back = balanced(rest, [p - at for p in borders if p > at], len(shares) - 1 - s)
+        if back is not None:
+            yield (*cut[:s], at, *(at + p for p in back))
+
+
+def _greedy(
+    total: Sequence[float], borders: Sequence[int], stages: int, share: float
+) -> tuple[int, ...] | None:
+    """The cut whose shares are each as large as may be; None where one would be too large."""
+    sums, cut = [total[p] for p in borders], []
+    k, start = 0, 0.0
+    for left in range(stages - 1, 0, -1):
+        furthest = bisect_right(sums, start + share * (1 + 1e-9)) - 1
+        at = min(furthest, len(borders) - left)  # as many are left for the other stages
+        if at < k:
+            return None
+        cut.append(borders[at])
+        start, k = sums[at], at + 1
+    return tuple(cut) if total[-1] - start <= share * (1 + 1e-9) else None
 
 
 @dataclass(frozen=True)

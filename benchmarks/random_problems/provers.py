@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition.answer import validate
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.infeasible import validate
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.search import Search, evaluate_all, find_any, prove, run_program
 from pdcompile.passes.partition.segments import Segments

@@ -17,7 +17,7 @@ from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.neutral import Neutral
 from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans, join_users
-from pdcompile.passes.partition.infeasible import refuse_contradictions
+from pdcompile.passes.partition.space.no_plan import refuse_contradictions
 from pdcompile.problem import (
     ANY_CUT,
     ONE_GROUP,

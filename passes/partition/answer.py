@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from pdcompile.errors import InfeasibleError, PlanError
+from pdcompile.errors import CostError, InfeasibleError, PlanError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.infeasible import no_assignment, validate
 from pdcompile.passes.partition.search import Progress, Search, solve
+from pdcompile.passes.partition.space.no_plan import no_assignment
 from pdcompile.plan import Certificate
+from pdcompile.plan.embedded import unusable_numbers
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import Partition, PartitionProblem
 
 DEFAULT_SECONDS = 20.0
+
+
+def validate(problem: PartitionProblem) -> None:
+    """Refuse what no solver can work on.
+
+    Raises:
+        CostError: a time or size is negative or not finite, or a link or device has no speed.
+        InfeasibleError: no items or no stages.
+    """
+    if not problem.stages:
+        raise InfeasibleError("a pipeline of 0 stages", remedy="ask for 1 or more stages")
+    if not problem.items:
+        raise InfeasibleError("the graph has no ops to place", remedy="give a model that computes")
+    for name in ("items", "traffic", "shared", "stages", "memory"):
+        for path, message, remedy in unusable_numbers(getattr(problem, name), f"problem.{name}"):
+            raise CostError(message, where=path, remedy=remedy)
 
 
 def partition(

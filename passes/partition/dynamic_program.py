@@ -9,30 +9,41 @@ by looking, for what is small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.plan.evaluate import Deployment
+from pdcompile.problem import StageLimits
 
 Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
 
 
 def solve(
-    segments: Segments, cost: Cost, budget: Budget | None = None
+    segments: Segments,
+    cost: Cost,
+    budget: Budget | None = None,
+    stages: int | None = None,
+    join: np.ufunc = np.maximum,
 ) -> tuple[float, tuple[int, ...]] | None:
     """(optimum, stage of each group) for min max over stages of cost; None when infeasible.
 
     With `Model.most_used` below the number of stages the state also counts stages in use.
 
+    Args:
+        stages: how many, where the model does not say; any may be used.
+        join: of the costs of stages; `np.add`: for the least sum.
+
     Raises:
         OutOfTimeError: the budget ended first.
     """
     model = segments.model
-    num_stages, size = model.num_stages, len(segments.ideals)
-    most = model.most_used
+    num_stages, size = stages or model.num_stages, len(segments.ideals)
+    most = num_stages if stages else model.most_used
     counted = most < num_stages
     best = np.full((most + 1 if counted else 1, size), np.inf)
     best[0, 0] = 0.0
@@ -40,14 +51,14 @@ def solve(
     for s in range(num_stages):
         if budget is not None and budget.late:
             raise OutOfTimeError
-        seconds = np.where(segments.allowed(s), cost(s), np.inf)
+        seconds = _within(segments, cost, s, num_stages)
         if counted:
-            empty = np.maximum(best, seconds.diagonal())
+            empty = join(best, seconds.diagonal())
             np.fill_diagonal(seconds, np.inf)
         choice = np.empty(best.shape, dtype=np.intp)
         found = np.full(best.shape, np.inf)
         for c in range(int(counted), len(best)):
-            through = np.maximum(best[c - counted][:, None], seconds)
+            through = join(best[c - counted][:, None], seconds)
             choice[c] = through.argmin(0)
             found[c] = through.min(0)
         if counted:
@@ -61,13 +72,58 @@ def solve(
     if not np.isfinite(value):
         return None
     ideal = size - 1
-    stages = np.zeros(model.num_groups, dtype=int)
+    found_at = np.zeros(model.num_groups, dtype=int)
     for s in reversed(range(num_stages)):
         before = int(choices[s][count, ideal])
-        stages[segments.inside[ideal] & ~segments.inside[before]] = s
+        found_at[segments.inside[ideal] & ~segments.inside[before]] = s
         count -= int(counted and before != ideal)
         ideal = before
-    return value, tuple(int(s) for s in stages)
+    return value, tuple(found_at.tolist())
+
+
+def evenest(segments: Segments, loads: Sequence[Matrix]) -> tuple[float, tuple[int, ...]] | None:
+    """The same for loads of so many stages; of cuts whose largest load is least the one in which
+    the squares of all are."""
+    found = solve(segments, loads.__getitem__, stages=len(loads))
+    if found is None:
+        return None
+    most = found[0] * (1 + 1e-12)
+    squares = [np.where(load <= most, load / max(most, 1e-300), np.inf) ** 2 for load in loads]
+    even = solve(segments, squares.__getitem__, stages=len(loads), join=np.add)
+    return found if even is None else (found[0], even[1])
+
+
+def _within(segments: Segments, cost: Cost, stage: int, num_stages: int) -> Matrix:
+    """The costs of one of so many stages, infinite where it may not be."""
+    known = num_stages == segments.model.num_stages
+    return np.where(segments.allowed(stage) if known else segments.nested, cost(stage), np.inf)
+
+
+def deployed(segments: Segments, on: Deployment, stages: Sequence[int]) -> list[Matrix]:
+    """Seconds for which a microbatch keeps each of these stages or its links busy, where it runs;
+    infinite where it lacks memory by the formula."""
+
+    def hop(a: int, b: int) -> StageLimits:
+        if on.ranks[a] == on.ranks[b]:
+            return StageLimits()
+        link, full = on.link(on.ranks[a][0], on.ranks[b][0]), not on.half_duplex[a]
+        return StageLimits(
+            bytes_per_second=link.bytes_per_second,
+            full_duplex=full,
+            latency_seconds=link.latency_seconds,
+        )
+
+    hops, found = [StageLimits(), *starmap(hop, pairwise(stages)), StageLimits()], []
+    for n, s in enumerate(stages):
+        busy = (segments.forward * (1 + on.recompute[s]) + segments.backward) / on.speeds[s]
+        busy = np.maximum(busy, segments.between(hops[n], hops[n + 1])) / len(on.ranks[s])
+        if (limit := on.limits[s]) is not None:
+            held = on.holdings[s]
+            updated = held.gradient_buffers + held.optimizer_factor
+            counts = held.versions, updated, held.saved, held.received, held.returned
+            busy = np.where(segments.bytes(*counts) <= limit, busy, np.inf)
+        found.append(busy)
+    return found
 
 
 def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
@@ -111,13 +167,17 @@ def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -
     yield serial
 
 
-def chains(segments: Segments, cost: Cost, below: Callable[[], float]) -> Iterator[tuple[int, ...]]:
+def chains(
+    segments: Segments, cost: Cost, below: Callable[[], float], stages: int | None = None
+) -> Iterator[tuple[int, ...]]:
     """Stages of each group, for all chains of ideals whose largest stage cost is < below().
 
-    `below` is asked again before every step, so that the best found so far prunes the rest.
+    `below` is asked again before every step, so that the best found so far prunes the rest;
+    `stages` as for `solve`.
     """
-    num_stages = segments.model.num_stages
-    costs = [np.where(segments.allowed(s), cost(s), np.inf) for s in range(num_stages)]
+    num_stages = stages or segments.model.num_stages
+    most = stages or segments.model.most_used
+    costs = [_within(segments, cost, s, num_stages) for s in range(num_stages)]
     size = len(segments.ideals)
     to_go = np.full(size, np.inf)
     to_go[-1] = 0.0
@@ -136,9 +196,7 @@ def chains(segments: Segments, cost: Cost, below: Callable[[], float]) -> Iterat
         order = np.argsort(-row, kind="stable")  # the cheapest is popped first
         used = len(set(chain)) - 1
         stack += [
-            (*chain, int(j))
-            for j in order
-            if row[j] < below() and used + (j != chain[-1]) <= segments.model.most_used
+            (*chain, int(j)) for j in order if row[j] < below() and used + (j != chain[-1]) <= most
         ]
 
 

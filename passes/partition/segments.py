@@ -132,11 +132,16 @@ class Segments:
         gradients of what is sent, and workspace."""
         return self._features.memory(self.model, self.inside)
 
+    @property
+    def nested(self) -> NDArray[np.bool_]:
+        """Pairs that may be a stage: nested, apart, and not empty."""
+        result = self.subset.copy()
+        np.fill_diagonal(result, False)
+        return result
+
     def allowed(self, stage: int) -> NDArray[np.bool_]:
         """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
-        result = self.subset.copy()
-        if not self.model.problem.allow_empty:
-            np.fill_diagonal(result, False)
+        result = self.subset.copy() if self.model.problem.allow_empty else self.nested
         limit = self.model.problem.stages[stage].memory_bytes
         if limit is not None:
             result &= self.memory(stage) <= limit * (1 + 1e-12) + 0.5

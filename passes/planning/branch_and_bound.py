@@ -30,6 +30,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, solve
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
+from pdcompile.passes.partition.space.no_plan import no_plan, too_large
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
@@ -37,10 +38,9 @@ from pdcompile.passes.partition.space.search_branches import (
     settings,
 )
 from pdcompile.passes.partition.space.seats import arrangements
-from pdcompile.passes.partition.space.shortage import no_plan, too_large
+from pdcompile.passes.planning.border_cuts import Fits, preferred
 from pdcompile.passes.planning.candidate_plan import making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
-from pdcompile.passes.planning.preferred_cuts import Fits, preferred, searching
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
@@ -62,6 +62,7 @@ GAIN = 1e-3  # relative, of a move whose plan takes long to make
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 LITTLE = 1.0  # seconds, in which a plan may always be made
 WORTH = 0.03  # of a step: then one is made even if time is over
+PREFERRING, LONGEST = 0.15, 4.0  # of the time, at most so many seconds, for `border_cuts`
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "linear program over critical paths"
@@ -446,7 +447,7 @@ def best_plan(
             are chosen.
         time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
         tolerance: of the fastest plan's objective, within which other cuts may be preferred (see
-            `preferred_cuts`); 0: the fastest plan.
+            `border_cuts`); 0: the fastest plan.
         seed: equal seeds give equal plans as long as the time limit is not reached.
 
     Raises:
@@ -459,7 +460,7 @@ def best_plan(
     if space.sharing and _numbered(problem_at(space.microbatches[0])):
         space = replace(space, sharing=())  # there a stage of that number is another one
     seconds = DEFAULT_SECONDS if time_limit is None else time_limit
-    kept = searching(problem_at(space.microbatches[0]), seconds) if tolerance > 0 else 0.0
+    kept = min(LONGEST, PREFERRING * seconds) if tolerance > 0 else 0.0
     with Budget(seconds) as whole:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.partition.budget import Budget
@@ -30,21 +29,12 @@ SECONDS = 10.0  # for all of it; a search that has begun is not broken off
 Trial = Callable[[PartitionProblem], tuple[int, bool]]
 
 
-class PlannedLimit(NamedTuple):
-    """`text`: a limit, as ``20.9 MB``, that a plan keeps when every limited stage has it.
-
-    `least`: bytes with which there is none by the planner's formula, 0 where that is not known.
-    """
-
-    text: str
-    least: int
-
-
-def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | None:
-    """The least limit for which a plan was found; None where memory is not what is missing."""
+def with_enough(error: InfeasibleError, problem: PartitionProblem, trial: Trial) -> InfeasibleError:
+    """The refusal, with the least limit for which a plan was found, as ``20.9 MB`` on every limited
+    stage, as its remedy; as it is where memory is not what is missing."""
     sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
     limits = {s: size for s, size in sizes.items() if size is not None}
-    budget, least = Budget(SECONDS), 0
+    budget, least = Budget(SECONDS), 0  # bytes with which there is none by the planner's formula
 
     def needed(limit: int | None) -> int | None:
         """Bytes that the plan under a limit holds; None where it does not keep the limit."""
@@ -60,10 +50,10 @@ def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | Non
 
     most = needed(None) if limits else None
     if most is None:
-        return None
+        return error
     low, (high, text) = min(limits.values()), three_digits(most)
     if needed(high) is None:
-        return None
+        return error
     for _ in range(ATTEMPTS):
         limit, shown = three_digits((low + high) // 2)
         if limit >= high or high - low <= CLOSE * high or budget.late:
@@ -72,16 +62,11 @@ def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | Non
             low = limit
         else:
             high, text = limit, shown
-    return PlannedLimit(text, least)
-
-
-def with_remedy(error: InfeasibleError, found: PlannedLimit) -> InfeasibleError:
-    """The same refusal, with that limit as its remedy."""
-    known = f" ({format_bytes(found.least)} is not, unless {OTHER_WAYS} change)"
-    memory = f"{found.text} of memory on every stage, which is enough{known if found.least else ''}"
-    return type(error)(
-        error.message, where=error.where, remedy=", or ".join([memory, *error.others])
+    known = f" ({format_bytes(least)} is not, unless {OTHER_WAYS} change)" if least else ""
+    remedy = ", or ".join(
+        [f"{text} of memory on every stage, which is enough{known}", *error.others]
     )
+    return type(error)(error.message, where=error.where, remedy=remedy)
 
 
 ROUNDS = 8
@@ -137,8 +122,7 @@ def advised(
         held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
         return max(*held, *formula), not excess(changed, plan)
 
-    found = planned_limit(problem, trial)
-    return error if found is None else with_remedy(error, found)
+    return with_enough(error, problem, trial)
 
 
 def planned_within(
@@ -149,10 +133,17 @@ def planned_within(
     if first.forecast is None or not excess(problem, first):
         return first
     failure: InfeasibleError | None = None
-    for lower in (by_overhead, by_excess):
+    # What a ledger has beyond the formula is kept free, which converges in a few rounds; then a
+    # limit falls by no more than the excess, which is slower, and gives less away.
+    for beyond_formula in (True, False):
         plan, current, found = first, problem, partition
         for _ in range(ROUNDS):
-            current = lower(current, problem, plan, found)
+            limits = {}
+            for s, over in excess(problem, plan).items():
+                limit = current.stages[s].memory_bytes or 0
+                held = min(limit, found.memory_bytes[s]) if beyond_formula else limit
+                limits[s] = max(0, held - over)
+            current = current.with_memory(limits)
             try:
                 plan, found = solve(current)
             except InfeasibleError as error:
@@ -161,28 +152,6 @@ def planned_within(
             if not excess(problem, plan):
                 return replace(plan, certificate=_weaker(plan, first))
     raise _over_ledgers(problem, first, excess(problem, first)) from failure
-
-
-def by_overhead(
-    current: PartitionProblem, problem: PartitionProblem, plan: Plan, partition: Partition
-) -> PartitionProblem:
-    """Keep free on a stage what its ledger has beyond the formula: converges in a few rounds."""
-    limits = {
-        s: max(0, min(current.stages[s].memory_bytes or 0, partition.memory_bytes[s] - over))
-        for s, over in excess(problem, plan).items()
-    }
-    return current.with_memory(limits)
-
-
-def by_excess(
-    current: PartitionProblem, problem: PartitionProblem, plan: Plan, partition: Partition
-) -> PartitionProblem:
-    """Lower the limit by no more than the excess: slower, and gives less away."""
-    limits = {
-        s: max(0, (current.stages[s].memory_bytes or 0) - over)
-        for s, over in excess(problem, plan).items()
-    }
-    return current.with_memory(limits)
 
 
 def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:

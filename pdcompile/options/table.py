@@ -288,7 +288,7 @@ class SearchOptions:
         compared=True,
         of_search=True,
     )
-    cut_tolerance: float | None = option(  # None: as much as `preferred_cuts` has
+    cut_tolerance: float | None = option(  # None: as much as `border_cuts` has
         None,
         "How much slower than the fastest plan found one may be whose cuts lie at borders of "
         "modules and send less; default: 0.01, 1 %. 0: the fastest.",

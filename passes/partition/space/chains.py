@@ -23,7 +23,7 @@ import numpy as np
 
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.matrices import Bool, Matrices
-from pdcompile.passes.partition.space.seats import Positions
+from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.deployment import StageDeployment
 
 MAX_KEPT = 20_000_000  # cells of costs
@@ -49,7 +49,7 @@ class Chains:
     """
 
     matrices: Matrices
-    seats: Positions
+    seats: Seats
     menu: tuple[StageDeployment, ...]
     stages: int | None = None
     numbered: bool = False

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice, product
+from typing import Any
 
-from pdcompile.cluster import Link
+import numpy as np
+
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.dynamic_program import chains, deployed, evenest, solve
+from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
-from pdcompile.passes.partition.space.chains import Chains
-from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.pipelines import (
     PreparedProblem,
     limited,
     recomputing,
     simulated,
 )
-from pdcompile.passes.partition.space.seats import Positions, Seats
+from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import warmup
-from pdcompile.problem import StageLimits
+from pdcompile.plan.evaluate import Deployment
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -29,57 +31,9 @@ from pdcompile.schedule.registry import kind_of
 SECONDS = 2.0  # for the linear program of the bound
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of the memory, for what ops hold and items do not say
 ROUNDS = 4  # for each of them
-MAX_CUTS = 500  # of small problems
-FEW = 10  # of others
+MAX_CUTS, MORE = 500, 1.5  # of small problems, whose largest load is so much at most
 LEAST = 0.1  # of an equal share, for every stage
 SOME = "of ranks that hold several stages only likely cuts were tried"
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Stages that take turns on the places of some seats, as if each had seats of its own.
-
-    `limits`: bytes of memory that stages may take; `weights`: how much of all work is to be on
-    each stage, relative.
-    """
-
-    seats: Seats
-    placement: tuple[int, ...]
-    replicas: int
-    limits: Mapping[int, int] = field(default_factory=dict)
-    weights: Sequence[float] | Array = ()
-
-    @property
-    def ranks(self) -> range:
-        return range(len(self.placement) * self.replicas)
-
-    @property
-    def fastest(self) -> float:
-        return self.seats.fastest
-
-    def speed(self, p: int, r: int) -> float:
-        weight = self.weights[p // r] if len(self.weights) else 1.0
-        return self.seats.speed(self._first(p, r), r) * weight
-
-    def memory(self, p: int, r: int) -> int | None:
-        return self.limits.get(p // r)
-
-    def ring(self, p: int, r: int) -> Link:
-        return self.seats.ring(self._first(p, r), r)
-
-    def between(self, first: slice, second: slice) -> StageLimits:
-        """The link between two stages that follow each other; a free one beside the ends."""
-        a = first.stop
-        if not a or a == len(self.ranks):
-            return StageLimits()
-        before, after = (self.placement[p // self.replicas] for p in (a - 1, a))
-        if before == after:
-            return StageLimits()
-        own = (slice(q * self.replicas, (q + 1) * self.replicas) for q in (before, after))
-        return self.seats.between(*own)
-
-    def _first(self, p: int, r: int) -> int:
-        return self.placement[p // r] * r
 
 
 class StagesInTurn:
@@ -116,13 +70,11 @@ class StagesInTurn:
     @cached_property
     def cut(self) -> AnyCut:
         """The bound for any cut whose stages all hold some of the longest path, and its shares."""
-        turns = Turns(self.seats, self.placement, self.counts[0])
         model, r, name = self.prepared.whole, self.counts[0], self.setting.schedule
-        share = StageDeployment(r).share(self.setting.num_microbatches)
-        speeds = tuple(turns.speed(p, r) for p in turns.ranks[::r])
+        share, speeds = StageDeployment(r).share(self.setting.num_microbatches), self.on().speeds
         again = False not in self.space.recompute and not kind_of(name).splits_backward
         free = ((0.0, 0.0),) * (len(speeds) - 1)
-        row = Row(name, share, self.warmup, speeds, free, self.placement, again)
+        row = Row(name, share, self.warmup, tuple(speeds), free, self.placement, again)
         budget = Budget(SECONDS)
         return any_cut(row, sum(model.forward), sum(model.backward), lambda: budget.late)
 
@@ -141,49 +93,59 @@ class StagesInTurn:
 
     def likely(self) -> Iterator[Candidate]:
         """Cuts at positions into equal loads, for every choice of what recomputes."""
-        for stage_of in islice(self._cuts(positions=True), 1):
-            for options in self._options():
-                one = Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
-                if not violations(self.prepared.problem, self.seats.cluster, one):
-                    yield one
+        problem, cluster = self.prepared.problem, self.seats.cluster
+        found = self._recomputing(self._cut(self.prepared.positions))
+        return (one for one in found if not violations(problem, cluster, one))
 
     def _made(self) -> Iterator[Candidate]:
-        """The cut that suits the order of tasks, then others by rising load; those fitted first."""
-        suits = self._cuts(self.cut.shares.clip(LEAST / len(self.counts)))
-        most = MAX_CUTS if self.prepared.complete else FEW
-        for n, stage_of in enumerate(chain(islice(suits, 1), islice(self._cuts(), most))):
-            for options in self._options():
-                one = Candidate(self.setting, stage_of, options, self.ranks, self.warmup)
+        """The cut that suits the order of tasks, and that of equal loads, at few places and at all,
+        with what fits of their kind; then of small problems those whose loads differ little."""
+        segments = self.prepared.segments
+        suits = self.cut.shares.clip(LEAST / len(self.counts))
+        for places, shares in product((self.prepared.positions, segments), (suits, None)):
+            for one in self._recomputing(self._cut(places, shares)):
                 yield one
-                if n <= 1:
-                    yield from self._fitted(one)
+                yield from self._fitted(one, places)
+        loads, count = self._loads(segments), len(self.counts)
+        found = solve(segments, loads.__getitem__, stages=count) if self.prepared.complete else None
+        if found is not None:
+            most = MORE * found[0]
+            others = chains(segments, loads.__getitem__, lambda: most, stages=count)
+            for groups in islice(others, MAX_CUTS):
+                yield from self._recomputing(segments.model.items_of(groups))
 
-    def _cuts(
+    def on(self, *, again: bool = False) -> Deployment:
+        """Where and how the stages run, all of them recomputing or none."""
+        options = tuple(StageDeployment(replicas, again) for replicas in self.counts)
+        one = Candidate(self.setting, (), options, self.ranks, self.warmup)
+        return evaluation(self.prepared.problem, self.seats.cluster, one).deployment
+
+    def _loads(
         self,
-        weights: Sequence[float] | Array = (),
+        segments: Segments,
+        shares: Array | None = None,
         limits: Mapping[int, int] | None = None,
-        *,
-        positions: bool = False,
-    ) -> Iterator[tuple[int, ...]]:
-        """The stage of every item in cuts by the largest load of a stage, rising."""
-        prepared, r = self.prepared, self.counts[0]
-        whole = prepared.complete and not positions
-        segments = prepared.segments if whole else prepared.positions
-        turns = Turns(self.seats, self.placement, r, limits or {}, weights)
-        matrices = _OfTurns(
-            segments, self.setting, r == 1, False, prepared.last(segments.model), bounding=False,
-            depths=self.warmup,
-        )  # fmt: skip
+    ) -> list[Matrix]:
+        """Loads of the stages, by the shares of all work that they are to have, within so many
+        bytes of each."""
         again = True in self.space.recompute if limits else False not in self.space.recompute
-        numbered = prepared.stages is not None and segments.model.num_stages == len(self.counts)
-        chains = Chains(
-            matrices, turns, (StageDeployment(r, again),), len(self.counts), numbered, True
-        )  # fmt: skip
-        chains.solve()
-        for _, pieces in chains.enumerate(lambda: float("inf")):
-            yield segments.items_of([piece.end for piece in pieces])
+        on, stages = self.on(again=again), range(len(self.counts))
+        loads = deployed(
+            segments, replace(on, limits=[(limits or {}).get(s) for s in stages]), stages
+        )
+        if shares is not None:
+            loads = [load / share for load, share in zip(loads, shares, strict=True)]
+        if (last := self.prepared.last(segments.model)) is not None:
+            held = segments.inside[:, last]
+            loads = [np.where(held, np.inf, load) for load in loads[:-1]] + loads[-1:]
+        return loads
 
-    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _cut(self, segments: Segments, *how: Any) -> tuple[int, ...]:
+        """The stage of every item where the largest of these loads is least; empty: none is."""
+        found = evenest(segments, self._loads(segments, *how))
+        return () if found is None else segments.model.items_of(found[1])
+
+    def _fitted(self, candidate: Candidate, segments: Segments) -> Iterator[Candidate]:
         """Cuts whose stages share the memory of their ranks as those of the candidate do.
 
         In proportion, as long as a rank's ledger exceeds its memory or comes close.
@@ -203,26 +165,16 @@ class StagesInTurn:
                 if min(parts.values()) >= 1:
                     break
                 limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
-                stage_of = next(self._cuts((), limits), ())
+                stage_of = self._cut(segments, None, limits)
                 if not stage_of:
                     return
                 candidate = replace(candidate, stage_of=stage_of)
                 yield candidate
 
-    def _options(self) -> Iterator[tuple[StageDeployment, ...]]:
-        """Stages that recompute: as is asked; where that is open none to begin with, then all."""
-        if self.space.recomputed:
-            yield tuple(map(StageDeployment, self.counts, self.space.recomputed))
-            return
-        for again in self.space.recompute:
-            yield tuple(StageDeployment(replicas, again) for replicas in self.counts)
-
-
-@dataclass
-class _OfTurns(Matrices):
-    """Matrices of stages whose warm-up is known."""
-
-    depths: tuple[int, ...] = ()
-
-    def depth(self, seats: Positions, p: int, r: int, *, most: bool = False) -> int:
-        return self.depths[min(p // r, len(self.depths) - 1)]
+    def _recomputing(self, stage_of: tuple[int, ...]) -> Iterator[Candidate]:
+        """Candidates of a cut, if there is one, whose stages recompute as is asked; where that is
+        open none to begin with, then all."""
+        each = [(again,) * len(self.counts) for again in self.space.recompute]
+        for again in ([self.space.recomputed] if self.space.recomputed else each) * bool(stage_of):
+            options = tuple(map(StageDeployment, self.counts, again))
+            yield Candidate(self.setting, stage_of, options, self.ranks, self.warmup)

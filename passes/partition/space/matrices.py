@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pdcompile.cluster import ring_seconds
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import holding
-from pdcompile.passes.partition.space.seats import Positions
+from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
@@ -80,7 +80,7 @@ class Matrices:
     def size(self) -> int:
         return len(self.segments.ideals)
 
-    def load(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Seconds per microbatch of a stage J∖I from position p on, at least.
 
         Infinite where the stage is not allowed.
@@ -92,7 +92,7 @@ class Matrices:
         return np.where(self._allowed(seats, p, option, rows), load, np.inf)
 
     def bound(
-        self, seats: Positions, p: int, option: StageDeployment, rows: slice, load: Matrix
+        self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
     ) -> Matrix:
         """A lower bound of the objective of candidates with such a stage, given its `load`.
 
@@ -127,12 +127,12 @@ class Matrices:
 
     # -- seconds -----------------------------------------------------------------------------
 
-    def _compute(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def _compute(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         forward, backward = self.segments.forward[rows], self.segments.backward[rows]
         result: Matrix = (option.forwards * forward + backward) / seats.speed(p, option.replicas)
         return result
 
-    def _reduction(self, seats: Positions, p: int, r: int, rows: slice) -> Matrix:
+    def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
         """Seconds per microbatch of the stage's all-reduce."""
         if r == 1:
             return np.zeros((1, 1))
@@ -142,7 +142,7 @@ class Matrices:
         )
         return result
 
-    def _transfer(self, seats: Positions, p: int, r: int) -> Matrix:
+    def _transfer(self, seats: Seats, p: int, r: int) -> Matrix:
         into = seats.between(slice(0, p), slice(p, p + r))
         out = seats.between(slice(p, p + r), slice(p + r, None))
         if not (into.full_duplex and out.full_duplex):
@@ -151,7 +151,7 @@ class Matrices:
 
     # -- memory and what is allowed --------------------------------------------------------------
 
-    def depth(self, seats: Positions, p: int, r: int, *, most: bool = False) -> int:
+    def depth(self, seats: Seats, p: int, r: int, *, most: bool = False) -> int:
         """Warm-up depth of the stage: the least (or most) that it can have."""
         after = len(seats.ranks) - p - r
         if most:
@@ -159,7 +159,7 @@ class Matrices:
         guess = None if self.bounding else len(seats.ranks)
         return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
 
-    def _allowed(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Bool:
+    def _allowed(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Bool:
         """True if J∖I may be the stage, with this row of its menu."""
         r = option.replicas
         allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
@@ -184,7 +184,7 @@ class Matrices:
         """
         return self.straight and self.full_duplex and not self._ties
 
-    def bytes(self, seats: Positions, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def bytes(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Memory of one rank of such a stage, at least."""
         depth, first = self.depth(seats, p, option.replicas), self.depth(seats, 0, 1)
         held = holding(self.setting, option, depth, first, first if self.straight else depth)
@@ -192,7 +192,7 @@ class Matrices:
         counts = held.versions, updated, held.saved, held.received, held.returned
         return self.segments.bytes(*counts, rows)
 
-    def structure(self, seats: Positions, p: int, r: int, rows: slice) -> Bool:
+    def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
         """True if J∖I may be the stage if memory does not matter."""
         allowed = self._nested[rows].copy()
         if self.last is not None:
@@ -203,9 +203,7 @@ class Matrices:
 
     @cached_property
     def _nested(self) -> Bool:
-        result = self.segments.subset.copy()
-        np.fill_diagonal(result, False)
-        return result
+        return self.segments.nested
 
     @cached_property
     def _ties(self) -> list[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:

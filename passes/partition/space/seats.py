@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,19 +15,6 @@ from pdcompile.cluster import Cluster, Device, Link, slowest
 from pdcompile.problem import StageLimits
 
 MAX_ARRANGEMENTS = 120
-
-
-class Positions(Protocol):
-    """Devices and links of the positions of a pipeline: of r of them from position p on."""
-
-    @property
-    def ranks(self) -> Sequence[int]: ...
-    @property
-    def fastest(self) -> float: ...
-    def speed(self, p: int, r: int) -> float: ...
-    def memory(self, p: int, r: int) -> int | None: ...
-    def ring(self, p: int, r: int) -> Link: ...
-    def between(self, first: slice, second: slice) -> StageLimits: ...
 
 
 def arrangements(cluster: Cluster) -> tuple[tuple[tuple[int, ...], ...], bool]:

@@ -1,0 +1,369 @@
+"""Why there is no plan: limits in conflict, by how much memory is short, and what is enough.
+
+Of a problem a set of limits is asked about as a whole: can they hold together?  Precedence along
+the flow of data and a parameter's price on every holder are no limits: they are what the model is.
+Of a space the least share of the largest device's memory is sought that a plan of it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import InfeasibleError, NotFoundError
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.search import any_assignment_of
+from pdcompile.passes.partition.segments import Matrix
+from pdcompile.passes.partition.space.chains import Chains
+from pdcompile.passes.partition.space.in_turn import SOME
+from pdcompile.passes.partition.space.matrices import Matrices
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.plan import Training
+from pdcompile.problem import PartitionProblem, Wish
+from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.space import SearchSpace, Setting
+from pdcompile.schedule.registry import kind_of
+from pdcompile.units import format_bytes
+
+EXPLAIN_SECONDS = 5.0
+ENTRIES = ("pins", "together", "apart", "forbidden")
+RECOMPUTATION = "recomputation (recompute='auto', --recompute auto)"
+
+Assigned = Callable[[Collection["Limit"]], tuple[int, ...] | None]  # under these limits alone
+
+
+def refuse_contradictions(problem: PartitionProblem) -> None:
+    """Raise InfeasibleError when constraints contradict each other whatever the memory is.
+
+    Only what shows without a search; `partition` finds the rest.
+    """
+    try:
+        build(problem)
+    except InfeasibleError as contradiction:
+        raise no_assignment(problem, Budget(EXPLAIN_SECONDS), 0, contradiction) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Something that can be given up: a wish of a person, memory, or that no stage is empty."""
+
+    text: str
+    wish: Wish | None = None
+    memory: bool = False
+
+
+def limits_of(problem: PartitionProblem) -> tuple[Limit, ...]:
+    """Everything that can be given up; wishes first, because the first are blamed first."""
+    wishes = [*problem.wishes]
+    for name in ENTRIES:  # an entry that no wish lists is one of its own
+        known = {entry for wish in problem.wishes for entry in getattr(wish, name)}
+        entries = (one for one in dict.fromkeys(getattr(problem, name)) if one not in known)
+        of_entry: list[dict[str, Any]] = [{name: (entry,)} for entry in entries]
+        wishes += [Wish(f"{name} {own[name][0]}", **own) for own in of_entry]
+    if problem.max_stages is not None and all(one.max_stages is None for one in problem.wishes):
+        most = problem.max_stages
+        wishes.append(Wish(f"at most {most} stages", max_stages=most))
+    found = [Limit(wish.text, wish) for wish in wishes]
+    if not problem.allow_empty:
+        found.append(Limit(f"something on each of {len(problem.stages)} stages"))
+    sizes = sorted(size for one in problem.stages if (size := one.memory_bytes) is not None)
+    if sizes:
+        shown = " to ".join(dict.fromkeys(map(format_bytes, (sizes[0], sizes[-1]))))
+        found.append(Limit(f"{shown} of memory a stage", memory=True))
+    return tuple(found)
+
+
+def keeping(problem: PartitionProblem, limits: Collection[Limit]) -> PartitionProblem:
+    """The problem under these of its limits alone."""
+    wishes = tuple(limit.wish for limit in limits if limit.wish is not None)
+    counts = [wish.max_stages for wish in wishes if wish.max_stages is not None]
+    memory = any(limit.memory for limit in limits)
+    entries: dict[str, Any] = {
+        name: tuple(dict.fromkeys(chain.from_iterable(getattr(wish, name) for wish in wishes)))
+        for name in ENTRIES
+    }
+    return replace(
+        problem if memory else problem.without_memory_limits(),
+        allow_empty=all(limit.memory or limit.wish is not None for limit in limits),
+        max_stages=min(counts, default=None),
+        wishes=wishes,
+        **entries,
+    )
+
+
+def irreducible(
+    limits: Sequence[Limit], holds: Callable[[Sequence[Limit]], bool]
+) -> tuple[Limit, ...]:
+    """A conflict of these, which cannot hold together, and of which every part can; of the first
+    ones where either would do."""
+    core = [*limits]
+    for limit in reversed(limits):
+        rest = [one for one in core if one != limit]
+        if rest and not holds(rest):
+            core = rest
+    return tuple(core)
+
+
+def no_assignment(
+    problem: PartitionProblem,
+    budget: Budget,
+    seed: int = 0,
+    contradiction: InfeasibleError | None = None,
+    *,
+    proved: bool = True,
+) -> InfeasibleError:
+    """The error to raise: what does not fit, which limits conflict, and what would help.
+
+    Takes at most `EXPLAIN_SECONDS`, and says less when they are over.
+
+    Args:
+        contradiction: between constraints, where there is one.
+        proved: a search proved that there is no assignment; else only what shows without a search
+            does, and a NotFoundError says that time was up.
+    """
+    reason = contradiction or _simple_reason(problem)
+    if reason is None and not proved:
+        return NotFoundError(
+            "no plan was found within the time limit, and it is not proved that there is none",
+            remedy="raise time_limit",
+        )
+    within = Budget(min(EXPLAIN_SECONDS, max(1.0, budget.left)), within=budget)
+
+    def assigned(chosen: Collection[Limit]) -> tuple[int, ...] | None:
+        return any_assignment_of(keeping(problem, chosen), within, seed)
+
+    core, remedies = limits_of(problem), list[str]()
+    known = "these conflict, or some of them, which was not found in time"
+    try:
+        core = irreducible(core, lambda chosen: assigned(chosen) is not None)
+        known = "limits that cannot hold together" if len(core) > 1 else "limit that cannot hold"
+        remedies = _left_out(limits_of(problem), core, assigned)
+    except OutOfTimeError:
+        pass
+    memory = ["more memory"] if any(limit.memory for limit in core) else []
+    if reason is None:
+        what = "the constraints contradict each other or the flow of data"
+        if memory and any(limit.wish for limit in core):
+            what = f"memory and constraints contradict each other ({_rule(problem)})"
+        elif memory:
+            what = (
+                f"the model cut into {len(problem.stages)} stages does not fit ({_rule(problem)})"
+            )
+        reason = InfeasibleError(what)
+    if reason.remedy and not (contradiction and (memory or remedies)):
+        remedies = [reason.remedy, *remedies]
+    error = InfeasibleError(
+        f"{reason.message}; {known}: {' and '.join(limit.text for limit in core)}",
+        where=reason.where,
+        remedy=", or ".join([*memory, *remedies]) or "drop one of these, or ask for fewer stages",
+    )
+    error.others = tuple(remedies)
+    return error
+
+
+def _left_out(limits: Sequence[Limit], core: Collection[Limit], assigned: Assigned) -> list[str]:
+    """Limits other than memory whose absence is enough: one alone, else several together."""
+    texts = []
+    for limit in core:
+        stage_of = None if limit.memory else assigned([one for one in limits if one != limit])
+        if stage_of is not None and limit.wish is None:
+            texts.append(f"ask for fewer stages ({len({*stage_of})} of them can hold everything)")
+        elif stage_of is not None:
+            texts.append(f"leave out {limit.text}")
+    held = [limit for limit in limits if limit.memory]
+    if texts or not any(limit.wish for limit in core) or assigned(held) is None:
+        return texts
+    for limit in sorted(limits, key=lambda one: one in core):
+        if not limit.memory and assigned([*held, limit]) is not None:
+            held.append(limit)
+    return [f"leave out {' and '.join(limit.text for limit in limits if limit not in held)}"]
+
+
+def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
+    """Why no assignment fits, where that shows without a search."""
+    model = build(problem)
+    n, count = model.num_groups, model.num_stages
+    if n < count and not problem.allow_empty:
+        return InfeasibleError(
+            f"{count} stages for {n} items that can be separated",
+            remedy=f"ask for at most {n} stages (replicas='any' gives them several devices)",
+        )
+    for v, group in enumerate(model.members):
+        stages = range(model.lowest[v], model.highest[v] + 1)
+        sizes = {s: problem.stages[s].memory_bytes for s in stages}
+        short, stage = min(
+            (0 if size is None else _alone(model, v, s) - size, s) for s, size in sizes.items()
+        )
+        if short > 0:
+            largest = max(group, key=lambda i: problem.items[i].parameter_bytes)
+            kept = f" and {len(group) - 1} items kept with it" if len(group) > 1 else ""
+            return InfeasibleError(
+                f"stage memory {format_bytes(sizes[stage] or 0)} cannot hold "
+                f"{problem.items[largest].name!r}{kept}: "
+                f"{format_bytes(_alone(model, v, stage))} ({_rule(problem)})",
+                where=f"stage {stage}",
+            )
+    return None
+
+
+def _alone(model: Model, group: int, stage: int) -> int:
+    """Bytes that a group needs on a stage, alone."""
+    copies = sum(
+        model.held_bytes(copy, stage) + model.updated_bytes(copy, stage) * (copy.ends == (group,))
+        for copy in model.copies
+        if group in copy.ends
+    )
+    saved = model.saved(stage) * model.saved_bytes[group]
+    fixed = math.ceil(model.fixed_bytes(group, stage) + copies)
+    return fixed + saved + model.workspace_bytes[group]
+
+
+def _rule(problem: PartitionProblem) -> str:
+    rule, stages = problem.memory, range(len(problem.stages))
+    versions, gradients = (
+        ", ".join(dict.fromkeys(str(count(s)) for s in stages))
+        for count in (rule.versions_of, rule.buffers_of)
+    )
+    return (
+        f"by the planner's formula: weight versions {versions}, gradients {gradients}, optimizer "
+        f"state {rule.optimizer_factor:g} times the weights"
+    )
+
+
+class Shares(Matrices):
+    """The same stages without limits, by the share of their devices' memory that they need."""
+
+    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
+        allowed = self.structure(seats, p, option.replicas, rows)
+        limit, needed = seats.memory(p, option.replicas), self.bytes(seats, p, option, rows)
+        share = needed * 0.0 if limit is None else needed / max(limit, 1)
+        return np.where(allowed, share, np.inf)
+
+
+def too_large(
+    problem: PartitionProblem, cluster: Cluster, training: Training
+) -> InfeasibleError | None:
+    """The error where all devices together cannot hold the parameters with one gradient each and
+    what the optimizer keeps: whatever the schedule, and whoever holds them."""
+    known = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
+    count, own = (
+        len(cluster.devices),
+        [(i.trainable_bytes, i.parameter_bytes) for i in problem.items],
+    )
+    own += [(one.bytes * one.trainable, one.bytes) for one in problem.shared]
+    trained, held = (sum(each) for each in zip(*own, strict=True))
+    needed = math.ceil(held + trained * (1 + training.optimizer_factor))
+    if len(known) < count or needed <= sum(known):
+        return None
+    return InfeasibleError(
+        "no plan fits, whatever the schedule: parameters, gradients and the optimizer's state "
+        f"take {format_bytes(needed)}, and the {count} devices have {format_bytes(sum(known))} of "
+        "memory in all",
+        where="memory",
+        remedy=f"raise memory to {format_bytes(math.ceil(needed / count))} a device, and "
+        "what activations take, add devices, or train fewer parameters",
+    )
+
+
+def no_plan(
+    problems: Mapping[int, PreparedProblem],
+    cluster: Cluster,
+    space: SearchSpace,
+    training: Training,
+    *,
+    unproved: Sequence[str],
+) -> InfeasibleError:
+    """The error when there is no plan: what does not fit and what would help, or none was found.
+
+    Args:
+        unproved: why the search proves nothing about plans that it has not found; empty: it
+            exhausted the space.  The formula alone may prove that nothing fits.
+    """
+    short, several = limited(cluster), bool(space.placement)
+    share, what, proved = _least_share(problems, cluster, space, training)
+    unproved = [*unproved] or [SOME] * several
+    more = [] if True in space.recompute else [RECOMPUTATION]
+    if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
+        more.append("replicas (replicas='any', --replicas any)")
+    more += ["a schedule with one stage a rank"] * several
+    others = f", or allow {' or '.join(more)}" if more else ""
+    if (proved and share == math.inf) or (not short and (several or not unproved)):
+        wanted = "any number of" if space.stages is None else str(space.stages)
+        fewer = "" if space.stages is None else "ask for fewer stages, or "
+        return InfeasibleError(
+            f"the model cannot be cut into {wanted} stages as the constraints ask on "
+            f"{len(cluster.devices)} devices",
+            where="cluster",
+            remedy=f"{fewer}drop constraints",
+        )
+    # Two stages of a rank may suit its memory where no single one does.
+    most = _largest(cluster)
+    if proved and most is not None and share > 1 and not space.sharing:
+        return InfeasibleError(
+            f"no plan of the space fits: the largest device has {format_bytes(most)} of memory, "
+            f"and the least that any plan needs is {share:.3g} times that ({what})",
+            where="memory",
+            remedy=f"raise memory to at least {format_bytes(math.ceil(most * share))}, "
+            f"add devices{others}",
+        )
+    if unproved:
+        return NotFoundError(
+            "no plan of the space was found that fits, and it is not proved that there is none: "
+            + "; ".join(unproved),
+            where="memory" if short else "cluster",
+            remedy=f"give more time{' or memory' if short else ''}, ask for less{others}",
+        )
+    known = f"; by the formula alone, and devices as large as the largest, {what} would"
+    return InfeasibleError(
+        "no plan of the space fits once messages and updates are counted"
+        + known * (share < math.inf),
+        where="memory",
+        remedy=f"give a little more memory{others}",
+    )
+
+
+def _largest(cluster: Cluster) -> int | None:
+    """Bytes of the largest device; None where one has no limit."""
+    limits = [device.memory_bytes for device in cluster.devices]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def _least_share(
+    problems: Mapping[int, PreparedProblem],
+    cluster: Cluster,
+    space: SearchSpace,
+    training: Training,
+) -> tuple[float, str, bool]:
+    """The least share of the largest device's memory that a plan needs by the formula, over all
+    settings; of which one; and whether it is proved that no plan needs less, whichever devices it
+    takes in which order."""
+    same = tuple(replace(one, memory_bytes=_largest(cluster)) for one in cluster.devices)
+    alike = replace(cluster, devices=same)
+    best, what = math.inf, ""
+    proved = not space.placement and all(one.complete for one in problems.values())
+    budget, again = Budget(EXPLAIN_SECONDS), max(space.recompute)  # which takes less memory
+    cases = product(sorted(problems), space.schedules, space.extra_warmup, range(1, len(same) + 1))
+    for m, schedule, extra, used in () if space.placement else cases:
+        if budget.late:
+            return best, what, False
+        setting = Setting(schedule, m, extra, training.optimizer_factor, training.joint)
+        segments, decides = problems[m].segments, space.decides_recomputation
+        shares = Shares(
+            segments, setting, space.straight, decides, problems[m].last(segments.model)
+        )
+        menu = tuple(StageDeployment(r, again) for r in space.counts(used))
+        chains = Chains(
+            shares, Seats(alike, tuple(range(used))), menu, space.stages, heuristic=True,
+            widths=space.widths,
+        )  # fmt: skip
+        if (found := chains.solve()) < best:
+            best, what = found, f"{schedule}, {m} microbatches, {used} devices"
+    return best, what, proved

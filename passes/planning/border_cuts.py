@@ -1,0 +1,298 @@
+"""Cuts at borders of modules: the one that a person would choose, almost as fast as the fastest.
+
+A *unit* is one run of a module's items in the order of the model's own code (a module that is
+called twice has two), if it takes no more seconds than a stage has on average: larger ones have to
+be divided.  Of units inside each other each counts, so a cut between attention and MLP divides one
+module, and a cut inside the attention two.
+
+Tried are cuts whose boundaries divide no unit, then at most one, then at most two: the dynamic
+program's over positions, with single boundaries moved to other borders as long as no step gets
+longer, updates counted.  One that is faster than what was searched is the fastest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
+
+import numpy as np
+
+from pdcompile.errors import InfeasibleError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.form.module_tree import ancestors
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.dynamic_program import deployed, evenest
+from pdcompile.passes.partition.model import build, positions, single_moves
+from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.planning.graph_free import updated_sizes
+from pdcompile.plan import Certificate
+from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan.makespan import makespan
+from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.units import format_bytes, format_seconds
+
+TOLERANCE = 0.01  # where the user says nothing
+KINDS = 3  # of borders: that divide no module, at most one, at most two
+POSITIONS = 256  # of a kind, nearest to where the fastest plan is cut
+TRIED = 150  # cuts of a kind
+HALF = 2.0  # the whole tolerance is worth to halve what is divided, or what is sent
+EQUAL = 1e-9  # relative, of seconds
+
+Unit = tuple[int, ...]  # items that cost something, ascending
+Fits = Callable[[tuple[int, ...]], bool]
+Update = Callable[[int], float]
+
+
+def units(graph: OpGraph, problem: PartitionProblem, most_seconds: float) -> tuple[Unit, ...]:
+    """Modules of at most so many seconds, forward and backward, that are more than one item."""
+    item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
+    paths = [ancestors(op.module_path) for op in graph.ops]
+    found = []
+    for depth in range(max(map(len, paths), default=0)):
+        at = [path[depth] if depth < len(path) else "" for path in paths]
+        for path, run in groupby(range(len(at)), at.__getitem__):
+            if not path:
+                continue
+            costs = [(graph.ops[i].name, graph.ops[i].cost) for i in run]
+            busy = {name: c.forward_seconds + c.backward_seconds for name, c in costs if c}
+            items = {item_of[name] for name, seconds in busy.items() if seconds > 0}
+            if len(items) > 1 and sum(busy.values()) <= most_seconds:
+                found.append(tuple(sorted(items)))
+    return tuple(found)
+
+
+def divided(parts: Sequence[Unit], stage_of: Sequence[int]) -> int:
+    """Number of times that cuts divide a unit: of one on three stages, twice."""
+    return sum(len({stage_of[i] for i in unit}) - 1 for unit in parts)
+
+
+def divided_before(parts: Sequence[Unit], num_items: int) -> list[int]:
+    """For each position how many units a cut before that item divides."""
+    change = [0] * (num_items + 2)
+    for unit in parts:
+        change[unit[0] + 1] += 1
+        change[unit[-1] + 1] -= 1
+    return list(accumulate(change[: num_items + 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An assignment that may be used, and what decides between it and others."""
+
+    plan: Evaluation
+    step: float  # seconds of the objective, with updates where these are known
+    divided: int  # how often it divides a module
+    sent_bytes: int  # a step
+
+
+def preferred(
+    found: Evaluation,
+    certificate: Certificate,
+    graph: OpGraph,
+    tolerance: float,
+    *,
+    update: Update | None = None,
+    fits: Fits = lambda _: True,
+    seconds: float = math.inf,
+) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
+    """The assignment that a person would choose among those within `tolerance` of a search's
+    answer, with its certificate, and what it saves in a note.
+
+    The bound stays what it is; the gap is that of the preferred assignment's own objective, and
+    the certificate tells how fast the fastest one is.
+
+    Args:
+        found: the search's answer, which `certificate` is of.
+        graph: of the problem's ops, with their modules.
+        tolerance: of the fastest assignment's step; 0: the answer as it is.
+        update: seconds that a device of speed 1 needs to update so many bytes.
+        fits: whether an assignment may be used, by what the evaluator does not know (ledgers).
+        seconds: of wall time that it may take, about; the work is bounded without it.  Ctrl-C
+            ends it with the best so far.
+    """
+    began, used = time.monotonic(), len(set(found.stage_of))
+    unchanged = tuple(found.stage_of), certificate, ()
+    if tolerance <= 0 or used < 2:
+        return unchanged
+    if not math.isclose(seconds_of(found), certificate.objective_seconds, rel_tol=1e-6):
+        return unchanged  # what the search went by is not what is compared here
+    total = sum(item.forward_seconds + item.backward_seconds for item in found.problem.items)
+    with Budget(seconds) as budget:
+        search = Borders(found, units(graph, found.problem, total / used), budget, update)
+        own, fastest, chosen = search.choice(tolerance, fits)
+    if chosen.plan is found:
+        return unchanged
+    known = min(own, fastest, key=lambda one: seconds_of(one.plan))
+    objective, least = seconds_of(chosen.plan), seconds_of(known.plan)
+    slower = objective > least * (1 + EQUAL)
+    least = min(least, certificate.fastest_seconds or math.inf)
+    certificate = replace(
+        certificate,
+        objective_seconds=objective,
+        bound_seconds=min(certificate.bound_seconds, objective),
+        fastest_seconds=least if least < objective else None,
+        seconds=certificate.seconds + time.monotonic() - began,
+    )
+    certificate = replace(certificate, status="optimal" if certificate.gap == 0 else "feasible")
+    notes = (saving(known, chosen),) if slower else ()
+    return tuple(chosen.plan.stage_of), certificate, notes
+
+
+def saving(fastest: Cut, chosen: Cut) -> str:
+    """Costs and savings of a preferred cut, in one line."""
+    objective = seconds_of(fastest.plan)
+    slower = 100 * (seconds_of(chosen.plan) / objective - 1)
+    parts = []
+    if chosen.step < fastest.step * (1 - EQUAL):
+        shorter = 100 * (1 - chosen.step / fastest.step)
+        parts.append(f"a step is {shorter:.2g} % shorter once updates count")
+    if chosen.divided < fastest.divided:
+        modules = "module" if chosen.divided == 1 else "modules"
+        where = f"cuts divide {chosen.divided} {modules} instead of {fastest.divided}"
+        parts.append(where if chosen.divided else "cuts lie at borders of modules")
+    if chosen.sent_bytes < fastest.sent_bytes:
+        sent, more = format_bytes(chosen.sent_bytes), format_bytes(fastest.sent_bytes)
+        same = "a little less than" if sent == more else f"{sent} instead of"
+        parts.append(f"sends {same} {more} a step")
+    return (
+        f"{slower:.2g} % slower than the fastest plan found "
+        f"({format_seconds(objective)}): {'; '.join(parts)}; "
+        "cut_tolerance=0 (--cut-tolerance 0) takes the fastest"
+    )
+
+
+@dataclass
+class Borders:
+    """Cuts of one plan's items at borders of modules, each evaluated once."""
+
+    plan: Evaluation
+    units: tuple[Unit, ...]
+    budget: Budget
+    update: Update | None = None
+    seen: dict[tuple[int, ...], Cut | None] = field(default_factory=dict)
+
+    def choice(self, tolerance: float, fits: Fits) -> tuple[Cut, Cut, Cut]:
+        """The plan's own cut, the fastest one, and the preferred one.
+
+        That one divides and sends no more than the fastest, and is slower by less than that is
+        worth; of what divides no module nothing that was tried is faster, unless the fastest is.
+        """
+        own = self._cut(self.plan)
+        simple, *_, cuts = [self._found(kind) for kind in range(KINDS)]
+        faster = (one for one in cuts if one.step < own.step * (1 - EQUAL))
+        fastest = next((one for one in faster if fits(tuple(one.plan.stage_of))), own)
+        slower = (one.step for one in simple if one.step >= fastest.step)
+        most = min(fastest.step * (1 + tolerance), next(slower, math.inf))
+        least = min(seconds_of(own.plan), seconds_of(fastest.plan)) * (1 + tolerance)
+        modules, sent = max(fastest.divided, 1), max(fastest.sent_bytes, 1)
+
+        def price(one: Cut) -> float:
+            share = one.divided / modules + one.sent_bytes / sent
+            return one.step / fastest.step + HALF * tolerance * share
+
+        for one in sorted((own, *cuts), key=price):
+            more = one.divided > fastest.divided or one.sent_bytes > fastest.sent_bytes
+            if one.step > most or more or price(one) >= price(fastest):
+                continue
+            within = seconds_of(one.plan) <= least
+            if one is own or (within and fits(tuple(one.plan.stage_of))):
+                return own, fastest, one
+        return own, fastest, fastest
+
+    def _found(self, kind: int) -> list[Cut]:
+        """Every cut tried so far, with those whose boundaries divide so many units each."""
+        used, problem = sorted(set(self.plan.stage_of)), self.plan.problem
+        n, at = len(problem.items), {s: i for i, s in enumerate(used)}
+        at[len(problem.stages) - 1] = len(used) - 1  # a pin to the last stage is to any last
+        free = replace(
+            problem, stages=(StageLimits(),) * len(used), allow_empty=False, max_stages=None,
+            pins=tuple((i, at[s]) for i, s in problem.pins if s in at),
+            forbidden=tuple((i, at[s]) for i, s in problem.forbidden if s in at),
+        )  # fmt: skip
+        before, ends = divided_before(self.units, n), np.flatnonzero(np.diff(self.plan.stage_of))
+        places = [p for p in range(1, n) if before[p] <= kind]
+        places.sort(key=lambda p: int(np.abs(ends + 1 - p).min()))
+        runs = pairwise((0, *sorted(places[:POSITIONS]), n))
+        try:
+            model = build(free, [range(*run) for run in runs])
+            self._search(Segments.build(model, positions(model)), used)
+        except InfeasibleError:  # what is to be apart lies between two borders
+            pass
+        return sorted(filter(None, self.seen.values()), key=lambda one: one.step)
+
+    def _search(self, segments: Segments, used: Sequence[int]) -> None:
+        """Try the cuts of the dynamic program, and from the best of them move boundaries."""
+        most, known = len(self.seen) + TRIED, set[tuple[int, ...]]()
+        heap: list[tuple[float, tuple[int, ...]]] = []
+
+        def offer(groups: tuple[int, ...]) -> float:
+            known.add(groups)
+            cut = self._tried(tuple(used[s] for s in segments.model.items_of(groups)))
+            if cut is not None:
+                heapq.heappush(heap, (cut.step, groups))
+            return math.inf if cut is None else cut.step
+
+        for table in self._tables(segments, used):
+            if found := evenest(segments, table):
+                offer(found[1])
+        least = heap[0][0] if heap else 0.0
+        while heap and heap[0][0] <= least * (1 + EQUAL):
+            least, groups = heapq.heappop(heap)
+            for v, s in single_moves(segments.model.arcs, groups):
+                if self.budget.late or len(self.seen) >= most:
+                    return
+                other = (*groups[:v], s, *groups[v + 1 :])
+                if 0 <= s < len(used) and other not in known and offer(other) < least * (1 - EQUAL):
+                    break
+
+    def _tables(self, segments: Segments, used: Sequence[int]) -> Iterator[list[Matrix]]:
+        """Seconds of each stage between two positions, of all microbatches and its update, behind
+        those before it; in units of what the stage takes in the plan; and its update alone."""
+        on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
+        once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
+        ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
+        loads, own = deployed(segments, on, used), self.plan.times.loads(m)
+        each = [*zip(loads, used, strict=True)]
+        yield [ahead + m * load + once * owned / on.speeds[s] for load, s in each]
+        yield [load / max(own[s], 1e-12) for load, s in each]
+        if once:
+            yield [np.where(load < np.inf, owned, load) for load in loads]
+
+    def _tried(self, stage_of: tuple[int, ...]) -> Cut | None:
+        """None where the assignment breaks a rule, or time is over."""
+        if stage_of not in self.seen:
+            if self.budget.late:
+                return None
+            one = self.plan.of(stage_of)
+            self.seen[stage_of] = None if any(one.violations()) else self._cut(one)
+        return self.seen[stage_of]
+
+    def _cut(self, plan: Evaluation) -> Cut:
+        modules = divided(self.units, plan.stage_of)
+        return Cut(plan, step_seconds(plan, self.update), modules, sent_bytes(plan))
+
+
+def step_seconds(plan: Evaluation, update: Update | None) -> float:
+    """Seconds of the objective; of a flush with a rank each stage with updates."""
+    on = plan.deployment
+    if not update or not update(1 << 30) or on.clips or not (on.flush and plan.times.straight):
+        return seconds_of(plan)
+    sizes = [sum(updated_sizes(plan.problem, plan.stage_of, s)) for s in plan.stages]
+    updates = [update(size) / v for size, v in zip(sizes, on.speeds, strict=True)]
+    return makespan(plan.times.timing, plan.warmup, plan.m, on.schedule, updates)
+
+
+def sent_bytes(plan: Evaluation) -> int:
+    """Bytes that cross ranks in one step, new weights of tied parameters too; gradients that
+    replicas reduce are not counted, which are equal wherever the cuts are."""
+    ranks = plan.deployment.ranks
+    return sum(
+        one.bytes * (1 if one.kind == "final" else plan.m)
+        for one in plan.messages
+        if ranks[one.source] != ranks[one.target]
+    )
