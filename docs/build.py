@@ -11,11 +11,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pdcompile import Plan
 from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import simulate_drained
-from pdcompile.report.labels import time_ticks
 from pdcompile.report.palette import IDLE, INK, WORK
 from pdcompile.report.timeline import KIND_NAMES, Bar, bars, duration, idle, numbered
 from pdcompile.units import format_seconds
@@ -107,7 +107,9 @@ def save(panels: Mapping[str, Sequence[Bar]], path: Path) -> None:
         axis.tick_params(length=0)
         axis.set(xlim=(0, longest), ylim=(RANKS - 0.5, -0.5), facecolor=IDLE)
         axis.spines[:].set_visible(False)
-    axis.set_xticks(*zip(*time_ticks(longest, 8), strict=True), fontsize=8)
+    axis.xaxis.set_major_locator(MaxNLocator(8))
+    axis.xaxis.set_major_formatter(EngFormatter("s"))
+    axis.tick_params(labelsize=8)
     drawn = [bar for shown in panels.values() for bar in shown]
     shades = "; dark and light: even and odd minibatches" * (len({b.minibatch for b in drawn}) > 1)
     note = f"number: {numbered(drawn)}{shades}; grey: idle"

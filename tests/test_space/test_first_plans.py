@@ -21,7 +21,7 @@ from tests.test_space.test_branch_and_bound import explored, step_seconds
 
 TICK = 0.001  # seconds from one look at the clock to the next
 LINE = re.compile(
-    r"(\S+) s: (\S+) (ns|us|ms|s) a step, gap (\S+) %: (\w+), .*microbatches, .* rank"
+    r"plan after (\S+) s: (\S+) (ns|us|ms|s) a step, gap (\S+) %: (\w+), .*microbatches, .* rank"
 )
 
 

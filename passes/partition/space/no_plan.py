@@ -315,8 +315,11 @@ def no_plan(
             f"add devices{others}",
         )
     if unproved:
+        searched = "the space"
+        if space.stages is not None:
+            searched = f"{space.stages} stages on {len(cluster.devices)} ranks"
         return NotFoundError(
-            "no plan of the space was found that fits, and it is not proved that there is none: "
+            f"no plan of {searched} was found that fits, and it is not proved that there is none: "
             + "; ".join(unproved),
             where="memory" if short else "cluster",
             remedy=f"give more time{' or memory' if short else ''}, ask for less{others}",
