@@ -48,7 +48,7 @@ from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
 from pdcompile.passes.verify.full_batch import uneven_means
 from pdcompile.plan import Plan
-from pdcompile.planner import Planner, check_refine, why_not_timed
+from pdcompile.planner import Planner, after_wider, check_refine, why_not_timed
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.user_plans import (
@@ -146,8 +146,10 @@ def run_passes(
     num_ranks: int | None,
     step: PassRunner,
     replan: Replan | None = None,
+    wider: Plan | None = None,
 ) -> Compiled:
-    """`build`, every pass run by `step`, which times it and writes its form."""
+    """`build`, every pass run by `step`, which times it and writes its form; `wider`: the plan of a
+    search over more settings, whose choices are the options."""
     apply_overrides(model)
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     whole = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
@@ -167,11 +169,13 @@ def run_passes(
         if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
             step.listener.told("captured again: microbatches are to be of one sample")
             options = replace(options, **choices_of(plan))
-            return run_passes(model, flat, options, num_ranks, step, replan)
+            return run_passes(model, flat, options, num_ranks, step, replan, wider=plan)
     if replan is not None:
         plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
+    if wider is not None:
+        plan = after_wider(plan, wider)
     notes = (
         *plan.notes,
         *note_on_dropped(plan, captured.train),

@@ -39,6 +39,7 @@ from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
 from pdcompile.schedule.registry import kind_of
+from pdcompile.units import format_seconds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -248,6 +249,18 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
         if seconds > LITTLE_SECONDS:
             return f"{what} takes about {seconds:.0f} s"
     return None
+
+
+def after_wider(plan: Plan, wider: Plan) -> Plan:
+    """A plan for the setting that a search over more of them chose, with what that search found."""
+    found = wider.certificate
+    note = (
+        "the certificate is of the setting chosen, captured again for single samples; over all that "
+        f"was open, on costs of larger microbatches, the bound is "
+        f"{format_seconds(found.bound_seconds)} a step, and the plan took "
+        f"{format_seconds(found.objective_seconds)}: a gap of {100 * found.gap:.2g} %"
+    )
+    return replace(plan, notes=(*plan.notes, note), alternatives=wider.alternatives)
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -289,6 +289,8 @@ def test_a_model_is_captured_again_where_single_samples_are_chosen(
     assert sizes == [2, 1]
     assert pipe.plan.training.num_microbatches == 4
     assert len(pipe.plan.stages) == 2
+    assert {one.choice for one in pipe.plan.alternatives} >= {"microbatches"}
+    assert any("over all that was open" in note for note in pipe.plan.notes)
     for _ in range(2):
         assert pipe.step(x, target=y).loss == expected.step(x, target=y).loss
 
