@@ -255,8 +255,8 @@ def after_wider(plan: Plan, wider: Plan) -> Plan:
     """A plan for the setting that a search over more of them chose, with what that search found."""
     found = wider.certificate
     note = (
-        "the certificate is of the setting chosen, captured again for single samples; over all that "
-        f"was open, on costs of larger microbatches, the bound is "
+        "the certificate is of this setting alone, for which the model was captured again (single "
+        "samples); over all that was open, on costs of larger microbatches, the bound is "
         f"{format_seconds(found.bound_seconds)} a step, and the plan took "
         f"{format_seconds(found.objective_seconds)}: a gap of {100 * found.gap:.2g} %"
     )
