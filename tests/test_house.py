@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_334),
     "verify": (("passes/verify",), 1_550),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_514),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_522),
     "runtime": (("runtime",), 9_236),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -10,8 +10,9 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
+from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.choice import product_flops
-from pdcompile.passes.parts.families import Family
+from pdcompile.passes.parts.families import ATTENTION, Family
 from pdcompile.passes.parts.layouts import Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
@@ -81,6 +82,13 @@ def _stay_whole(layouts: Layouts) -> Iterator[str]:
         share = sum(one.flops for one in layouts.stays) / max(total, 1)
         shown = some([f"{one.op} ({one.source}): {one.reason}" for one in layouts.stays], 3)
         yield f"{100 * share:.2g} % of the operations stay whole, on each part: {shown}"
+    across = [f"{op.name} ({op.source})" for op in layouts.graph.ops
+              if layouts.axes.get(op.name) == "hidden" and plain_name(op) == ATTENTION]  # fmt: skip
+    if across:
+        yield (
+            f"{layouts.parts} parts cannot share the heads of {some(across, 3)}: each computes all "
+            "scores, and of every head's values its share of their width"
+        )
 
 
 def run_whole(plan: Plan, capture: Capture) -> Plan:

@@ -194,6 +194,15 @@ def test_in_one_process_parts_are_compared_and_stages_run_whole() -> None:
     assert pipe.plan.training.parts == 1
 
 
+def test_heads_that_parts_cannot_share_are_told() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(256, (8, 16))
+    pipe = pdcompile.compile(
+        GPT(1, 48, 3, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts=2
+    )
+    assert "2 parts cannot share the heads of scaled_dot_product_attention (" in pipe.explain()
+
+
 def test_what_parts_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"parts=3: .*heads \(4\) of blocks.0.attention.* do not"):
         gpt(parts=3)
