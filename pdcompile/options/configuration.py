@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
@@ -19,7 +18,7 @@ from pdcompile.options.chosen_schedule import (
     microbatches_of,
     updates_each,
 )
-from pdcompile.options.values import SEARCHED, not_a_cluster
+from pdcompile.options.values import SEARCHED
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
@@ -278,9 +277,7 @@ def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
         if len(cluster.devices) == ranks:
             return cluster
         return Cluster.auto({"WORLD_SIZE": str(ranks)})  # a group of some ranks: as one host
-    if isinstance(given, str | Path):
-        return cluster_of(str(given))
-    raise not_a_cluster(given)
+    return cluster_of(str(given))
 
 
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:

@@ -197,16 +197,10 @@ def cluster(name: str, given: Any) -> None:
         if text != "auto" and not text.endswith(".toml"):
             cluster_of(text)
     elif not isinstance(given, Cluster):
-        raise not_a_cluster(given)
-
-
-def not_a_cluster(given: Any) -> ConfigError:
-    """The error for what describes no machines."""
-    hint = f"; for {given} stages: stages={given}" if type(given) is int and given > 0 else ""
-    return ConfigError(
-        f"cluster={given!r} is not a cluster",
-        remedy=f"Cluster.local(4), {FORMS}{hint}",
-    )
+        hint = f"; for {given} stages: stages={given}" if type(given) is int and given > 0 else ""
+        raise ConfigError(
+            f"cluster={given!r} is not a cluster", remedy=f"Cluster.local(4), {FORMS}{hint}"
+        )
 
 
 def memory(name: str, given: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pdcompile.cluster import Cluster, Device
+from pdcompile.cluster import Device
 from pdcompile.errors import LaunchError, PdcompileError, PlanError
 from pdcompile.plan.schema import Plan
 from pdcompile.units import format_bytes
@@ -33,8 +33,7 @@ def lacks(
             where=where,
             remedy=f"launch with torchrun --nproc-per-node={plan.num_processes}, or plan again",
         )
-    devices = Cluster.from_toml(plan.cluster, where=f"{where}: cluster").devices
-    count, parts = plan.num_columns, plan.training.parts
+    devices, count, parts = plan.machines.devices, plan.num_columns, plan.training.parts
     if processes is not None and count > plan.num_ranks:
         idle = set(range(count)) - {rank for stage in plan.ranks for rank in stage}
         yield LaunchError(
@@ -50,8 +49,8 @@ def lacks(
         [devices[rank] for rank in here],
         alone=processes is None, gpus=gpus, where=f"{where}: cluster",
     )  # fmt: skip
-    ledgers = () if plan.forecast is None else plan.forecast.ledgers
-    held = [ledgers[rank].total_bytes for rank in here if ledgers and devices[rank].on_host]
+    hosted = [rank for rank in here if plan.ledgers and devices[rank].on_host]
+    held = [plan.ledgers[rank].total_bytes for rank in hosted]
     if memory_bytes is not None and sum(held) > memory_bytes:
         yield PlanError(
             f"the {len(held)} ranks on this host need {format_bytes(sum(held))} by the plan's "

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan.embedded import Finding, unusable_numbers
@@ -218,15 +217,15 @@ def _updates(plan: Plan) -> Iterator[Finding]:
 
 
 def _edges(plan: Plan) -> Iterator[Finding]:
-    stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
     seen: set[str] = set()
     for i, edge in enumerate(plan.edges):
         path = f"edges[{i}]"
         if edge.value in seen:
             yield path, f"value {edge.value!r} has two edges", "list all targets in one edge"
         seen.add(edge.value)
-        if stage_of.get(edge.value, edge.source) != edge.source:
-            message = f"{edge.value!r} is made on stage {stage_of[edge.value]}, not {edge.source}"
+        made = plan.stage_of.get(edge.value, edge.source)
+        if made != edge.source:
+            message = f"{edge.value!r} is made on stage {made}, not {edge.source}"
             yield f"{path}.source", message, "send a value from the stage that makes it"
         if edge.dtype not in DTYPE_BYTES:
             yield f"{path}.dtype", f"unknown dtype {edge.dtype!r}", "use torch's names"
@@ -252,9 +251,16 @@ def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[
         yield path, f"there is no stage {max(stages)}", "name existing stages"
 
 
+def depths(plan: Plan) -> Iterator[Finding]:
+    """Findings of a warm-up that is not one depth for each stage."""
+    warmup, count = plan.training.warmup, len(plan.stages)
+    if len(warmup) != count or min(warmup, default=0) < 0:
+        message = f"{len(warmup)} warm-up depths for {count} stages: {list(warmup)}"
+        yield "training.warmup", message, "give one depth, from 0, to each stage"
+
+
 def _training(plan: Plan) -> Iterator[Finding]:
-    training, num_stages = plan.training, len(plan.stages)
-    kind = None
+    training, kind = plan.training, None
     try:
         kind = kind_of(training.schedule, "training.schedule")
     except ScheduleError as error:
@@ -265,9 +271,7 @@ def _training(plan: Plan) -> Iterator[Finding]:
     if training.max_grad_norm == 0:
         yield "training.max_grad_norm", "clips every gradient to 0", "write null or more than 0"
     warmup = training.warmup
-    if warmup and len(warmup) != num_stages:
-        message = f"{len(warmup)} warm-up depths for {num_stages} stages"
-        yield "training.warmup", message, "give one depth to each stage"
+    yield from depths(plan) if warmup else ()
     replicated = any(stage.replicas > 1 for stage in plan.stages)
     counted = kind is not None and kind.written is not None
     if not (replicated or counted) and any(a < b for a, b in pairwise(warmup)):
@@ -300,7 +304,7 @@ def _certificate(plan: Plan) -> Iterator[Finding]:
 
 def _cluster(plan: Plan) -> Iterator[Finding]:
     try:
-        cluster = Cluster.from_toml(plan.cluster, where="cluster")
+        cluster = plan.machines
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return
