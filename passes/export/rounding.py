@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.export.model_parts import part_paths, parts_of_ops, views
@@ -118,7 +117,7 @@ def _solved(
     found = best_plan(
         lambda _: costed,
         lambda _: bound,
-        Cluster.from_toml(plan.cluster, where="plan: cluster"),
+        plan.machines,
         space_of_cut(plan),
         replace(training, warmup=()),
         time_limit=time_limit,
