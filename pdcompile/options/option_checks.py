@@ -10,6 +10,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import chosen_schedule
 from pdcompile.options.table import ROWS
+from pdcompile.options.values import Finding, refuse
 from pdcompile.schedule.registry import KINDS, find, flush_schedules
 
 
@@ -29,13 +30,12 @@ def check_options(options: Options) -> None:
     """Refuse what is wrong whatever the model and the minibatch are.  Raises ConfigError."""
     for name, row in ROWS.items():
         if row.check is not None:
-            row.check(name, getattr(options, name))
-    for message, remedy in _contradictions(options):
-        raise ConfigError(message, remedy=remedy)
+            refuse(row.check(name, getattr(options, name)))
+    refuse(_contradictions(options))
     chosen_schedule(options)
 
 
-def _contradictions(options: Options) -> Iterator[tuple[str, str]]:
+def _contradictions(options: Options) -> Iterator[Finding]:
     """Messages and remedies of options that cannot be beside each other."""
     kind = find(options.schedule) if isinstance(options.schedule, str) else None
     planned = options.plan is not None or options.sources is not None
