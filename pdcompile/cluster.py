@@ -22,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -72,7 +72,8 @@ class Device:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_spelling(self.kind)
+        for message, remedy in _misspelt(self.kind):
+            raise ClusterError(message, remedy=remedy)
         # 8e9 bytes and a speed of 2 are what a file would say: plans compare the texts
         for name, exact in (("memory_bytes", int), ("speed", float)):
             if isinstance(given := getattr(self, name), int | float) and math.isfinite(given):
@@ -347,26 +348,19 @@ def stage_limits(cluster: Cluster, ranks: Sequence[int]) -> tuple[StageLimits, .
     return tuple(limits)
 
 
-def _check_spelling(kind: str, where: str | None = None) -> None:
-    """Raise ClusterError for another spelling of a kind that is known, and for an empty one."""
+def _misspelt(kind: str) -> Iterator[tuple[str, str]]:
+    """Message and remedy for another spelling of a kind that is known, and for an empty one."""
     if kind in KNOWN_KINDS:
         return
+    known = f"known are {', '.join(KNOWN_KINDS)}"
     if not kind.strip():
-        raise ClusterError(
-            f"the device kind is {kind!r}, which names none",
-            where=where,
-            remedy=f"leave it out for {HOST_KIND!r}; known are {', '.join(KNOWN_KINDS)}",
-        )
-    of_torch = {"gpu": GPU_KIND, **{known: known for known in KNOWN_KINDS}}
+        message = f"the device kind is {kind!r}, which names none"
+        yield message, f"leave it out for {HOST_KIND!r}; {known}"
+    of_torch = {"gpu": GPU_KIND, **{name: name for name in KNOWN_KINDS}}
     named = of_torch.get(kind.strip().lower().partition(":")[0])
-    meant = (named,) if named else meant_by(kind)
-    if meant:
-        raise ClusterError(
-            f"there is no device kind {kind!r}",
-            where=where,
-            remedy=f"did you mean {' or '.join(map(repr, meant))}? known are "
-            f"{', '.join(KNOWN_KINDS)}",
-        )
+    if meant := (named,) if named else meant_by(kind):
+        names = " or ".join(map(repr, meant))
+        yield f"there is no device kind {kind!r}", f"did you mean {names}? {known}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,60 +393,60 @@ class _File:
 
 def _read(data: Any, where: str) -> Cluster:
     file = decode(_File, data, where=where, error=ClusterError)
-    rows = [(row, f"{where}: devices[{i}]") for i, row in enumerate(file.devices)]
-    devices = tuple(device for row, place in rows for device in _devices(row, place))
-    levels = tuple(_level(row, f"{where}: levels[{i}]") for i, row in enumerate(file.levels))
-    if not devices:
-        raise ClusterError(
-            "the cluster has no devices", where=where, remedy="add a [[devices]] table"
-        )
-    if not levels and len(devices) == 1:
-        levels = (Level("host", 1, math.inf),)
-    if not levels:
-        raise ClusterError(
-            f"{len(devices)} devices, and nothing of the links between them",
-            where=where,
-            remedy=f"add a [[levels]] table with name, size = {len(devices)} and bandwidth",
-        )
-    product = math.prod(level.size for level in levels)
-    if product != len(devices):
-        sizes = " x ".join(str(level.size) for level in levels)
-        raise ClusterError(
-            f"level sizes {sizes} multiply to {product}, but there are {len(devices)} devices",
-            where=f"{where}: levels",
-            remedy="make the product of the sizes equal to the number of devices",
-        )
+    _refuse(_wrong_rows(file), where)
+    devices: list[Device] = []
+    for i, row in enumerate(file.devices):
+        devices += [_device(row, f"{where}: devices[{i}]")] * row.count
+    levels = [_level(row, f"{where}: levels[{i}]") for i, row in enumerate(file.levels)]
     parts = None if file.parts is None else _level(file.parts, f"{where}: parts")
-    return Cluster(devices, levels, file.in_process, file.notes, parts)
+    _refuse(_wrong_counts(len(devices), [level.size for level in levels]), where)
+    levels = levels or [Level("host", 1, math.inf)]
+    return Cluster(tuple(devices), tuple(levels), file.in_process, file.notes, parts)
 
 
-def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
-    if not 1 <= row.count <= MAX_DEVICES:
-        raise ClusterError(
-            f"{row.count} devices of a kind",
-            where=f"{where}.count",
-            remedy=f"a number from 1 to {MAX_DEVICES}",
-        )
-    if not (math.isfinite(row.speed) and row.speed > 0):
-        raise ClusterError(
-            f"speed is {row.speed!r}, not above 0",
-            where=f"{where}.speed",
-            remedy="1.0 is as fast as where the costs were measured, 2.0 twice as fast",
-        )
-    _check_spelling(row.kind, f"{where}.kind")
+def _refuse(found: Iterable[tuple[str, str, str]], where: str) -> None:
+    for path, message, remedy in found:
+        raise ClusterError(message, where=f"{where}: {path}" if path else where, remedy=remedy)
+
+
+def _wrong_rows(file: _File) -> Iterator[tuple[str, str, str]]:
+    """Path, message and remedy of what no row has; units are left to their parsers."""
+    some = f"a number from 1 to {MAX_DEVICES}"
+    for i, device in enumerate(file.devices):
+        if not 1 <= device.count <= MAX_DEVICES:
+            yield f"devices[{i}].count", f"{device.count} devices of a kind", some
+        if not (math.isfinite(device.speed) and device.speed > 0):
+            remedy = "1.0 is as fast as where the costs were measured, 2.0 twice as fast"
+            yield f"devices[{i}].speed", f"speed is {device.speed!r}, not above 0", remedy
+        yield from ((f"devices[{i}].kind", *found) for found in _misspelt(device.kind))
+    rows = [*((f"levels[{i}]", row) for i, row in enumerate(file.levels)), ("parts", file.parts)]
+    for place, row in rows:
+        if row is not None and not 1 <= row.size <= MAX_DEVICES:
+            remedy = f"{some}: how many blocks it joins"
+            yield f"{place}.size", f"size is {row.size}, not from 1", remedy
+
+
+def _wrong_counts(count: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, str]]:
+    """The same of so many devices, and of levels of these sizes."""
+    if not count:
+        yield "", "the cluster has no devices", "add a [[devices]] table"
+    if count > 1 and not sizes:
+        message = f"{count} devices, and nothing of the links between them"
+        yield "", message, f"add a [[levels]] table with name, size = {count} and bandwidth"
+    if sizes and math.prod(sizes) != count:
+        message = f"level sizes {' x '.join(map(str, sizes))} multiply to {math.prod(sizes)}, but "
+        remedy = "make the product of the sizes equal to the number of devices"
+        yield "levels", f"{message}there are {count} devices", remedy
+
+
+def _device(row: _DeviceRow, where: str) -> Device:
     memory = row.memory
     if memory is not None:
         memory = parse_bytes(memory, what="memory", where=f"{where}.memory")
-    return (Device(row.kind, memory, row.speed),) * row.count
+    return Device(row.kind, memory, row.speed)
 
 
 def _level(row: _LevelRow, where: str) -> Level:
-    if not 1 <= row.size <= MAX_DEVICES:
-        raise ClusterError(
-            f"size is {row.size}, not from 1",
-            where=f"{where}.size",
-            remedy=f"a number from 1 to {MAX_DEVICES}: how many blocks it joins",
-        )
     rate = row.bandwidth
     if rate is not math.inf:
         rate = parse_rate(rate, what="bandwidth", where=f"{where}.bandwidth")

@@ -18,7 +18,6 @@ from pdcompile.batch import (
     resize,
     resolve_batch,
 )
-from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import note_on_region
 from pdcompile.eager.modes import apply_overrides
@@ -181,7 +180,7 @@ def run_passes(
         *note_on_dropped(plan, captured.train),
         *notes_on_own_buffers(plan, captured.train),
         *uneven_means(whole.train, plan.training),
-        *note_on_region(plan.training.autocast, Cluster.from_toml(plan.cluster).devices),
+        *note_on_region(plan.training.autocast, plan.machines.devices),
     )
     plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))
     check_memory(chosen.cluster, plan)

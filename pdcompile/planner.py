@@ -190,16 +190,13 @@ class Planner:
         source = source_of(self.options.costs, self.cluster.devices[0].kind)
         return replace(plan, notes=notes, costs=source)
 
-    @property
-    def _own_ages(self) -> bool:
-        """True if weights of stages differ in age, so that no two may hold one parameter."""
-        return not any(kind_of(name).one_age for name in self.space.schedules)
-
     def _problem(self, graphs: Mapping[int, OpGraph], m: int) -> PartitionProblem:
         free = (StageLimits(),) * (self.space.stages or len(self.cluster.devices))
+        # Where weights of stages differ in age, no two may hold one parameter.
+        own_ages = not any(kind_of(name).one_age for name in self.space.schedules)
         return coarsen(
             graphs[m], free, num_microbatches=m, constraints=self.options.constraints,
-            own_ages=self._own_ages,
+            own_ages=own_ages,
         )  # fmt: skip
 
     def _size(self, m: int) -> int:
@@ -213,20 +210,7 @@ def check_refine(options: Options, model: nn.Module) -> None:
         ConfigError: costs are estimated, a plan is given, the model has no memory, or the planner
             also decides replicas or microbatches.
     """
-    if options.refine is not True:
-        return
-    reason = ""
-    if options.plan is not None or options.sources is not None:
-        reason = "a plan is given"
-    elif options.costs == "estimated":
-        reason = ESTIMATED
-    elif _is_meta(model):
-        reason = "the model's parameters have no memory (meta device)"
-    elif options.parts > 1:
-        reason = "parts of stages are not timed together"
-    elif options.replicas != 1:
-        reason = "the planner also decides replicas, schedule or microbatches"
-    if reason:
+    if options.refine is True and (reason := _never_timed(options, model)):
         raise ConfigError(
             "refine=True (--refine on) times the planned stages on this machine, and corrects the "
             f"costs of one cut, but {reason}",
@@ -240,9 +224,8 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
     """Reason why the stages of a plan are not timed; "" where nobody asks, None where they are."""
     if options.refine is True:
         return None
-    if options.refine is False or options.searches or _is_meta(model) or options.parts > 1:
-        return ""
-    if options.costs != "measured" or len(plan.stages) == 1:
+    unasked = options.refine is False or options.searches or options.costs != "measured"
+    if unasked or len(plan.stages) == 1 or _never_timed(options, model):
         return ""
     runs = LEAST_RUNS * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
     for seconds, what in ((runs, "timing them"), (plan.certificate.seconds, "planning again")):
@@ -263,5 +246,15 @@ def after_wider(plan: Plan, wider: Plan) -> Plan:
     return replace(plan, notes=(*plan.notes, note), alternatives=wider.alternatives)
 
 
-def _is_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
+def _never_timed(options: Options, model: nn.Module) -> str:
+    """Reason why no stages are timed, whatever the plan is; "" for none."""
+    reasons = {
+        "a plan is given": options.plan is not None or options.sources is not None,
+        ESTIMATED: options.costs == "estimated",
+        "the model's parameters have no memory (meta device)": any(
+            parameter.is_meta for parameter in model.parameters()
+        ),
+        "parts of stages are not timed together": options.parts > 1,
+        "the planner also decides replicas, schedule or microbatches": options.replicas != 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -213,7 +213,7 @@ def user_plan(
     plan: Plan = options.plan
     needed = planned(graph, plan.training)
     try:
-        check_plan(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+        check_plan(plan, needed, plan.machines)
     except PlanError as error:
         if plan.fingerprint.split(".")[0] == fingerprint(needed)[:FINGERPRINT_DIGITS]:
             raise
@@ -305,12 +305,9 @@ def user_sources(options: Options, generated: Sources) -> Sources:
 def check_memory(cluster: Cluster, plan: Plan) -> None:
     """Raise PlanError when a given plan's forecast exceeds what the devices have, those that run
     it and those that it was made for."""
-    ledgers = () if plan.forecast is None else plan.forecast.ledgers
-    devices = [*enumerate(cluster.devices)]
-    if plan.cluster:
-        devices += enumerate(Cluster.from_toml(plan.cluster, where="plan: cluster").devices)
-    for rank, device in devices:
-        needed = ledgers[rank].total_bytes if rank < len(ledgers) else 0
+    made_for = plan.machines.devices if plan.cluster else ()
+    for rank, device in (*enumerate(cluster.devices), *enumerate(made_for)):
+        needed = sum(one.total_bytes for one in plan.ledgers[rank : rank + 1])
         if device.memory_bytes is not None and needed > device.memory_bytes:
             raise PlanError(
                 f"rank {rank} needs {format_bytes(needed)} of memory by this plan, and "

@@ -207,7 +207,7 @@ def _as_workload(value: Any, target: str) -> Workload:
         )
     try:
         check_model(value.model)
-        values.loss_fn("loss_fn", value.loss_fn)
+        values.refuse(values.loss_fn("loss_fn", value.loss_fn))
     except ConfigError as error:
         error.where = target
         raise

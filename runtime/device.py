@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import LaunchError, PdcompileError
 from pdcompile.hardware import devices
 from pdcompile.plan import Plan
@@ -291,8 +290,8 @@ def device_of(plan: Plan, ranks: Collection[int], *, alone: bool) -> RankDevice:
     Raises:
         LaunchError: torch finds no GPU.
     """
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    others = {cluster.devices[rank].kind for rank in ranks if not cluster.devices[rank].on_host}
+    own = [plan.machines.devices[rank] for rank in ranks]
+    others = {device.kind for device in own if not device.on_host}
     if not others:
         return RankDevice()
     count = devices.gpus()

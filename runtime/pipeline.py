@@ -12,7 +12,6 @@ from torch import nn
 from pdcompile.batch import FlatCall, example_call, flatten_call
 from pdcompile.batch.omitted_output import DROPPED
 from pdcompile.batch.step_result import StepResult
-from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import other_region
 from pdcompile.eager.modes import Modes, apply_overrides, modes
@@ -43,8 +42,7 @@ from pdcompile.warn import warn
 def check_supported(plan: Plan, graph: OpGraph) -> None:
     """Raise ConfigError for another autocast region than that of the devices, for what cannot be
     recomputed, and for gradients that cannot be summed over replicas; `graph` is what trains."""
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    if other := other_region(plan.training.autocast, cluster.devices):
+    if other := other_region(plan.training.autocast, plan.machines.devices):
         raise ConfigError(
             other,
             where="autocast",

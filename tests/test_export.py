@@ -24,7 +24,7 @@ from pdcompile import (
     driver,
 )
 from pdcompile.eager.autocast import NO_CASTS
-from pdcompile.export import export, source_of
+from pdcompile.export import export, imported
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.export.model_parts import part_paths, stages_of_parts
 from pdcompile.passes.export.rounding import rounded
@@ -342,10 +342,9 @@ def test_the_given_plan_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    found = source_of(str(tmp_path / "train.py") + ":build", folder)
-    assert found.is_file
-    assert found.place == "../../train.py"  # not the script of that name
-    assert source_of("package.module:build", folder).place == "package.module"
+    found = imported(str(tmp_path / "train.py") + ":build", folder)
+    assert found == "../../train.py:build"  # not the script of that name
+    assert imported("package.module:build", folder) == "package.module:build"
 
 
 @pytest.mark.sample(2)

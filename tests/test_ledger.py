@@ -16,7 +16,7 @@ from pdcompile.passes.schedules import memory_rule
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
-from pdcompile.plan.evaluate import memory
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
 from pdcompile.schedule.spec import BUCKET_BYTES
 from tests.helpers.schedules import chain, make_plan
@@ -317,6 +317,6 @@ def shared_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Plan]:
 @given(shared_problems())
 def test_the_planners_formula_is_at_most_the_ledger(case: tuple[PartitionProblem, Plan]) -> None:
     problem, plan = case
-    least = memory(problem, range(len(problem.stages)))
+    least = measure(problem, range(len(problem.stages))).memory_bytes
     for s, (formula, ledger) in enumerate(zip(least, ledgers(plan), strict=True)):
         assert formula <= ledger.total_bytes, s

@@ -8,7 +8,7 @@ import pytest
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import solve
-from pdcompile.plan.evaluate import memory
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import PartitionProblem
 from tests.helpers.problems import brute_force
 from tests.test_path_bound import blocks, branched, ratios
@@ -36,7 +36,7 @@ def tight(seed: int) -> PartitionProblem:
         returned=(2,) * (count - 1) + (1,),
     )
     problem = replace(problem, items=tuple(items), memory=rule)
-    held = sorted(max(memory(problem, one)) for one in some(problem, r, 20))
+    held = sorted(max(measure(problem, one).memory_bytes) for one in some(problem, r, 20))
     limit = held[len(held) // 3]
     limits = tuple(replace(one, memory_bytes=limit) for one in problem.stages)
     return replace(problem, stages=limits)

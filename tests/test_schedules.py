@@ -278,8 +278,8 @@ def test_unusable_plans_are_refused() -> None:
         make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (2,), 1, True),)))
     tied = (TiedParameter("w", (0, 1), 1),)
     for options, message, remedy in (
-        (("stash", 2, 2), "2 microbatches under 'stash'", "one microbatch"),
-        (("vsync", 2, 2), "2 microbatches under 'vsync'", "one microbatch"),
+        (("stash", 2, 2), "2 microbatches under 'stash'", "microbatches=1"),
+        (("vsync", 2, 2), "2 microbatches under 'vsync'", "microbatches=1"),
         (("stash", 2, 1, {"clip": 1.0}), "unlike age", "use schedule '2bw' or 'vsync'"),
         (("stash", 2, 1, {"tied": tied}), r"'w' is on stages \[0, 1\]", "Together"),
         (("vsync", 2, 1, {"replicas": (1, 2)}), "2 replicas under 'vsync'", "stash"),

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.plan.evaluate import measure, memory, violations
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (
     Item,
     MemoryRule,
@@ -198,7 +198,7 @@ def _tight(r: random.Random, problem: PartitionProblem) -> PartitionProblem:
     num_stages = len(problem.stages)
     cuts = sorted(r.randint(0, len(problem.items)) for _ in range(num_stages - 1))
     stage_of = [sum(i >= cut for cut in cuts) for i in range(len(problem.items))]
-    needed = memory(problem, stage_of)
+    needed = measure(problem, stage_of).memory_bytes
     alike = max(needed) if r.random() < 0.5 else None
     factor = r.choice((1.0, 1.0, 1.0, 0.97, 0.8, 1.2))
     stages = []

@@ -5,29 +5,21 @@ What a target would get wrong is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import nn
 
 from pdcompile.batch import FlatCall
-from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.plan import Plan
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Source of a script's model and data: a function of a file, by its path from the script, or of
-    an importable module."""
-
-    place: str
-    function: str
-    is_file: bool
-
-    def __str__(self) -> str:
-        return f"{self.place}:{self.function}"
+#: text files by name, and notes for the reader
+Exported: TypeAlias = tuple[Mapping[str, str], Iterable[str]]
+#: what a target would get wrong, and what to do instead
+Refusal: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +29,13 @@ class Subject:
     Args:
         capture: as planned, of training and evaluation.
         sources: generated of it.
-        source: for scripts.
+        target: of the model and its data, as a script imports it: a file by its path from there.
         model, call: as given to the capture, with their values.
     """
 
     capture: Capture
     plan: Plan
     sources: Sources
-    source: Source
+    target: str
     model: nn.Module
     call: FlatCall
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Text files by name, and notes for the reader."""
-
-    files: Mapping[str, str]
-    notes: tuple[str, ...] = ()
-
-
-def refused(to: str, message: str, remedy: str) -> ConfigError:
-    """The error for what a target cannot express."""
-    return ConfigError(message, where=f"--to {to}", remedy=remedy)

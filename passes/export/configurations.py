@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from pdcompile.batch import FlatCall
 from pdcompile.eager.modes import in_mode
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import ConfigError
-from pdcompile.passes.export import Exported, Subject, refused
+from pdcompile.passes.export import Exported, Refusal, Subject
 from pdcompile.passes.export.model_parts import (
     is_numbered,
     part_at,
@@ -38,25 +37,9 @@ from pdcompile.plan import Plan
 
 
 def torchtitan(subject: Subject) -> Exported:
-    """``parallelism.toml``: the names of the modules of each stage.
-
-    Raises:
-        ConfigError: a tied weight is on two stages, or the model is another one without the
-            modules of other stages.
-    """
-    plan = subject.plan
-    placed = stages_of_parts(subject.capture.train, plan)
-    for one in plan.tied:
-        raise refused(
-            "torchtitan",
-            f"weight {one.fqn!r} is tied over stages {', '.join(map(str, one.stages))}, and "
-            "torchtitan copies the model for each stage, where they come apart",
-            "--to torch-pipelining sums its gradients; or untie it in the model, or plan with "
-            "Together for its holders",
-        )
-    stages = [[path for path, on in placed.items() if k in on] for k in range(len(plan.stages))]
-    training, replicas = plan.training, plan.stages[0].replicas
-    rows = "".join(f"    {json.dumps(names)},\n" for names in stages)
+    """``parallelism.toml``: the names of the modules of each stage."""
+    plan, training, replicas = subject.plan, subject.plan.training, subject.plan.stages[0].replicas
+    rows = "".join(f"    {json.dumps(names)},\n" for names in _names_by_stage(subject))
     text = (
         "[parallelism]\n"
         f"pipeline_parallel_degree = {_places(plan)}\n"
@@ -76,14 +59,34 @@ def torchtitan(subject: Subject) -> Exported:
         notes.append(
             "not tried: whether the model's forward is right where modules of others are None"
         )
-    else:
-        check_pruned(subject.model, subject.call, stages)
-    return Exported({"parallelism.toml": text}, tuple(notes))
+    return {"parallelism.toml": text}, notes
 
 
-def check_pruned(model: nn.Module, call: FlatCall, stages: Sequence[Collection[str]]) -> None:
-    """Runs the stages one after the other, and the model, on the example.  Raises ConfigError: a
-    stage fails without the modules of the others, or the results differ."""
+def unlike_torchtitan(subject: Subject) -> Iterator[Refusal]:
+    """A tied weight on two stages, or another model without the modules of other stages."""
+    for one in subject.plan.tied:
+        message = f"weight {one.fqn!r} is tied over stages {', '.join(map(str, one.stages))}, and "
+        remedy = "--to torch-pipelining sums its gradients; or untie it in the model, or plan with "
+        yield (
+            f"{message}torchtitan copies the model for each stage, where they come apart",
+            f"{remedy}Together for its holders",
+        )
+    if any(parameter.is_meta for parameter in subject.model.parameters()):
+        return
+    for message in unlike_pruned(subject.model, subject.call, _names_by_stage(subject)):
+        yield (
+            "torchtitan runs the model's whole forward on every stage, of whose children and "
+            "entries of their ModuleList or ModuleDict all but the stage's are None: " + message,
+            "--to torch-pipelining; or give the model's class its layers directly, and have "
+            "forward do nothing beside them, pass by those that are None, and hand on one value",
+        )
+
+
+def unlike_pruned(
+    model: nn.Module, call: FlatCall, stages: Sequence[Collection[str]]
+) -> Iterator[str]:
+    """How the stages, run one after the other, differ from the model on the example: one fails
+    without the modules of the others, or the results do."""
     leaves = dict(call.leaves)
     with torch.no_grad(), preserved_rng(), in_mode(model, False):
         args, kwargs, _ = call.unflatten(leaves)
@@ -93,17 +96,21 @@ def check_pruned(model: nn.Module, call: FlatCall, stages: Sequence[Collection[s
             try:
                 value = pruned(model, names)(*args, **kwargs)
             except Exception as error:
-                raise _another_model(
-                    f"without the modules of others, stage {k} raised {type(error).__name__}: "
-                    f"{error}"
-                ) from error
+                kind = type(error).__name__
+                yield f"without the modules of others, stage {k} raised {kind}: {error}"
+                return
             leaves[next(iter(leaves))] = value  # the first input of the next one
     try:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    except (AssertionError, TypeError) as error:
-        raise _another_model(
-            "its stages, one after the other, do not compute what the model does"
-        ) from error
+    except (AssertionError, TypeError):
+        yield "its stages, one after the other, do not compute what the model does"
+
+
+def _names_by_stage(subject: Subject) -> list[list[str]]:
+    """The parts that each stage has."""
+    placed = stages_of_parts(subject.capture.train, subject.plan)
+    stages = range(len(subject.plan.stages))
+    return [[path for path, on in placed.items() if k in on] for k in stages]
 
 
 def pruned(model: nn.Module, names: Collection[str]) -> nn.Module:
@@ -121,25 +128,10 @@ def pruned(model: nn.Module, names: Collection[str]) -> nn.Module:
     return found
 
 
-def _another_model(message: str) -> ConfigError:
-    return refused(
-        "torchtitan",
-        "torchtitan runs the model's whole forward on every stage, of whose children and entries "
-        f"of their ModuleList or ModuleDict all but the stage's are None: {message}",
-        "--to torch-pipelining; or give the model's class its layers directly, and have forward do "
-        "nothing beside them, pass by those that are None, and hand on one value",
-    )
-
-
 def megatron(subject: Subject) -> Exported:
-    """``arguments.txt``: the options of Megatron's command line, one a line.
-
-    Raises:
-        ConfigError: the model is no list of blocks between an embedding and a head.
-    """
+    """``arguments.txt``: the options of Megatron's command line, one a line."""
     plan, placed = subject.plan, whole_parts(subject.capture.train, subject.plan)
     numbered = [path for path in placed if is_numbered(path)]
-    _check_layers(subject, placed, numbered)
     counts = [sum(placed[path] == k for path in numbered) for k in range(len(plan.stages))]
     rows = "|".join("t" * count if count < 4 else f"t*{count}" for count in counts)
     tied = bool(_tied(subject.model))
@@ -159,50 +151,38 @@ def megatron(subject: Subject) -> Exported:
         *(["Megatron sums the gradients of the tied embedding over both of its stages"] * tied),
         *_left_out(plan, "megatron"),
     )
-    return Exported({"arguments.txt": "\n".join(lines) + "\n"}, notes)
+    return {"arguments.txt": "\n".join(lines) + "\n"}, notes
 
 
-def _check_layers(subject: Subject, placed: Mapping[str, int], numbered: Sequence[str]) -> None:
-    """Raises ConfigError where the model is none of Megatron's."""
+def unlike_megatrons(subject: Subject) -> Iterator[Refusal]:
+    """Where the model is no list of blocks between an embedding and a head."""
+    placed = whole_parts(subject.capture.train, subject.plan)
+    numbered = [path for path in placed if is_numbered(path)]
+    otherwise = "--to torch-pipelining takes any model"
     lists = {path.rpartition(".")[0] for path in numbered}
     if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
-        raise _not_megatrons(
-            f"the model has blocks in {len(lists)} containers ({shown}), and Megatron's layout "
-            "speaks of one list of transformer layers"
-        )
+        message = f"the model has blocks in {len(lists)} containers ({shown}), and Megatron's "
+        yield message + "layout speaks of one list of transformer layers", otherwise
     order, runs = list(placed), runs_of_parts(subject.capture.train)
     begin, end = order.index(numbered[0]), order.index(numbered[-1])
     for n, path in enumerate(order):
         if runs[path] > 1:
-            raise _not_megatrons(
-                f"{path!r} runs {runs[path]} times in a forward, and Megatron runs each once"
-            )
+            message = f"{path!r} runs {runs[path]} times in a forward, and Megatron runs each once"
+            yield message, otherwise
         if begin <= n <= end and path not in numbered:
-            raise _not_megatrons(
-                f"{path!r} runs between the layers, and Megatron's layout has none but these there"
-            )
+            message = f"{path!r} runs between the layers, and Megatron's layout has none but these "
+            yield message + "there", otherwise
         what, stage = ("embedding", 0) if n < begin else ("head", len(subject.plan.stages) - 1)
         if not begin <= n <= end and placed[path] != stage:
-            raise _not_megatrons(
-                f"{path!r}, of the {what}, is on stage {placed[path]}, and Megatron has all of "
-                f"that on stage {stage}",
-                f"--pin {path}={stage} when you plan",
-            )
+            message = f"{path!r}, of the {what}, is on stage {placed[path]}, and Megatron has all "
+            yield f"{message}of that on stage {stage}", f"--pin {path}={stage} when you plan"
     for canonical, names in _tied(subject.model).items():
         parts = [_holder(name, placed) or name for name in names]
         at = sorted(order.index(path) if path in order else len(order) for path in parts)
         if not (len(at) == 2 and at[0] < begin and at[1] > end):
-            raise _not_megatrons(
-                f"{canonical!r} is the weight of {' and '.join(map(repr, parts))}, and Megatron "
-                "ties nothing but embedding and head"
-            )
-
-
-def _not_megatrons(
-    message: str, remedy: str = "--to torch-pipelining takes any model"
-) -> ConfigError:
-    return refused("megatron", message, remedy)
+            message = f"{canonical!r} is the weight of {' and '.join(map(repr, parts))}, and "
+            yield message + "Megatron ties nothing but embedding and head", otherwise
 
 
 def names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
@@ -231,12 +211,11 @@ def accelerate(subject: Subject) -> Exported:
     placed = whole_parts(graph, plan)
     rank_of = [own[0] for own in plan.ranks]
     devices = {path: rank_of[stage] for path, stage in placed.items()}
-    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     read = {
-        fqn: rank_of[stage_of[op.name]]
+        fqn: rank_of[plan.stage_of[op.name]]
         for op in reversed(graph.ops)
         for fqn in op.used_tensors
-        if op.name in stage_of
+        if op.name in plan.stage_of
     }
     notes = list(_with_tensors(devices, names_of_tensors(subject.model), read))
     notes.append(
@@ -244,7 +223,7 @@ def accelerate(subject: Subject) -> Exported:
         "from_pretrained; it runs one device after the other, and does not pipeline"
     )
     text = json.dumps(devices, indent=1) + "\n"
-    return Exported({"device_map.json": text}, tuple(notes))
+    return {"device_map.json": text}, notes
 
 
 def _with_tensors(

@@ -66,8 +66,7 @@ def stages_of_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
     Raises:
         ConfigError: a part with tensors runs on several stages.
     """
-    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
-    part_of, idle = parts_of_ops(graph), views(graph)
+    stage_of, part_of, idle = plan.stage_of, parts_of_ops(graph), views(graph)
     held = {part_of[op.name] for op in graph.ops if op.parameters or op.buffers_read}
     on: dict[str, set[int]] = {path: set() for path in part_paths(graph)}
     for op in graph.ops:

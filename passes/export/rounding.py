@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.export.model_parts import part_paths, parts_of_ops, views
@@ -28,15 +27,13 @@ WISH = "cuts between modules"
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A plan, the same one with rounded cuts, and the objective of both in seconds.
+    """A plan with rounded cuts, its objective and that of the plan before, and whether any moved:
+    else it is that plan itself."""
 
-    `after` is `before` itself where its cuts lie between parts already.
-    """
-
-    before: Plan
     after: Plan
     before_seconds: float
     after_seconds: float
+    moved: bool
 
     @property
     def percent(self) -> float:
@@ -44,11 +41,6 @@ class Rounding:
         if self.before_seconds <= 0:
             return 0.0
         return 100 * (self.after_seconds / self.before_seconds - 1)
-
-    @property
-    def moved(self) -> bool:
-        """True if any cut had to move."""
-        return self.after is not self.before
 
 
 def rounded(
@@ -68,7 +60,7 @@ def rounded(
     groups = _groups(graph, problem_of(plan, where))
     stage_of = now.stage_of
     if all(len({stage_of[i] for i in group}) == 1 for group in groups):
-        return Rounding(plan, plan, seconds_of(now), seconds_of(now))
+        return Rounding(plan, seconds_of(now), seconds_of(now), moved=False)
     try:
         found = _solved(plan, graph, groups, time_limit)
     except InfeasibleError as error:
@@ -79,7 +71,7 @@ def rounded(
             f"may lie: {', '.join(part_paths(graph)[:8])}, …",
         ) from error
     found = replace(found, notes=tuple(dict.fromkeys((*plan.notes, *found.notes))))
-    return Rounding(plan, found, seconds_of(now), seconds_of(placed(found)))
+    return Rounding(found, seconds_of(now), seconds_of(placed(found)), moved=True)
 
 
 def _groups(graph: OpGraph, problem: PartitionProblem) -> list[tuple[int, ...]]:
@@ -118,7 +110,7 @@ def _solved(
     found = best_plan(
         lambda _: costed,
         lambda _: bound,
-        Cluster.from_toml(plan.cluster, where="plan: cluster"),
+        plan.machines,
         space_of_cut(plan),
         replace(training, warmup=()),
         time_limit=time_limit,

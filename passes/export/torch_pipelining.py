@@ -15,7 +15,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -27,14 +26,14 @@ from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.pipeline_file import name_on, sizes, used_after
 from pdcompile.passes.codegen.source_text import WIDTH, clean, filled
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.export import Exported, Source, Subject, refused
+from pdcompile.passes.export import Exported, Refusal, Subject
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
+from pdcompile.user_functions import is_file
 
 TEMPLATE = Path(__file__).with_name("train.py.txt")
 STEPS = 3
 QUIETLY = "; both run without dropout for that"
-_refused = partial(refused, "torch-pipelining")
 #: random ops that the script can keep from drawing, by plain name
 _QUIET = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "featurealphadropout"),
@@ -81,84 +80,59 @@ def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourSta
 
 
 def torch_pipelining(subject: Subject) -> Exported:
-    """``train.py`` beside the stages.  Raises ConfigError where it would get the model wrong."""
+    """``train.py`` beside the stages; after `unlike_torch`."""
     stages = neighbour_stages(subject.sources.interfaces)
-    _check_inputs(stages)
-    _check_loss(stages[-1])
-    _check_ops(subject, stages)
-    return Exported({"train.py": _script(subject, stages)}, tuple(_notes(subject.plan, stages)))
+    return {"train.py": _script(subject, stages)}, _notes(subject.plan, stages)
 
 
-def check_script(plan: Plan) -> None:
-    """Raises ConfigError for plans that such a script would get wrong, of any model."""
+def unlike_torchs(plan: Plan) -> Iterator[Refusal]:
+    """What such a script would get wrong of a plan, of any model."""
     for stage in plan.stages:
         if stage.replicas > 1:
-            raise _refused(
-                f"stage {stage.index} has {stage.replicas} replicas",
-                "plan with replicas=1, and wrap each part in fully_shard or "
-                "DistributedDataParallel over ranks of your own (docs/other_tools.md)",
-            )
+            remedy = "plan with replicas=1, and wrap each part in fully_shard or "
+            remedy += "DistributedDataParallel over ranks of your own (docs/other_tools.md)"
+            yield f"stage {stage.index} has {stage.replicas} replicas", remedy
     if plan.training.loss_reduction == "callable":
-        raise _refused(
-            "loss_reduction is a function, and torch weighs all microbatches alike",
-            "plan with loss_reduction='mean' or 'sum'",
-        )
+        message = "loss_reduction is a function, and torch weighs all microbatches alike"
+        yield message, "plan with loss_reduction='mean' or 'sum'"
     if plan.training.loss_scaling:
-        raise _refused(
-            "the plan scales losses for float16, and the script has no GradScaler of all stages",
-            "plan with autocast='bfloat16' and without grad_scaler (--grad-scaler)",
-        )
+        message = "the plan scales losses for float16, and the script has no GradScaler of all "
+        remedy = "plan with autocast='bfloat16' and without grad_scaler (--grad-scaler)"
+        yield f"{message}stages", remedy
 
 
-def _check_inputs(stages: Sequence[NeighbourStage]) -> None:
+def unlike_torch(subject: Subject) -> Iterator[Refusal]:
+    """What the script would get wrong of this model."""
+    stages = neighbour_stages(subject.sources.interfaces)
+    last = stages[-1].interface.train
     ports: list[Port] = [p for one in stages for p in (*one.from_call, *one.received)]
-    ports += stages[-1].interface.train.loss_inputs
-    for port in ports:
+    for port in (*ports, *last.loss_inputs):
         if port.path is not None and not port.path.isidentifier():
-            raise _refused(
-                f"input {port.path!r} is inside of a container, and torch splits whole tensors",
-                "give the model (or loss_fn) its tensors one by one",
-            )
+            message = f"input {port.path!r} is inside of a container, and torch splits whole "
+            yield f"{message}tensors", "give the model (or loss_fn) its tensors one by one"
         if port.path is not None and port.batch_dim != 0:
-            raise _refused(
-                f"input {port.path!r} has no row for each sample",
-                "give it samples as its first dimension, or make it inside of the model",
-            )
+            remedy = "give it samples as its first dimension, or make it inside of the model"
+            yield f"input {port.path!r} has no row for each sample", remedy
     if not stages[0].received:
-        raise _refused("the first stage reads no input", "plan with fewer stages")
-
-
-def _check_loss(last: NeighbourStage) -> None:
-    signature, given = last.interface.train, {port.value for port in last.sent}
-    if signature.loss is None:
-        raise _refused(
-            "the model has no loss to train on", "give the workload a loss_fn, and batches"
-        )
-    for port in signature.loss_inputs:
+        yield "the first stage reads no input", "plan with fewer stages"
+    if last.loss is None:
+        yield "the model has no loss to train on", "give the workload a loss_fn, and batches"
+    given = {port.value for port in stages[-1].sent}
+    for port in last.loss_inputs:
         if port.path != "target" and port.value not in given:
-            raise _refused(
-                f"the loss reads {port.name!r}, which the last stage does not have",
-                "pin what makes it to the last stage (--pin)",
-            )
-
-
-def _check_ops(subject: Subject, stages: Sequence[NeighbourStage]) -> None:
-    ops = {op.name: op for op in subject.capture.train.ops}
+            message = f"the loss reads {port.name!r}, which the last stage does not have"
+            yield message, "pin what makes it to the last stage (--pin)"
     for op in _random_ops(subject.capture.train):
         if plain_name(op) not in _QUIET:
-            raise _refused(
-                f"{op.target} at {op.source} draws random numbers, and a pipeline draws others "
-                "than plain PyTorch, so that the two could not be compared",
-                "leave it out of the model that is exported",
-            )
+            message = f"{op.target} at {op.source} draws random numbers, and a pipeline draws "
+            message += "others than plain PyTorch, so that the two could not be compared"
+            yield message, "leave it out of the model that is exported"
+    ops = {op.name: op for op in subject.capture.train.ops}
     for stage, planned in zip(stages, subject.plan.stages, strict=True):
         written = written_buffers(ops[name] for name in planned.ops if name in ops)
         if planned.recompute and (held := sorted(written.intersection(stage.interface.buffers))):
-            raise _refused(
-                f"stage {planned.index} recomputes and writes buffer {held[0]!r}, which "
-                "torch.utils.checkpoint would write twice",
-                "plan with recompute=False",
-            )
+            message = f"stage {planned.index} recomputes and writes buffer {held[0]!r}, which "
+            yield f"{message}torch.utils.checkpoint would write twice", "plan with recompute=False"
 
 
 def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
@@ -178,12 +152,13 @@ def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
 
 def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
     """The text of ``train.py``.  What torch would get wrong was refused before."""
-    plan, source, n = subject.plan, subject.source, len(stages)
+    plan, n = subject.plan, len(stages)
+    place, _, function = subject.target.rpartition(":")
     quiet, training = bool(_random_ops(subject.capture.train)), plan.training
     recomputes = any(stage.recompute for stage in plan.stages)
     kept = {
-        "file": source.is_file,
-        "module": not source.is_file,
+        "file": is_file(place),
+        "module": not is_file(place),
         "quiet": quiet,
         "recomputes": recomputes,
         "quietly_again": quiet and recomputes,
@@ -196,12 +171,12 @@ def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
     }
     words = {
         "model": model_name(subject.capture),
-        "about": _about(source, quiet=quiet),
+        "about": _about(subject.target, quiet=quiet),
         "imports": "\n".join(sorted(f"from stage_{k} import Stage{k}" for k in range(n))),
         "fill": "fill, " if kept["opaque"] else "",
-        "quoted_place": quote(source.place),
-        "place": source.place,
-        "function": source.function,
+        "quoted_place": quote(place),
+        "place": place,
+        "function": function,
         "classes": ", ".join(f"Stage{k}" for k in range(n)) + "," * (n == 1),
         "tables": "\n".join(_tables(plan, stages)),
         "loss": _loss(stages[-1]),
@@ -237,14 +212,14 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _about(source: Source, *, quiet: bool) -> str:
-    where = clean(str(source), 80)
+def _about(target: str, *, quiet: bool) -> str:
+    kind = "file" if is_file(target.rpartition(":")[0]) else "module"
     return textwrap.fill(
-        f"Model, data and loss are those of {where}.  After {STEPS} steps it compares losses, "
-        "weights, and buffers after one, with those of plain PyTorch, and exits 1 unless equal "
-        f"within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the files "
-        f"beside it, and that {'file' if source.is_file else 'module'} with what it "
-        "imports.  Written by pdcompile, as a place to begin.",
+        f"Model, data and loss are those of {clean(target, 80)}.  After {STEPS} steps it compares "
+        "losses, weights, and buffers after one, with those of plain PyTorch, and exits 1 unless "
+        f"equal within tolerances that it prints{QUIETLY if quiet else ''}.  Needs torch, the "
+        f"files beside it, and that {kind} with what it imports.  Written by pdcompile, as a place "
+        "to begin.",
         WIDTH,
         break_long_words=False,
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
@@ -97,10 +96,10 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     Args:
         capture: of the model as it is.
     """
-    placed = {name: stage.index for stage in plan.stages for name in stage.ops}
-    stage_of = {op.name: placed.get(op.name, len(plan.stages) - 1) for op in capture.train.ops}
+    last = len(plan.stages) - 1
+    stage_of = {op.name: plan.stage_of.get(op.name, last) for op in capture.train.ops}
     training = replace(plan.training, parts=1, split="")
-    cluster = replace(Cluster.from_toml(plan.cluster, where="plan: cluster"), parts=None)
+    cluster = replace(plan.machines, parts=None)
     made = plan_of_cut(
         capture.train, stage_of, [1.0] * len(plan.stages), training, cluster, rehearsed=False
     )

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.hardware import devices
@@ -124,8 +123,7 @@ def measure_stages(
 
 def _device(plan: Plan, tensors: Mapping[str, Tensor]) -> torch.device:
     """The device of the stages: the GPU of a plan for GPUs, else wherever the model is."""
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster") if plan.cluster else None
-    here = devices.of_kind(cluster.devices[0].kind) if cluster else devices.HOST
+    here = devices.of_kind(plan.machines.devices[0].kind) if plan.cluster else devices.HOST
     if not devices.is_host(here):
         return here
     return next((one.device for one in tensors.values()), here)

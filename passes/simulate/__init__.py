@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from pdcompile.cluster import Cluster, Level, Link
+from pdcompile.cluster import Level, Link
 from pdcompile.passes.schedules.stream import make_stream
 from pdcompile.passes.simulate.clock import Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
@@ -91,8 +91,7 @@ def links_of(plan: Plan) -> Links:
     if not plan.cluster.strip():
         level = Level("none", 1, math.inf)
         return lambda _a, _b: level
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
-    return cache(cluster.level_between)
+    return cache(plan.machines.level_between)
 
 
 def _forecast(

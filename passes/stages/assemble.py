@@ -238,12 +238,11 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     Stages are rehearsed for that, unless the plan has what this version found when it made it.  A
     note tells where it said less.  Sums over parameters are compared by `check_plan` instead.
     """
-    last, planned = len(plan.stages) - 1, {n: one.index for one in plan.stages for n in one.ops}
-    stage_of = {op.name: planned.get(op.name, last) for op in graph.ops}
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    stage_of = {op.name: plan.stage_of.get(op.name, len(plan.stages) - 1) for op in graph.ops}
     made = plan_of_cut(
-        graph, stage_of, [1.0] * (last + 1), plan.training, cluster, known=plan, progress=progress
-    )
+        graph, stage_of, [1.0] * len(plan.stages), plan.training, plan.machines, known=plan,
+        progress=progress,
+    )  # fmt: skip
     notes = list(plan.notes)
     for stage, own in zip(plan.stages, made.stages, strict=True):
         for name in _OWN_BYTES:

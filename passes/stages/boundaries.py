@@ -27,9 +27,9 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
     """The stage of every op of the train graph, for a plan of it (see `check_plan`); ops of the
     loss belong to the last stage, and those that only outputs need."""
     last = len(plan.stages) - 1
-    placed = {name: stage.index for stage in plan.stages for name in stage.ops}
     return {
-        op.name: last if op.region == "loss" or op.aside else placed[op.name] for op in graph.ops
+        op.name: last if op.region == "loss" or op.aside else plan.stage_of[op.name]
+        for op in graph.ops
     }
 
 

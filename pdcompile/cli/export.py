@@ -13,8 +13,6 @@ from pdcompile.cli.output import Result
 if TYPE_CHECKING:
     from pdcompile.export import Export
 
-TARGETS = ("torch-pipelining", "torchtitan", "megatron", "accelerate")
-
 
 @verb()
 def export(
@@ -26,7 +24,9 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="RUNTIME", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}."
+            "--to",
+            metavar="RUNTIME",
+            help="torch-pipelining, torchtitan, megatron or accelerate.",
         ),
     ],
     output: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("exported"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,14 +96,10 @@ OWN = {
 }
 
 
-def parameters_of(verb: str) -> list[inspect.Parameter]:
-    """The flags of the table that a verb has, as typer takes them."""
-    known = (*ROWS.values(), *(replace(row, name=name) for name, row in OWN.items()))
-    return _parameters(r for r in known if r.flag and verb in (r.flag.verbs or (verb,)))
-
-
-def _parameters(rows: Iterable[Row]) -> list[inspect.Parameter]:
-    return [_parameter(row, row.flag) for row in rows if row.flag]
+def parameters_of(verb: str, rows: Mapping[str, Row]) -> list[inspect.Parameter]:
+    """The flags that a verb has of some rows, as typer takes them."""
+    flags = [(replace(row, name=name), row.flag) for name, row in rows.items() if row.flag]
+    return [_parameter(row, flag) for row, flag in flags if verb in (flag.verbs or (verb,))]
 
 
 def _parameter(row: Row, flag: Flag) -> inspect.Parameter:
@@ -274,9 +270,9 @@ def _as_command(verb: Callable[..., Result | None]) -> Callable[..., None]:
     for name, parameter in signature.parameters.items():
         kind = parameter.annotation
         if kind is Flags:
-            groups[name] = (kind, parameters_of(verb.__name__))
+            groups[name] = (kind, parameters_of(verb.__name__, {**ROWS, **OWN}))
         elif is_dataclass(kind):
-            groups[name] = (kind, _parameters(rows_of({"": parameter.annotation}).values()))
+            groups[name] = (kind, parameters_of(verb.__name__, rows_of({"": parameter.annotation})))
         else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from pdcompile.errors import ConfigError, errors_as
 from pdcompile.files import capture_beside, is_path, write_whole
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
-from pdcompile.passes.export import Exported, Source, Subject, configurations, refused
+from pdcompile.passes.export import Exported, Refusal, Subject, configurations
 from pdcompile.passes.export.rounding import Rounding, rounded
-from pdcompile.passes.export.torch_pipelining import check_script, torch_pipelining
+from pdcompile.passes.export.torch_pipelining import torch_pipelining, unlike_torch, unlike_torchs
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import alternating, known_to_torch, name_of
 from pdcompile.user_functions import is_file
@@ -27,7 +28,7 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """Maker of a target's files, which raises ConfigError for what the target cannot express.
+    """Maker of a target's files, and what the target would get wrong, of a model or any.
 
     Args:
         schedules: that it has; empty: any, as it does not pipeline.
@@ -35,14 +36,24 @@ class ExportTarget:
     """
 
     make: Callable[[Subject], Exported]
+    of_model: Callable[[Subject], Iterable[Refusal]] = lambda _: ()
+    of_plan: Callable[[Plan], Iterable[Refusal]] = lambda _: ()
     schedules: tuple[str, ...] = ()
     trains: bool = False
 
 
 TARGETS: dict[str, ExportTarget] = {
-    "torch-pipelining": ExportTarget(torch_pipelining, known_to_torch(), trains=True),
-    "torchtitan": ExportTarget(configurations.torchtitan, known_to_torch()),
-    "megatron": ExportTarget(configurations.megatron, alternating()),
+    "torch-pipelining": ExportTarget(
+        torch_pipelining, unlike_torch, unlike_torchs, known_to_torch(), trains=True
+    ),
+    "torchtitan": ExportTarget(
+        configurations.torchtitan,
+        configurations.unlike_torchtitan,
+        schedules=known_to_torch(),
+    ),
+    "megatron": ExportTarget(
+        configurations.megatron, configurations.unlike_megatrons, schedules=alternating()
+    ),
     "accelerate": ExportTarget(configurations.accelerate),
 }
 
@@ -116,17 +127,13 @@ def export(
         }),
         replan=replan,
     )  # fmt: skip
-    found = kind.make(
-        Subject(
-            result.capture,
-            result.plan,
-            result.sources,
-            source_of(target, Path(folder)),
-            workload.model,
-            call,
-        )
-    )
-    files = {**found.files, PLAN: result.sources.files[PLAN]}
+    subject = Subject(
+        result.capture, result.plan, result.sources, imported(target, Path(folder)),
+        workload.model, call,
+    )  # fmt: skip
+    _refuse(to, kind.of_model(subject))
+    made, notes = kind.make(subject)
+    files = {**made, PLAN: result.sources.files[PLAN]}
     if kind.trains:
         result.dump(str(folder), workload.model)
     with errors_as(
@@ -136,7 +143,7 @@ def export(
         for name, text in files.items():
             write_whole(Path(folder) / name, text.encode())
     written = {*files, *(result.sources.files if kind.trains else ())}
-    return Export(Path(folder), tuple(sorted(written)), rounding[0], found.notes)
+    return Export(Path(folder), tuple(sorted(written)), rounding[0], tuple(notes))
 
 
 def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan:
@@ -156,37 +163,38 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
             where="folder",
             remedy="name another folder (-o)",
         )
-    target, training = TARGETS[to], given.training
-    counts = {stage.replicas for stage in given.stages}
-    if target.schedules and training.schedule not in target.schedules:
-        raise refused(
-            to,
-            f"{to} has no schedule {name_of(training.schedule)!r}",
-            f"plan with schedule {' or '.join(target.schedules)}",
-        )
-    if target.trains:
-        check_script(given)
-    if len(counts) > 1:
-        raise refused(
-            to,
-            f"stages have {sorted(counts)} replicas, and those of {to} all have equally many",
-            "plan with replicas='equal' or a number",
-        )
-    if target.schedules and training.batch_size % (training.num_microbatches * max(counts)):
-        raise refused(
-            to,
-            f"{training.batch_size} samples in {training.num_microbatches} microbatches on "
-            f"{max(counts)} replicas are not of one size",
-            "plan with a number of microbatches that divides the minibatch, and that the "
-            "replicas divide",
-        )
+    _refuse(to, chain(_schedule(given, to), TARGETS[to].of_plan(given), _samples(given, to)))
     return given
 
 
-def source_of(target: str, folder: Path) -> Source:
-    """The place from which a script in a folder imports the target."""
-    place, _, function = target.rpartition(":")
+def _refuse(to: str, found: Iterable[Refusal]) -> None:
+    """Raise ConfigError for the first thing that a target would get wrong."""
+    for message, remedy in found:
+        raise ConfigError(message, where=f"--to {to}", remedy=remedy)
+
+
+def _schedule(plan: Plan, to: str) -> Iterator[Refusal]:
+    known, name = TARGETS[to].schedules, plan.training.schedule
+    if known and name not in known:
+        yield f"{to} has no schedule {name_of(name)!r}", f"plan with schedule {' or '.join(known)}"
+
+
+def _samples(plan: Plan, to: str) -> Iterator[Refusal]:
+    counts = {stage.replicas for stage in plan.stages}
+    if len(counts) > 1:
+        message = f"stages have {sorted(counts)} replicas, and those of {to} all have equally many"
+        yield message, "plan with replicas='equal' or a number"
+    size, m = plan.training.batch_size, plan.training.num_microbatches
+    if TARGETS[to].schedules and size % (m * max(counts)):
+        message = f"{size} samples in {m} microbatches on {max(counts)} replicas are not of one "
+        remedy = "plan with a number of microbatches that divides the minibatch, and that the "
+        yield f"{message}size", f"{remedy}replicas divide"
+
+
+def imported(target: str, folder: Path) -> str:
+    """The target as a script in a folder imports it."""
+    place, colon, function = target.rpartition(":")
     if not is_file(place):
-        return Source(place, function, False)
+        return target
     relative = os.path.relpath(Path(place).resolve(), folder.resolve())
-    return Source(Path(relative).as_posix(), function, True)
+    return f"{Path(relative).as_posix()}{colon}{function}"

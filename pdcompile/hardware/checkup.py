@@ -218,7 +218,6 @@ def _plan(path: Path, processes: int | None, environ: Mapping[str, str]) -> Iter
             on_this_host=_count(environ, "LOCAL_WORLD_SIZE"),
             memory_bytes=host.memory_bytes(),
             gpus=torch.cuda.device_count(),
-            where=str(path),
         )
     ]
     for one in missing:

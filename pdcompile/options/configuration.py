@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
@@ -19,7 +18,7 @@ from pdcompile.options.chosen_schedule import (
     microbatches_of,
     updates_each,
 )
-from pdcompile.options.values import SEARCHED, not_a_cluster
+from pdcompile.options.values import SEARCHED
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
@@ -278,9 +277,7 @@ def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
         if len(cluster.devices) == ranks:
             return cluster
         return Cluster.auto({"WORLD_SIZE": str(ranks)})  # a group of some ranks: as one host
-    if isinstance(given, str | Path):
-        return cluster_of(str(given))
-    raise not_a_cluster(given)
+    return cluster_of(str(given))
 
 
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
@@ -356,37 +353,28 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         idle=configuration.idle,
         placement=configuration.placement,
     )
-    several = [
-        _sharing(options, space, KINDS[name], len(configuration.cluster.devices))
-        for name in considered
-        if KINDS[name].usual > 1
-    ]
+    shares = [KINDS[name] for name in considered if KINDS[name].usual > 1 and not mixed]
+    several = [_sharing(options, configuration, sizes, kind) for kind in shares]
     return replace(space, sharing=tuple(one for one in several if one is not None))
 
 
 def _sharing(
-    options: Options, space: SearchSpace, kind: ScheduleKind, devices: int
+    options: Options, configuration: Configuration, sizes: SizeRange, kind: ScheduleKind
 ) -> SearchSpace | None:
     """The space of a schedule whose ranks hold several stages, as if it had been named: equal
     replicas where any are asked for.  None where there is none with these options."""
-    several = devices // _width(options.replicas) > 1
-    if not several or space.recomputed or counts_of(options) or options.stages is not None:
+    devices = len(configuration.cluster.devices)
+    if devices // _width(options.replicas) < 2 or counts_of(options) or options.stages is not None:
         return None
-    replicas = "equal" if options.replicas == "any" else options.replicas
-    named = replace(options, schedule=kind.name, replicas=replicas)
+    replicas: Any = {"any": "equal", 1: "1"}.get(options.replicas, options.replicas)
+    named = replace(options, schedule=kind.name, replicas=replicas, extra_warmup=(0,))
     dealt = _dealt(named, None, devices)
     if dealt is None:
         return None
-    stages, _ = dealt
-    return replace(
-        space,
-        replicas=_replicas(replicas, stages),
-        schedules=(kind.name,),
-        extra_warmup=(0,),
-        stages=None if replicas == "equal" else stages,
-        in_order=True,
-        placement=_placement(named, kind, stages, devices),
-    )
+    stages, training = dealt[0], replace(configuration.training, schedule=kind.name)
+    placement = _placement(named, kind, stages, devices)
+    chosen = replace(configuration, num_stages=stages, training=training, placement=placement)
+    return search_space(named, chosen, sizes)
 
 
 def _replicas(given: Any, stages: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pdcompile.eager.loss_scale import scaler_of
@@ -9,6 +10,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import chosen_schedule
 from pdcompile.options.table import ROWS
+from pdcompile.options.values import Finding, refuse
 from pdcompile.schedule.registry import KINDS, find, flush_schedules
 
 
@@ -28,52 +30,37 @@ def check_options(options: Options) -> None:
     """Refuse what is wrong whatever the model and the minibatch are.  Raises ConfigError."""
     for name, row in ROWS.items():
         if row.check is not None:
-            row.check(name, getattr(options, name))
-    _scaling(options)
-    if options.plan is None and options.parts == 1 and options.split != "auto":
-        raise ConfigError(
-            f"split={options.split!r} divides nothing: a stage has one part",
-            where="split",
-            remedy="say between how many ranks: parts=2; or leave split out",
-        )
-    if options.allow_edited and options.sources is None:
-        raise ConfigError(
-            "allow_edited=True without sources= would have no effect",
-            remedy="give sources=, the folder that was edited",
-        )
-    _grad_scaler(options)
+            refuse(row.check(name, getattr(options, name)))
+    refuse(_contradictions(options))
     chosen_schedule(options)
 
 
-def _grad_scaler(options: Options) -> None:
+def _contradictions(options: Options) -> Iterator[Finding]:
+    """Messages and remedies of options that cannot be beside each other."""
+    kind = find(options.schedule) if isinstance(options.schedule, str) else None
+    planned = options.plan is not None or options.sources is not None
+    # A plan says the schedule, and whether rates are scaled.
+    scales = options.linear_lr_scaling and ("schedule" in options.said or not planned)
+    if scales and not (kind and kind.updates_each and kind.takes_replicas):
+        names = (k.name for k in KINDS.values() if k.updates_each and k.takes_replicas)
+        message = f"linear_lr_scaling=True under schedule={options.schedule!r}: it is for updates "
+        remedy = f"leave it out, or use schedule={' or '.join(map(repr, names))}"
+        yield f"{message}that average as many minibatches as their stage has replicas", remedy
+    if options.plan is None and options.parts == 1 and options.split != "auto":
+        message = f"split={options.split!r} divides nothing: a stage has one part"
+        yield message, "say between how many ranks: parts=2; or leave split out"
+    if options.allow_edited and options.sources is None:
+        message = "allow_edited=True without sources= would have no effect"
+        yield message, "give sources=, the folder that was edited"
     if scaler_of(options.grad_scaler) is None:
         return
     if options.optimizer is None:
-        raise ConfigError(
-            "grad_scaler= decides whether an update is made, and optimizer=None makes none",
-            remedy="leave grad_scaler out; in a loop of your own loss_fn can return the loss times "
-            "a scale",
-        )
+        message = "grad_scaler= decides whether an update is made, and optimizer=None makes none"
+        remedy = "leave grad_scaler out; in a loop of your own loss_fn can return the loss times a "
+        yield message, f"{remedy}scale"
     if options.detect_nonfinite:
-        raise ConfigError(
-            "detect_nonfinite=True raises at the gradients that overflow, and a GradScaler finds "
-            "its scale by them",
-            remedy="leave one of the two out",
-        )
-
-
-def _scaling(options: Options) -> None:
-    """Refuse learning rates by stage where all stages average the same samples."""
-    kind = find(options.schedule) if isinstance(options.schedule, str) else None
-    if "schedule" not in options.said and not (options.plan is None is options.sources):
-        return  # the plan says the schedule, and whether rates are scaled
-    if options.linear_lr_scaling and not (kind and kind.updates_each and kind.takes_replicas):
-        names = (k.name for k in KINDS.values() if k.updates_each and k.takes_replicas)
-        raise ConfigError(
-            f"linear_lr_scaling=True under schedule={options.schedule!r}: it is for updates that "
-            "average as many minibatches as their stage has replicas",
-            remedy=f"leave it out, or use schedule={' or '.join(map(repr, names))}",
-        )
+        message = "detect_nonfinite=True raises at the gradients that overflow, and a GradScaler "
+        yield f"{message}finds its scale by them", "leave one of the two out"
 
 
 def check_target(options: Options, target: Any) -> None:

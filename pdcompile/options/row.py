@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from pdcompile.errors import ConfigError, PdcompileError, did_you_mean
+from pdcompile.options.values import Check, refuse
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,8 +47,8 @@ class Row:
     Args:
         help: for Python and the command line.
         more: for Python alone.
-        check: called with the name and a value; raises ConfigError for one that cannot be right,
-            whatever model and minibatch are.
+        check: called with the name and a value; finds what cannot be right, whatever model and
+            minibatch are.
         flag: on the command line; None: in Python alone.
         plan: the place in a plan that records it.  Left out, it is then the plan's.
         of_training: a `Workload` takes it too.
@@ -57,7 +58,7 @@ class Row:
 
     help: str
     more: str = ""
-    check: Callable[[str, Any], None] | None = None
+    check: Check | None = None
     flag: Flag | None = None
     plan: str = ""
     of_training: bool = False
@@ -87,7 +88,7 @@ class Row:
         flag = self.flag or Flag()
         if flag.read is None:
             if self.check is not None:
-                self.check(self.written, given)
+                refuse(self.check(self.written, given))
             return given
         try:
             return flag.read(given)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from pdcompile.cluster import Cluster
 from pdcompile.plan.schema import Plan
 
 PARTS = ("model", "costs", "cluster")  # of a fingerprint, in order
@@ -106,7 +105,7 @@ def named(record: Any, otherwise: Any) -> Any:
 
 def _alike(a: Plan, b: Plan) -> bool:
     """True if half of the smaller model's ops are in the other one, by name."""
-    ours, theirs = ({op for stage in plan.stages for op in stage.ops} for plan in (a, b))
+    ours, theirs = a.stage_of.keys(), b.stage_of.keys()
     return 2 * len(ours & theirs) >= min(len(ours), len(theirs))
 
 
@@ -137,7 +136,7 @@ def _fields(record: Any, *without: str) -> dict[str, Any]:
 
 def _cluster(plan: Plan) -> dict[str, Any]:
     """Devices, what runs of equal ones are, and the links of each level."""
-    cluster = Cluster.from_toml(plan.cluster, where="cluster")
+    cluster = plan.machines
     found: dict[str, Any] = {"devices": tuple(level.size for level in reversed(cluster.levels))}
     for name in ("kind", "memory_bytes", "speed"):
         runs = groupby(getattr(device, name) for device in cluster.devices)
@@ -166,14 +165,12 @@ def _forecast(plan: Plan) -> dict[str, Any]:
 
 def _memory(plan: Plan) -> dict[str, Any]:
     """Peak bytes of each rank by its ledger."""
-    ledgers = () if plan.forecast is None else plan.forecast.ledgers
-    return {f"rank {rank}": one.total_bytes for rank, one in enumerate(ledgers)}
+    return {f"rank {rank}": one.total_bytes for rank, one in enumerate(plan.ledgers)}
 
 
 def _moved(a: Plan, b: Plan) -> tuple[Moved, ...]:
     """Ops on another stage, in the order of the plans; those only one plan has come last."""
-    ours = {op: stage.index for stage in a.stages for op in stage.ops}
-    theirs = {op: stage.index for stage in b.stages for op in stage.ops}
+    ours, theirs = a.stage_of, b.stage_of
     groups: dict[tuple[int | None, int | None], list[str]] = defaultdict(list)
     for op in dict.fromkeys((*ours, *theirs)):
         source, target = ours.get(op), theirs.get(op)

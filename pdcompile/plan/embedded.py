@@ -102,8 +102,7 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
             where=f"{where}: problem.stages",
             remedy=AGAIN,
         )
-    stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
-    found = []
+    stage_of, found = plan.stage_of, list[int]()
     for item in problem.items:
         if absent := [op for op in item.ops if op not in stage_of]:
             raise PlanError(

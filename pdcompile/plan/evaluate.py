@@ -285,12 +285,6 @@ def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
     return list(Evaluation(problem, stage_of).violations())
 
 
-def memory(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[int, ...]:
-    """Bytes per stage by `MemoryRule`'s formula."""
-    found = Evaluation(problem, stage_of)
-    return tuple(map(found.memory, found.stages))
-
-
 def path_of(problem: PartitionProblem, stage_of: Sequence[int]) -> Path:
     """The critical path of the assignment's flush schedule."""
     found = Evaluation(problem, stage_of)

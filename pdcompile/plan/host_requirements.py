@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pdcompile.cluster import Cluster, Device
+from pdcompile.cluster import Device
 from pdcompile.errors import LaunchError, PdcompileError, PlanError
 from pdcompile.plan.schema import Plan
 from pdcompile.units import format_bytes
@@ -17,7 +17,6 @@ def lacks(
     on_this_host: int | None = None,
     memory_bytes: int | None = None,
     gpus: int | None = None,
-    where: str = "plan",
 ) -> Iterator[PdcompileError]:
     """Errors for all that is missing.
 
@@ -30,17 +29,16 @@ def lacks(
     if processes not in (None, plan.num_processes):
         yield LaunchError(
             f"the plan is for {plan.num_processes} processes, and there are {processes}",
-            where=where,
+            where="plan",
             remedy=f"launch with torchrun --nproc-per-node={plan.num_processes}, or plan again",
         )
-    devices = Cluster.from_toml(plan.cluster, where=f"{where}: cluster").devices
-    count, parts = plan.num_columns, plan.training.parts
+    devices, count, parts = plan.machines.devices, plan.num_columns, plan.training.parts
     if processes is not None and count > plan.num_ranks:
         idle = set(range(count)) - {rank for stage in plan.ranks for rank in stage}
         yield LaunchError(
             f"the plan leaves idle the ranks {', '.join(map(str, sorted(idle)))} before its last "
             "one, and processes are numbered through",
-            where=f"{where}: stages",
+            where="plan: stages",
             remedy="describe a cluster of the devices that the plan uses, and plan for that; one "
             "process runs this plan as it is",
         )
@@ -48,15 +46,15 @@ def lacks(
     here = [process // parts for process in range(min(most, count * parts))]
     yield from lacks_devices(
         [devices[rank] for rank in here],
-        alone=processes is None, gpus=gpus, where=f"{where}: cluster",
+        alone=processes is None, gpus=gpus, where="plan: cluster",
     )  # fmt: skip
-    ledgers = () if plan.forecast is None else plan.forecast.ledgers
-    held = [ledgers[rank].total_bytes for rank in here if ledgers and devices[rank].on_host]
+    hosted = [rank for rank in here if plan.ledgers and devices[rank].on_host]
+    held = [plan.ledgers[rank].total_bytes for rank in hosted]
     if memory_bytes is not None and sum(held) > memory_bytes:
         yield PlanError(
             f"the {len(held)} ranks on this host need {format_bytes(sum(held))} by the plan's "
             f"forecast, and it has {format_bytes(memory_bytes)}",
-            where=f"{where}: forecast",
+            where="plan: forecast",
             remedy="fewer ranks a host; or plan again with --memory "
             f"{memory_bytes // len(held) // 10**6}MB"
             + ("" if all(one.recompute for one in plan.stages) else ", and --recompute auto"),

@@ -7,14 +7,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from os import PathLike
 from typing import Literal
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError, ScheduleError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, encode, loads
 from pdcompile.plan.seal import check_seal, seal_of
-from pdcompile.plan.validate import pipeline, validate
+from pdcompile.plan.validate import depths, pipeline, validate
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
@@ -267,14 +269,7 @@ class Plan:
         """All that decides the schedule.  Raises ScheduleError where none of ours fits."""
         training = self.training
         kind_of(training.schedule, where="plan: training.schedule")
-        if len(training.warmup) != len(self.stages) or min(training.warmup, default=0) < 0:
-            raise ScheduleError(
-                f"{len(training.warmup)} warm-up depths for {len(self.stages)} stages: "
-                f"{list(training.warmup)}",
-                where="plan: training.warmup",
-                remedy="give one depth, from 0, to each stage",
-            )
-        for path, message, remedy in pipeline(self):
+        for path, message, remedy in chain(depths(self), pipeline(self)):
             raise ScheduleError(message, where=f"plan: {path}", remedy=remedy)
         return PipelineSpec(
             training.schedule,
@@ -298,6 +293,21 @@ class Plan:
         name = "--loss-reduction="
         found = (word.removeprefix(name) for word in self.command if word.startswith(name))
         return next(found, "")
+
+    @cached_property
+    def machines(self) -> Cluster:
+        """The cluster that it is for.  Raises ClusterError: the text is none."""
+        return Cluster.from_toml(self.cluster, where="plan: cluster")
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each op, by name."""
+        return {op: s for s, stage in enumerate(self.stages) for op in stage.ops}
+
+    @property
+    def ledgers(self) -> tuple[MemoryLedger, ...]:
+        """Memory of each rank by the forecast; empty without one."""
+        return () if self.forecast is None else self.forecast.ledgers
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -381,7 +391,6 @@ def ranks_of(stages: Sequence[StagePlan]) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     following = 0
     for stage in stages:
-        given = stage.ranks or tuple(range(following, following + stage.replicas))
-        following = max(given) + 1
-        found.append(given)
+        found.append(stage.ranks or tuple(range(following, following + stage.replicas)))
+        following = max(found[-1]) + 1
     return found

@@ -91,19 +91,13 @@ class PipelineTimes:
     @cached_property
     def timing(self) -> Timing:
         """One microbatch over the fastest ranks of each stage: all there is without replicas."""
-        tables: dict[Direction, dict[StagePair, float]] = {
-            "forward": {},
-            "backward": {},
-            "final": {},
-        }
+        tables: dict[Direction, dict[StagePair, float]] = {kind: {} for kind in DIRECTIONS}
         between: dict[StagePair, list[Link]] = {}
         for kind, a, b, size in self.messages:
             links = between.get((a, b))
             if links is None:
-                pairs = ((x, y) for x in self.ranks[a] for y in self.ranks[b])
-                links = between[a, b] = list(
-                    {id(one): one for one in map(self._of, pairs)}.values()
-                )
+                every = (self.link(x, y) for x in self.ranks[a] for y in self.ranks[b])
+                links = between[a, b] = list({id(one): one for one in every}.values())
             seconds = min(message_seconds(link, size) for link in links)
             tables[kind][a, b] = tables[kind].get((a, b), 0.0) + seconds
         return Timing(
@@ -115,9 +109,6 @@ class PipelineTimes:
             not any(self.half_duplex),
             tuple(self.again),
         )
-
-    def _of(self, pair: tuple[int, int]) -> Link:
-        return self.link(*pair)
 
     def traffic(self, num_microbatches: int) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds per microbatch that each rank sends and receives."""

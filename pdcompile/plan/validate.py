@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan.embedded import Finding, unusable_numbers
@@ -17,8 +16,8 @@ from pdcompile.schedule.registry import (
     kind_of,
     one_age_streams,
     several_a_rank,
-    with_replicas,
 )
+from pdcompile.schedule_limits import JOINT, unfit
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -70,9 +69,8 @@ def _stages(plan: Plan) -> Iterator[Finding]:
 
 def pipeline(plan: Plan) -> Iterator[Finding]:
     """Findings of what no schedule could run, whatever the stages compute."""
-    yield from _as_written(plan)
+    yield from _fitting(plan)
     yield from _ranks(plan)
-    yield from _updates(plan)
     for i, edge in enumerate(plan.edges):
         path = f"edges[{i}].targets"
         if edge.source >= len(plan.stages):
@@ -162,71 +160,48 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
             )
 
 
-def _as_written(plan: Plan) -> Iterator[Finding]:
-    """Findings of other stages, ranks or microbatches than those of a schedule that is carried."""
-    kind = find(plan.training.schedule)
-    written = None if kind is None else kind.written
-    if written is None:
-        return
-    count, remedy = plan.training.num_microbatches, "make the plan again with this schedule"
-    if len(plan.stages) != len(written.placement):
-        message = f"{len(plan.stages)} stages, and the schedule {written.name!r} is written for "
-        yield "stages", f"{message}{len(written.placement)}", remedy
-        return
-    if count != written.num_microbatches:
-        message = f"{count}, and the schedule {written.name!r} is written for "
-        yield "training.num_microbatches", f"{message}{written.num_microbatches}", remedy
-    for s, (rank, stage) in enumerate(zip(written.placement, plan.stages, strict=True)):
-        if stage.replicas > 1:
-            message = f"{stage.replicas} replicas, and a written schedule has one rank for a stage"
-            yield f"stages[{s}].replicas", message, remedy
-        elif (stage.ranks or (s,)) != (rank,):
-            message = f"rank {(stage.ranks or (s,))[0]}, and the schedule {written.name!r} has "
-            yield f"stages[{s}].ranks", f"{message}stage {s} on rank {rank}", remedy
-
-
-def _updates(plan: Plan) -> Iterator[Finding]:
-    """Findings of what a schedule cannot do whose weights are as old as its warm-up is deep."""
+def _fitting(plan: Plan) -> Iterator[Finding]:
+    """Findings of stages, microbatches, replicas or updates that the schedule does not have."""
     kind, training = find(plan.training.schedule), plan.training
-    if kind is None or not kind.updates_each:
+    if kind is None:
         return
-    under = f"under {kind.name!r}"
-    if training.num_microbatches > 1:
-        message = f"{training.num_microbatches} microbatches {under}, "
-        message += "where every microbatch is a minibatch with an update of its own"
-        yield "training.num_microbatches", message, "one microbatch, of a smaller minibatch"
-    for s, stage in enumerate(plan.stages):
-        if stage.replicas > 1 and not kind.takes_replicas:
-            message = f"{stage.replicas} replicas {under}, whose weights are one version on all "
-            message += "stages: stages of unlike counts update at unlike times"
-            remedy = f"one replica a stage, or use a schedule of {with_replicas()}"
-            yield f"stages[{s}].replicas", message, remedy
+    counts = [stage.replicas for stage in plan.stages]
+    asked: dict[str, Sequence[Any]] = {
+        "stages": [len(counts)],
+        "microbatches": [training.num_microbatches],
+        "replicas": sorted({*counts} - {1}),
+        "max_grad_norm": [1] * (training.max_grad_norm is not None),
+        "grad_scaler": [1] * training.loss_scaling,
+    }
+    places = {"microbatches": "num_microbatches", "grad_scaler": "loss_scaling"}
+    for name, count, why, remedy in unfit(kind, f"under {kind.name!r}", asked):
+        place = f"training.{places.get(name, name)}"
+        if name in ("stages", "replicas"):
+            place = "stages" + f"[{counts.index(count)}].replicas" * (name == "replicas")
+        yield place, f"{name if name in JOINT else f'{count} {name}'}{why}", remedy
+    for s, rank in enumerate(kind.written.placement[: len(counts)] if kind.written else ()):
+        if (own := plan.stages[s].ranks or (s,)) != (rank,):
+            message = f"rank {own[0]}, and the schedule {kind.name!r} has stage {s} on rank {rank}"
+            yield f"stages[{s}].ranks", message, "make the plan again with this schedule"
     if kind.one_age:
         return
-    instead = f"use schedule {one_age_streams()}"
-    for name, asked, what in (
-        ("max_grad_norm", training.max_grad_norm is not None, "clipping by a norm of all stages"),
-        ("loss_scaling", training.loss_scaling, "skipping updates of all stages together"),
-    ):
-        if asked:
-            message = f"{what} {under}, whose stages hold weights of unlike age"
-            yield f"training.{name}", message, f"{instead}, or do without"
     for i, tied in enumerate(plan.tied):
         message = f"{tied.fqn!r} is on stages {list(tied.stages)}, whose weights differ in age "
-        remedy = f"{instead}, or keep its users on one stage (constraints=[Together(…)])"
-        yield f"tied[{i}].stages", message + under, remedy
+        remedy = f"use schedule {one_age_streams()}, or keep its users on one stage "
+        remedy += "(constraints=[Together(…)])"
+        yield f"tied[{i}].stages", f"{message}under {kind.name!r}", remedy
 
 
 def _edges(plan: Plan) -> Iterator[Finding]:
-    stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
     seen: set[str] = set()
     for i, edge in enumerate(plan.edges):
         path = f"edges[{i}]"
         if edge.value in seen:
             yield path, f"value {edge.value!r} has two edges", "list all targets in one edge"
         seen.add(edge.value)
-        if stage_of.get(edge.value, edge.source) != edge.source:
-            message = f"{edge.value!r} is made on stage {stage_of[edge.value]}, not {edge.source}"
+        made = plan.stage_of.get(edge.value, edge.source)
+        if made != edge.source:
+            message = f"{edge.value!r} is made on stage {made}, not {edge.source}"
             yield f"{path}.source", message, "send a value from the stage that makes it"
         if edge.dtype not in DTYPE_BYTES:
             yield f"{path}.dtype", f"unknown dtype {edge.dtype!r}", "use torch's names"
@@ -252,9 +227,16 @@ def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[
         yield path, f"there is no stage {max(stages)}", "name existing stages"
 
 
+def depths(plan: Plan) -> Iterator[Finding]:
+    """Findings of a warm-up that is not one depth for each stage."""
+    warmup, count = plan.training.warmup, len(plan.stages)
+    if len(warmup) != count or min(warmup, default=0) < 0:
+        message = f"{len(warmup)} warm-up depths for {count} stages: {list(warmup)}"
+        yield "training.warmup", message, "give one depth, from 0, to each stage"
+
+
 def _training(plan: Plan) -> Iterator[Finding]:
-    training, num_stages = plan.training, len(plan.stages)
-    kind = None
+    training, kind = plan.training, None
     try:
         kind = kind_of(training.schedule, "training.schedule")
     except ScheduleError as error:
@@ -265,9 +247,7 @@ def _training(plan: Plan) -> Iterator[Finding]:
     if training.max_grad_norm == 0:
         yield "training.max_grad_norm", "clips every gradient to 0", "write null or more than 0"
     warmup = training.warmup
-    if warmup and len(warmup) != num_stages:
-        message = f"{len(warmup)} warm-up depths for {num_stages} stages"
-        yield "training.warmup", message, "give one depth to each stage"
+    yield from depths(plan) if warmup else ()
     replicated = any(stage.replicas > 1 for stage in plan.stages)
     counted = kind is not None and kind.written is not None
     if not (replicated or counted) and any(a < b for a, b in pairwise(warmup)):
@@ -300,7 +280,7 @@ def _certificate(plan: Plan) -> Iterator[Finding]:
 
 def _cluster(plan: Plan) -> Iterator[Finding]:
     try:
-        cluster = Cluster.from_toml(plan.cluster, where="cluster")
+        cluster = plan.machines
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
 from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
@@ -122,29 +121,19 @@ def _sends(plan: Plan, stage: int) -> str:
     return format_bytes(total) if total else "-"
 
 
-def limits(plan: Plan) -> dict[int, int | None]:
-    """Memory limit of each rank in bytes, from the plan's cluster."""
-    devices = Cluster.from_toml(plan.cluster, where="plan: cluster").devices
-    return {rank: device.memory_bytes for rank, device in enumerate(devices)}
-
-
 def fullest(plan: Plan) -> list[int]:
     """Ranks of a plan with a forecast, nearest to their memory limits first, then by bytes."""
-    assert plan.forecast is not None
-    limit_of, ledgers = limits(plan), plan.forecast.ledgers
 
     def fullness(rank: int) -> tuple[float, int]:
-        total = ledgers[rank].total_bytes
-        return total / (limit_of.get(rank) or math.inf), total
+        total = plan.ledgers[rank].total_bytes
+        return total / (plan.machines.devices[rank].memory_bytes or math.inf), total
 
-    return sorted(range(len(ledgers)), key=fullness, reverse=True)
+    return sorted(range(len(plan.ledgers)), key=fullness, reverse=True)
 
 
 def memory_table(plan: Plan) -> Table:
     """The memory of each rank at its peak, line by line, against its limit."""
-    assert plan.forecast is not None
-    ledgers, limit_of = plan.forecast.ledgers, limits(plan)
-    used = [line for line in LEDGER_LINES if any(getattr(one, line[0]) for one in ledgers)]
+    used = [line for line in LEDGER_LINES if any(getattr(one, line[0]) for one in plan.ledgers)]
     many = sum(max(len(label), 7) + 1 for _, label in used) > MOST_COLUMNS  # of a hundred
 
     def number(count: int) -> str:
@@ -156,8 +145,8 @@ def memory_table(plan: Plan) -> Table:
     table.columns[-2].style = "bold"
     for column in table.columns[1:]:
         column.min_width = len("17.4 MB") - many
-    for rank, ledger in enumerate(ledgers):
-        limit = limit_of.get(rank)
+    for rank, ledger in enumerate(plan.ledgers):
+        limit = plan.machines.devices[rank].memory_bytes
         table.add_row(
             f"{'ranks' if plan.training.parts > 1 else 'rank'} "
             f"{labels.ranks(plan.processes_of(rank))}",
@@ -176,7 +165,7 @@ def forecast_line(plan: Plan) -> Text:
     if len(forecast.sent_bytes) > 4:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
     source = f" from {plan.costs}" if plan.costs else ""
-    alone = plan.num_ranks > 1 and Cluster.from_toml(plan.cluster).in_process
+    alone = plan.num_ranks > 1 and plan.machines.in_process
     turns = "; of stages side by side: in one process they take turns" if alone else ""
     return Text(
         f"forecast{source}: {format_seconds(forecast.step_seconds)} a step, "

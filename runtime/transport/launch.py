@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pdcompile.cluster import Cluster
 from pdcompile.errors import LaunchError, store_errors
 from pdcompile.hardware import devices
 from pdcompile.options import Options
@@ -303,9 +302,8 @@ def data_path(plan: Plan, *, alone: bool) -> DataPath:
 
 def _without_nccl(plan: Plan) -> str:
     """Reason why the plan's data cannot go over NCCL; empty where it can."""
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
     ranks = {rank for held in plan.ranks for rank in held}
-    hosts = sorted(rank for rank in ranks if cluster.devices[rank].on_host)
+    hosts = sorted(rank for rank in ranks if plan.machines.devices[rank].on_host)
     if hosts:
         return f"the plan has CPUs on ranks {', '.join(map(str, hosts))}"
     return "" if dist.is_nccl_available() else "this torch is built without NCCL"

@@ -25,7 +25,7 @@ from pdcompile.report.page.words import (
     proved,
     what_limits,
 )
-from pdcompile.report.plan_table import certificate_line, fullest, headline, limits
+from pdcompile.report.plan_table import certificate_line, fullest, headline
 from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.units import format_bytes, format_seconds
 
@@ -83,10 +83,9 @@ def page_data(
 
 def _tiles(plan: Plan, run: Run | None) -> list[dict[str, str]]:
     """Headline numbers; a tone of "bad" says that something is wrong."""
-    forecast, limit_of = plan.forecast, limits(plan)
+    forecast, rank = plan.forecast, fullest(plan)[0]
     assert forecast is not None
-    rank = fullest(plan)[0]
-    total, limit = forecast.ledgers[rank].total_bytes, limit_of.get(rank)
+    total, limit = plan.ledgers[rank].total_bytes, plan.machines.devices[rank].memory_bytes
     room = f"rank {rank}; no limit"
     if limit:
         room = f"of {format_bytes(limit)} on rank {rank}: {100 * total / limit:.0f} %"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdcompile.errors import PlanError
+from pdcompile.errors import PlanError, some
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem import PartitionProblem
@@ -119,9 +119,8 @@ def _detail(problem: PartitionProblem, box: _Box) -> str:
         f"{format_bytes(sum(one.parameter_bytes for one in items))} of parameters",
     ]
     if len(items) > 1:
-        names = [one.name for one in items[:NAMED]]
-        more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
-        parts.append(f"{counted(len(items), 'item')}: {', '.join(names)}{more}")
+        names = some([one.name for one in items], NAMED)
+        parts.append(f"{counted(len(items), 'item')}: {names}")
     return f"{box.name}, stage {box.stage}: " + "; ".join(parts)
 
 
@@ -147,15 +146,14 @@ def _edges(
         yield {"source": source, "target": target, "label": "", "detail": ""}
     for (source, target), values in sorted(crossing.items()):
         total = sum(forward + backward for _, forward, backward in values)
-        parts = ", ".join(
+        parts = [
             f"{name} {format_bytes(forward)}"
             + (f" and its gradient {format_bytes(backward)}" if backward else "")
-            for name, forward, backward in values[:NAMED]
-        )
-        more = f" and {len(values) - NAMED} more" if len(values) > NAMED else ""
+            for name, forward, backward in values
+        ]
         yield {
             "source": source,
             "target": target,
             "label": format_bytes(total),
-            "detail": f"a microbatch: {parts}{more}",
+            "detail": f"a microbatch: {some(parts, NAMED)}",
         }

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from pdcompile.cluster import Cluster
 from pdcompile.passes.simulate import Simulation, TimelineEvent
 from pdcompile.passes.simulate.critical_chain import CriticalPath
 from pdcompile.passes.simulate.ledger import Held
@@ -16,7 +15,7 @@ from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.report.labels import counted
 from pdcompile.report.page.words import named, path_in_words, percent
 from pdcompile.report.palette import MEMORY, WORK
-from pdcompile.report.plan_table import fullest, limits, memory_table
+from pdcompile.report.plan_table import fullest, memory_table
 from pdcompile.report.timeline import Bar, Event, bars, duration, numbered
 from pdcompile.schedule import Kind, Phase
 from pdcompile.units import format_bytes, format_rate, format_seconds
@@ -86,12 +85,10 @@ def _minibatches(shown: Sequence[Bar]) -> list[tuple[int, float, float]]:
 def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -> dict[str, Any]:
     """Memory of a plan with a forecast: of each rank at its peak by group, and over so many seconds
     from the rank's `curves`, as (second, bytes a group …)."""
-    assert plan.forecast is not None
-    limit_of, ledgers = limits(plan), plan.forecast.ledgers
     drawn = fullest(plan)[:MOST_CURVES]
     lanes = []
-    for rank, ledger in enumerate(ledgers):
-        limit, total = limit_of.get(rank), ledger.total_bytes
+    for rank, ledger in enumerate(plan.ledgers):
+        limit, total = plan.machines.devices[rank].memory_bytes, ledger.total_bytes
         lanes.append(
             {
                 "rank": rank,
@@ -104,7 +101,7 @@ def memory_lanes(plan: Plan, curves: Sequence[Sequence[Held]], seconds: float) -
                 "points": thinned(curves[rank]) if rank in drawn else (),
             }
         )
-    hidden = len(ledgers) - len(drawn)
+    hidden = len(plan.ledgers) - len(drawn)
     note = f"Over time: the {MOST_CURVES} fullest ranks; {hidden} others are left out." * (
         hidden > 0
     )
@@ -189,7 +186,7 @@ def _link(
     for event in events:
         carried[CARRIED[event.action.kind]] += event.num_bytes
     what = ", ".join(f"{format_bytes(count / steps)} {name}" for name, count in carried.items())
-    level = Cluster.from_toml(plan.cluster, where="plan: cluster").level_between(*ends)
+    level = plan.machines.level_between(*ends)
     rate = format_rate(level.bytes_per_second)
     label = f"rank {ends[0]} → {ends[1]}, {level.name} {rate}"
     return _busy(label, events, seconds, f"a step: {what}")

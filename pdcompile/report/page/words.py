@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from pdcompile.cluster import Cluster, Device
+from pdcompile.cluster import Device
 from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
-from pdcompile.report.plan_table import fullest, limits
+from pdcompile.report.plan_table import fullest
 from pdcompile.units import format_bytes, format_rate
 
 FULL = 0.9  # of a limit, from which memory is mentioned
@@ -19,10 +19,10 @@ def named(share: Share) -> str:
     """Name of a part of the critical path: ``computing of stage 2``."""
     return {
         "compute": f"computing of stage {share.stage}",
-        "update": f"updates of stage {share.stage}",
+        "update": f"updating stage {share.stage}",
         "link": "link " + " → ".join(map(str, share.ranks)),
-        "sum": f"sums of stage {share.stage}'s gradients over its replicas",
-        "norms": "norms of gradients over all ranks",
+        "sum": f"summing stage {share.stage}'s gradients over its replicas",
+        "norms": "comparing norms of gradients over all ranks",
         "fill": "filling the pipeline (bubble)",
         "drain": "draining the pipeline (bubble)",
     }[share.what]
@@ -45,18 +45,13 @@ def what_limits(plan: Plan, path: CriticalPath) -> Iterator[str]:
     if first is None:
         yield "No stage and no link takes time in this plan."
     else:
-        yield f"{_subject(first)}. Its critical path: {path_in_words(path)}."
+        subject = named(first)
+        yield (
+            f"{subject[0].upper()}{subject[1:]} limits this plan. Its critical path: "
+            f"{path_in_words(path)}."
+        )
     yield from _balance(plan)
     yield from _memory(plan)
-
-
-def _subject(share: Share) -> str:
-    what = {"compute": "Computing", "update": "The update", "sum": "Summing gradients"}
-    if share.what == "link":
-        a, b = share.ranks
-        return f"The link from rank {a} to rank {b} limits this plan"
-    where = f" of stage {share.stage}" if share.stage >= 0 else ""
-    return f"{what.get(share.what, 'Comparing norms of gradients')}{where} limits this plan"
 
 
 def _balance(plan: Plan) -> Iterator[str]:
@@ -79,9 +74,8 @@ def _balance(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    assert plan.forecast is not None
     rank = fullest(plan)[0]
-    total, limit = plan.forecast.ledgers[rank].total_bytes, limits(plan).get(rank)
+    total, limit = plan.ledgers[rank].total_bytes, plan.machines.devices[rank].memory_bytes
     if not limit:
         return
     part = total / limit
@@ -111,7 +105,7 @@ def gap_tile(one: Certificate) -> tuple[str, str]:
 
 def cluster_in_words(plan: Plan) -> str:
     """``8 × h100 of 80.0 GB; nvlink 450 GB/s, infiniband 50.0 GB/s``."""
-    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    cluster = plan.machines
     parts = plan.training.parts
     devices = [
         f"{parts * len(list(group))} × {_device(device)}"
