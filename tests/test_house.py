@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         4_820,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_615),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_629),
     "trace": (("passes/trace",), 7_016),
     "costs": (("passes/costs", "passes/profile"), 3_603),
     "planner": (
@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_333),
     "verify": (("passes/verify",), 1_550),
     "parts": (("passes/parts", "pdcompile/parts"), 3_521),
-    "runtime": (("runtime",), 9_231),
+    "runtime": (("runtime",), 9_233),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_597,

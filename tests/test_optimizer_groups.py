@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 import pdcompile
 from pdcompile.checkpoint.extra_states import fitting_state
 from pdcompile.checkpoint.manifest import StoredScheduler
+from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.errors import CheckpointError, ConfigError
 from tests.helpers.launch import processes
 from tests.helpers.loops import same as equal_models
@@ -339,3 +340,21 @@ def test_complex_parameters_are_clipped_as_in_the_reference(schedule: str) -> No
         pipe.step(x * (1 + 0.1 * t), target=y)
         reference.step(x * (1 + 0.1 * t), target=y)
     assert same(pipe.full_state_dict(), reference.full_state_dict())
+
+
+def test_a_rank_may_have_nothing_to_update() -> None:
+    """A callable that takes none of a rank's parameters gets one without elements, or none."""
+    frozen = [("body", nn.Parameter(torch.ones(2), requires_grad=False))]
+    makes = {
+        "by gradient": lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad], lr=0.5),
+        "by name": lambda ps: torch.optim.AdamW([p for n, p in ps.named if n == "head"]),
+        "a list": lambda ps: [torch.optim.AdamW(x) for x in [[p for p in ps if p.ndim > 2]] if x],
+    }
+    for name, make in makes.items():
+        made = make_optimizer(make, frozen, partial=True)
+        assert made is not None
+        held = [p for group in made.param_groups for p in group["params"]]
+        assert [p.numel() for p in held] == [0], name
+        with pytest.raises((ValueError, ConfigError)):
+            make_optimizer(make, frozen)
+    assert make_optimizer(makes["by gradient"], frozen, partial=True).defaults["lr"] == 0.5

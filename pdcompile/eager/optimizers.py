@@ -163,12 +163,13 @@ def all_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def make_optimizer(
-    make: Any, named: Iterable[tuple[str, torch.nn.Parameter]]
+    make: Any, named: Iterable[tuple[str, torch.nn.Parameter]], *, partial: bool = False
 ) -> torch.optim.Optimizer | None:
     """The optimizer that the user's callable makes; None without one.
 
     A list of optimizers becomes one, `Optimizers`.  A rank without parameters gets an optimizer of
-    one empty parameter, so that learning-rate schedulers work alike on every rank.
+    one empty parameter, so that learning-rate schedulers work alike on every rank; so does one of
+    whose parameters the callable takes none, where other ranks have others (`partial`).
 
     Raises:
         ConfigError: the result is not an optimizer, its step needs a closure, or it holds
@@ -180,8 +181,11 @@ def make_optimizer(
         raise ConfigError(
             f"optimizer is {type(make).__name__}, not a callable that makes one", remedy=_REMEDY
         )
-    pairs = list(named) or [("", torch.nn.Parameter(torch.empty(0, 0)))]
-    made = make(NamedParameters(pairs))
+    nothing = [("", torch.nn.Parameter(torch.empty(0, 0)))]
+    pairs = list(named) or nothing
+    made = _made(make, pairs) if partial else make(NamedParameters(pairs))
+    if partial and made == []:
+        pairs, made = nothing, _made(make, nothing) or torch.optim.SGD([nothing[0][1]], lr=0.0)
     several = isinstance(made, list | tuple)
     for one in made if several else (made,):
         if not isinstance(one, torch.optim.Optimizer):
@@ -209,6 +213,16 @@ def make_optimizer(
             "torch.optim.SGD(parameters, lr=0.1)",
         )
     return optimizer
+
+
+def _made(make: Any, pairs: Sequence[tuple[str, torch.nn.Parameter]]) -> Any:
+    """Return what the callable makes of these; [] where it takes none of them."""
+    try:
+        return make(NamedParameters(pairs))
+    except ValueError as error:
+        if "empty parameter list" in str(error):  # torch's own
+            return []
+        raise
 
 
 def _refuse_closure(one: torch.optim.Optimizer) -> None:

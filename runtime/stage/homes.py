@@ -58,7 +58,9 @@ class Homes:
         self, build: Any, named: Iterable[tuple[str, nn.Parameter]]
     ) -> torch.optim.Optimizer | None:
         """The optimizer of this process."""
-        made = make_optimizer(build, [(fqn, self.wholes.get(fqn, one)) for fqn, one in named])
+        own = [(fqn, self.wholes.get(fqn, one)) for fqn, one in named]
+        every = sum(info.kind == "parameter" for info in self._state.infos.values())
+        made = make_optimizer(build, own, partial=len(own) < every)
         self._let_go(self.wholes)
         for one in {made, *members(made)} if made is not None and self.wholes else ():
             self._follow(one)
