@@ -61,3 +61,14 @@ def test_who_counts_the_targets_is_told_nothing() -> None:
     count = lambda args, kwargs, target: int((target != 0).sum())  # noqa: E731
     assert not notes(loss, TARGET, loss_reduction=count)
     assert not notes(loss, TARGET, microbatches=1)
+
+
+@pytest.mark.parametrize(("microbatches", "said"), [(4, "4 of the minibatch's 16"), (1, "")])
+def test_statistics_of_microbatches_are_told_by_the_plan(microbatches: int, said: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    with pdcompile.compile(
+        model, torch.randn(16, 8), example_target=torch.randn(16, 4), loss_fn=F.mse_loss,
+        cluster=pdcompile.Cluster.local(1), costs="estimated", microbatches=microbatches,
+    ) as pipe:  # fmt: skip
+        found = [note for note in pipe.plan.notes if note.startswith("batch norm takes")]
+    assert [said in note for note in found] == ([True] if said else [])

@@ -20,6 +20,7 @@ from pdcompile.batch.step_result import own_loss
 from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError, some
 from pdcompile.ir.graph import Op, OpGraph
+from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.trace.python_state import preserved_state
 from pdcompile.plan import Training
 from pdcompile.releases.torch_internals import BatchNorm
@@ -253,3 +254,17 @@ def _choices(op: Op) -> Iterator[str]:
             yield f"{word} with ignore_index={given['ignore_index']}"
         if given.get("weight") is not None:
             yield f"{word} with weight="
+
+
+def statistics_of_microbatches(graph: OpGraph, training: Training) -> Iterator[str]:
+    """A note on batch norm, which sees one microbatch at a time."""
+    norms = [
+        op for op in graph.ops if op.buffers_written and plain_name(op).startswith("batchnorm")
+    ]
+    size = -(-training.batch_size // max(1, training.num_microbatches))
+    if norms and size < training.batch_size:
+        named = some([*dict.fromkeys(op.module_path or op.source for op in norms)], 3)
+        yield (
+            f"batch norm takes the statistics of each microbatch, {size} of the minibatch's "
+            f"{training.batch_size} samples ({named}): losses and gradients depend on microbatches= (--microbatches)"
+        )
