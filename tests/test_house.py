@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_295,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_333),
-    "verify": (("passes/verify",), 1_565),
+    "verify": (("passes/verify",), 1_566),
     "parts": (("passes/parts", "pdcompile/parts"), 3_521),
     "runtime": (("runtime",), 9_233),
     "checkpoints and state": (

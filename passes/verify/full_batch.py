@@ -63,9 +63,10 @@ def full_batch_notes(
         gap = check.gap(frozen=False)
         if norms and gap is not None:
             notes.append(
-                f"batch norm takes the statistics of each microbatch ({some(norms)}), so that "
-                f"gradients are not those of one full batch of {rows}: {gap}"
-            )
+                f"batch norm takes the statistics of each microbatch, {size} of the minibatch's "
+            f"{training.batch_size} samples ({named}): losses and gradients depend on microbatches= "
+            "(--microbatches)"
+        )
             gap = check.gap(frozen=True)
         hint = check.cause(frozen=bool(norms)) if gap is not None else ""
     except NotComparable as error:
