@@ -63,10 +63,9 @@ def full_batch_notes(
         gap = check.gap(frozen=False)
         if norms and gap is not None:
             notes.append(
-                f"batch norm takes the statistics of each microbatch, {size} of the minibatch's "
-            f"{training.batch_size} samples ({named}): losses and gradients depend on microbatches= "
-            "(--microbatches)"
-        )
+                f"batch norm takes the statistics of each microbatch ({some(norms)}), so that "
+                f"gradients are not those of one full batch of {rows}: {gap}"
+            )
             gap = check.gap(frozen=True)
         hint = check.cause(frozen=bool(norms)) if gap is not None else ""
     except NotComparable as error:
@@ -267,5 +266,6 @@ def statistics_of_microbatches(graph: OpGraph, training: Training) -> Iterator[s
         named = some([*dict.fromkeys(op.module_path or op.source for op in norms)], 3)
         yield (
             f"batch norm takes the statistics of each microbatch, {size} of the minibatch's "
-            f"{training.batch_size} samples ({named}): losses and gradients depend on microbatches= (--microbatches)"
+            f"{training.batch_size} samples ({named}): gradients depend on microbatches= "
+            "(--microbatches)"
         )
