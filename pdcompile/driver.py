@@ -45,7 +45,7 @@ from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.batch_sizes import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
-from pdcompile.passes.verify.full_batch import statistics_of_microbatches, uneven_means
+from pdcompile.passes.verify.full_batch import notes_on_microbatches
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner, after_wider, check_refine, why_not_timed
 from pdcompile.report.progress import compiling
@@ -179,8 +179,7 @@ def run_passes(
         *plan.notes,
         *note_on_dropped(plan, captured.train),
         *notes_on_own_buffers(plan, captured.train),
-        *uneven_means(whole.train, plan.training),
-        *statistics_of_microbatches(whole.train, plan.training),
+        *notes_on_microbatches(whole.train, plan.training),
         *note_on_region(plan.training.autocast, plan.machines.devices),
     )
     plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))

@@ -233,7 +233,13 @@ def _taken(gradients: dict[str, Tensor], places: dict[str, Tensor]) -> Tensor:
 _MEANS = ("cross_entropy", "nll_loss")
 
 
-def uneven_means(graph: OpGraph, training: Training) -> Iterator[str]:
+def notes_on_microbatches(graph: OpGraph, training: Training) -> Iterator[str]:
+    """Notes on what may make gradients others than those of the whole minibatch."""
+    yield from _uneven_means(graph, training)
+    yield from _own_statistics(graph, training)
+
+
+def _uneven_means(graph: OpGraph, training: Training) -> Iterator[str]:
     """A note where a minibatch's loss may differ from the mean of its microbatches' losses, also if
     those of the example (`full_batch_notes`) do not."""
     chosen = sorted({text for op in graph.ops for text in _choices(op)})
@@ -256,7 +262,7 @@ def _choices(op: Op) -> Iterator[str]:
             yield f"{word} with weight="
 
 
-def statistics_of_microbatches(graph: OpGraph, training: Training) -> Iterator[str]:
+def _own_statistics(graph: OpGraph, training: Training) -> Iterator[str]:
     """A note on batch norm, which sees one microbatch at a time."""
     norms = [
         op for op in graph.ops if op.buffers_written and plain_name(op).startswith("batchnorm")
