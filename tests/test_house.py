@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_333),
     "verify": (("passes/verify",), 1_572),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_521),
-    "runtime": (("runtime",), 9_233),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_524),
+    "runtime": (("runtime",), 9_242),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_597,

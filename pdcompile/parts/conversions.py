@@ -441,6 +441,9 @@ def _run(at: At, x: Tensor, parts: Alone) -> Tensor:
             return _cut(x, step.dim, step.runs, parts.count, at)[parts.part].contiguous()
         case "scatter":
             return parts.meet(_cut(x, step.dim, step.runs, parts.count, at), at)
+        case "swap" if (step.dim - step.new) % x.dim() == 0:  # there is no other one to cut along
+            whole = _run(At(at.name, Step("gather", step.dim, step.runs), at.place), x, parts)
+            return _run(At(at.name, Step("own", step.new, step.new_runs), at.place), whole, parts)
         case "swap":
             stack = parts.meet(_cut(x, step.new, step.new_runs, parts.count, at), at)
             return _join(stack, step.dim, step.runs)

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 _LARGEST = 4  # size of a copy in each dimension
 _SCALES = (1.0, 1e3, 1e-3)  # of gradients in the steps that are tried: clipping may wait for large
 _RELATIVE = 1e-4  # difference that rounding does not explain
+#: classes that update each element by itself: no trial shows that of others, which may go by sizes
+#: that copies do not have, or later
+_BY_ELEMENT = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+    torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
 _LEAST_RATE = 0.1  # of learning: what small steps differ in would not show
 _UNTRIED = "whether the optimizer couples parameters of different stages was not tried"
 _REMEDY = (
@@ -134,6 +141,8 @@ def stepped_whole(
             whole, halves = steps() or {}, [steps(partial(half, n)) or {} for n in range(2)]
             joined = {f: torch.cat([one[f] for one in halves], dim) for f, dim in sliced.items()}
             found = {f for f, one in joined.items() if _differing({f: whole[f]}, {f: one})}
+            kinds = {f: one[""] for f, one in _settings(build, wholes).items()}
+            found |= {f for f in sliced if kinds.get(f, torch.optim.SGD) not in _BY_ELEMENT}
             for which, types in (slices, _PLAIN), (small, (bool, str)):
                 wanted, other = _settings(build, wholes, types), _settings(build, which, types)
                 found |= {f for f in sliced if wanted.get(f) != other.get(f)}

@@ -147,6 +147,22 @@ def test_gathered_runs_are_the_dimension_in_its_own_order() -> None:
     assert all(torch.equal(one, whole) for one in found)
 
 
+def test_runs_of_one_dimension_are_cut_anew() -> None:
+    """Split in halves, and then in the halves of each of two runs; and back in backward."""
+    x = torch.arange(8.0, requires_grad=True)
+
+    def run() -> tuple[list[float], list[float]]:
+        own_half = own(x, 0).detach().requires_grad_()
+        found = swap(own_half, 0, 0, new_runs=2)
+        (found * found.detach()).sum().backward()
+        assert own_half.grad is not None
+        return found.tolist(), own_half.grad.tolist()
+
+    first, second = in_turns([run, run])
+    assert (first[0], second[0]) == ([0, 1, 4, 5], [2, 3, 6, 7])
+    assert (first[1], second[1]) == ([0, 1, 2, 3], [4, 5, 6, 7])
+
+
 def test_a_second_derivative_goes_through_conversions() -> None:
     def run() -> Tensor:
         x = torch.linspace(1, 2, 4, dtype=torch.float64).requires_grad_()

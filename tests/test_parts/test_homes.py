@@ -156,10 +156,22 @@ def rates_by_width(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [one], "lr": 1 / one.shape[-1]} for one in parameters])
 
 
+class Late(torch.optim.SGD):
+    """Goes by the size of a parameter, which small copies do not show."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.numel() >= 100:
+                    one.grad /= one.grad.norm()
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("build", "whole"),
     [
         (torch.optim.AdamW, ""),
+        (lambda p: Late(p, lr=0.1), "rows columns"),
         (lambda p: torch.optim.Muon(p, lr=1e-6), "rows columns"),
         (lambda p: torch.optim.Adafactor(p, lr=1e-6), "rows columns"),
         (lambda p: Lamb(p, lr=0.0), "rows columns"),
