@@ -24,7 +24,7 @@ from pdcompile import (
     driver,
 )
 from pdcompile.eager.autocast import NO_CASTS
-from pdcompile.export import export, imported
+from pdcompile.export import TARGETS, export, imported
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.export.model_parts import part_paths, stages_of_parts
 from pdcompile.passes.export.rounding import rounded
@@ -36,6 +36,7 @@ from tests.helpers import exported, launch
 from tests.helpers.alike import Call
 from tests.helpers.exported import made
 from tests.helpers.graphs import GraphBuilder
+from tests.helpers.graphs import chain as graph_chain
 from tests.helpers.planned import planned
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
@@ -490,3 +491,11 @@ def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the plan is of another model") as caught:
         export(path, f"{HERE}:crossing", to="megatron", folder=tmp_path / "out")
     assert caught.value.where == f"{path}: stages[0].parameters"
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_plans_for_parts_of_stages_are_refused(to: str, tmp_path: Path) -> None:
+    plan = planned(graph_chain(6), Cluster.parse("2"))
+    divided = replace(plan, training=replace(plan.training, parts=2, split="width"))
+    with pytest.raises(ConfigError, match="stages of 2 parts"):
+        export(divided, "no_file.py:build", to=to, folder=tmp_path / "out")
