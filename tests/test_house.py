@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_008),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_122),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_950),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_956),
     "export": (("passes/export", "pdcompile/export"), 1_065),
 }
 LINES_OF_A_FILE = 500
