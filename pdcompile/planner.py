@@ -236,11 +236,11 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
 
 def after_wider(plan: Plan, wider: Plan) -> Plan:
     """A plan for the setting that a search over more of them chose, with what that search found."""
-    found = wider.certificate
+    found, each = wider.certificate, "microbatch" if plan.training.kind.stream else "step"
     note = (
         "the certificate is of this setting alone, for which the model was captured again (single "
         "samples); over all that was open, on costs of larger microbatches, the bound is "
-        f"{format_seconds(found.bound_seconds)} a step, and the plan took "
+        f"{format_seconds(found.bound_seconds)} a {each}, and the plan took "
         f"{format_seconds(found.objective_seconds)}: a gap of {100 * found.gap:.2g} %"
     )
     return replace(plan, notes=(*plan.notes, note), alternatives=wider.alternatives)

@@ -14,7 +14,7 @@ JOINT = {"grad_scaler": "autocast='bfloat16'", "max_grad_norm": "clip per stage 
 def unfit(
     kind: ScheduleKind, under: str, asked: Mapping[str, Iterable[Any]]
 ) -> Iterator[tuple[str, Any, str, str]]:
-    """What a schedule does not have: an option, its value, why it cannot be, and what to do.
+    """Limits that are exceeded: an option, its value, why it cannot be, and what to do.
 
     Args:
         under: the schedule, in words.

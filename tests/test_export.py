@@ -36,7 +36,6 @@ from tests.helpers import exported, launch
 from tests.helpers.alike import Call
 from tests.helpers.exported import made
 from tests.helpers.graphs import GraphBuilder
-from tests.helpers.graphs import chain as graph_chain
 from tests.helpers.planned import planned
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
@@ -483,6 +482,10 @@ def test_what_a_plan_tells_is_refused_before_the_capture(
     for to in ("torchtitan", "megatron"):
         with pytest.raises(ConfigError, match="3 microbatches on 1 replicas are not of one size"):
             export(odd, f"{HERE}:mlp", to=to, folder=tmp_path)
+    parts = replace(plan, training=replace(plan.training, parts=2, split="width"))
+    for to in TARGETS:
+        with pytest.raises(ConfigError, match="stages of 2 parts"):
+            export(parts, f"{HERE}:mlp", to=to, folder=tmp_path)
 
 
 def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
@@ -491,11 +494,3 @@ def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the plan is of another model") as caught:
         export(path, f"{HERE}:crossing", to="megatron", folder=tmp_path / "out")
     assert caught.value.where == f"{path}: stages[0].parameters"
-
-
-@pytest.mark.parametrize("to", TARGETS)
-def test_plans_for_parts_of_stages_are_refused(to: str, tmp_path: Path) -> None:
-    plan = planned(graph_chain(6), Cluster.parse("2"))
-    divided = replace(plan, training=replace(plan.training, parts=2, split="width"))
-    with pytest.raises(ConfigError, match="stages of 2 parts"):
-        export(divided, "no_file.py:build", to=to, folder=tmp_path / "out")

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         4_820,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_629),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_634),
     "trace": (("passes/trace",), 7_016),
     "costs": (("passes/costs", "passes/profile"), 3_603),
     "planner": (
@@ -34,9 +34,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_295,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_333),
-    "verify": (("passes/verify",), 1_572),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_524),
-    "runtime": (("runtime",), 9_242),
+    "verify": (("passes/verify",), 1_574),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_526),
+    "runtime": (("runtime",), 9_233),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_597,

@@ -345,16 +345,19 @@ def test_complex_parameters_are_clipped_as_in_the_reference(schedule: str) -> No
 def test_a_rank_may_have_nothing_to_update() -> None:
     """A callable that takes none of a rank's parameters gets one without elements, or none."""
     frozen = [("body", nn.Parameter(torch.ones(2), requires_grad=False))]
+    head = [("head", nn.Parameter(torch.ones(2, 2, 2)))]
     makes = {
         "by gradient": lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad], lr=0.5),
         "by name": lambda ps: torch.optim.AdamW([p for n, p in ps.named if n == "head"]),
         "a list": lambda ps: [torch.optim.AdamW(x) for x in [[p for p in ps if p.ndim > 2]] if x],
     }
     for name, make in makes.items():
-        made = make_optimizer(make, frozen, partial=True)
+        made = make_optimizer(make, frozen, head)
         assert made is not None
         held = [p for group in made.param_groups for p in group["params"]]
         assert [p.numel() for p in held] == [0], name
         with pytest.raises((ValueError, ConfigError)):
             make_optimizer(make, frozen)
-    assert make_optimizer(makes["by gradient"], frozen, partial=True).defaults["lr"] == 0.5
+        with pytest.raises((ValueError, ConfigError)):  # nothing of any rank would be updated
+            make_optimizer(make, frozen, [("tail", frozen[0][1])])
+    assert make_optimizer(makes["by gradient"], frozen, head).defaults["lr"] == 0.5

@@ -85,8 +85,8 @@ def unlike_torchtitan(subject: Subject) -> Iterator[Refusal]:
 def unlike_pruned(
     model: nn.Module, call: FlatCall, stages: Sequence[Collection[str]]
 ) -> Iterator[str]:
-    """How the stages, run one after the other, differ from the model on the example: one fails
-    without the modules of the others, or the results do."""
+    """Differences of the stages, run one after the other, from the model on the example: one fails
+    without the modules of the others, or the results differ."""
     leaves = dict(call.leaves)
     with torch.no_grad(), preserved_rng(), in_mode(model, False):
         args, kwargs, _ = call.unflatten(leaves)
@@ -155,7 +155,7 @@ def megatron(subject: Subject) -> Exported:
 
 
 def unlike_megatrons(subject: Subject) -> Iterator[Refusal]:
-    """Where the model is no list of blocks between an embedding and a head."""
+    """Differences of the model from a list of blocks between an embedding and a head."""
     placed = whole_parts(subject.capture.train, subject.plan)
     numbered = [path for path in placed if is_numbered(path)]
     otherwise = "--to torch-pipelining takes any model"

@@ -86,7 +86,7 @@ def torch_pipelining(subject: Subject) -> Exported:
 
 
 def unlike_torchs(plan: Plan) -> Iterator[Refusal]:
-    """What such a script would get wrong of a plan, of any model."""
+    """Refusals of plans that such a script would get wrong, of any model."""
     for stage in plan.stages:
         if stage.replicas > 1:
             remedy = "plan with replicas=1, and wrap each part in fully_shard or "
@@ -102,7 +102,7 @@ def unlike_torchs(plan: Plan) -> Iterator[Refusal]:
 
 
 def unlike_torch(subject: Subject) -> Iterator[Refusal]:
-    """What the script would get wrong of this model."""
+    """Refusals of this model, for what the script would get wrong."""
     stages = neighbour_stages(subject.sources.interfaces)
     last = stages[-1].interface.train
     ports: list[Port] = [p for one in stages for p in (*one.from_call, *one.received)]

@@ -139,9 +139,11 @@ def _convolution(call: Call) -> Form | str:
 
 
 def _pool(call: Call) -> Form | str:
-    """Pools and resizing: samples and channels are free."""
+    """Pools and resizing: samples and channels are free; without samples a pool looks along what
+    would be channels."""
     places = call.rank(0) - 2
-    if len(call.out) != places + 2 or places not in (1, 2, 3):
+    named = [int(letter) for letter in call.name if letter.isdecimal()] or [places]
+    if len(call.out) != places + 2 or places not in (1, 2, 3) or named != [places]:
         return "it has no samples and channels"
     return Form(f"bc{'UVW'[:places]}->bc{'RST'[:places]}", [0])
 

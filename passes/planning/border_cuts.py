@@ -72,7 +72,7 @@ def divided(parts: Sequence[Unit], stage_of: Sequence[int]) -> int:
 
 
 def divided_before(parts: Sequence[Unit], num_items: int) -> list[int]:
-    """For each position how many units a cut before that item divides."""
+    """Numbers of units that a cut before each item divides."""
     change = [0] * (num_items + 2)
     for unit in parts:
         change[unit[0] + 1] += 1

@@ -206,7 +206,9 @@ def difference_error(
         f"the generated stages differ from the model: {first}"
         + "".join(f"; first at {place}" for place in places[:1]),
         where=f"stage_{first.stage}.py",
-        remedy="please report this model; in Python, verify='off' runs it all the same",
+        remedy="please report this model; "
+        + ("parts=1" if graph.parts > 1 else "in Python, verify='off'")
+        + " runs it all the same",
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from pdcompile.errors import ConfigError, some
 from pdcompile.releases.torch_internals import step_hooks
 
+Named = tuple[str, torch.nn.Parameter]
 _REMEDY = "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)"
 
 
@@ -163,13 +164,16 @@ def all_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def make_optimizer(
-    make: Any, named: Iterable[tuple[str, torch.nn.Parameter]], *, partial: bool = False
+    make: Any, named: Iterable[Named], others: Sequence[Named] = ()
 ) -> torch.optim.Optimizer | None:
     """The optimizer that the user's callable makes; None without one.
 
     A list of optimizers becomes one, `Optimizers`.  A rank without parameters gets an optimizer of
     one empty parameter, so that learning-rate schedulers work alike on every rank; so does one of
-    whose parameters the callable takes none, where other ranks have others (`partial`).
+    whose parameters the callable takes none, as long as it takes some of all ranks'.
+
+    Args:
+        others: the model's parameters that other ranks have.
 
     Raises:
         ConfigError: the result is not an optimizer, its step needs a closure, or it holds
@@ -183,8 +187,9 @@ def make_optimizer(
         )
     nothing = [("", torch.nn.Parameter(torch.empty(0, 0)))]
     pairs = list(named) or nothing
-    made = _made(make, pairs) if partial else make(NamedParameters(pairs))
-    if partial and made == []:
+    made = _made(make, pairs) if others else make(NamedParameters(pairs))
+    if others and isinstance(made, list | tuple) and not made:
+        make_optimizer(make, [*pairs, *others])  # raises where it takes none at all
         pairs, made = nothing, _made(make, nothing) or torch.optim.SGD([nothing[0][1]], lr=0.0)
     several = isinstance(made, list | tuple)
     for one in made if several else (made,):
@@ -215,7 +220,7 @@ def make_optimizer(
     return optimizer
 
 
-def _made(make: Any, pairs: Sequence[tuple[str, torch.nn.Parameter]]) -> Any:
+def _made(make: Any, pairs: Sequence[Named]) -> Any:
     """Return what the callable makes of these; [] where it takes none of them."""
     try:
         return make(NamedParameters(pairs))

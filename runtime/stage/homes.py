@@ -59,8 +59,12 @@ class Homes:
     ) -> torch.optim.Optimizer | None:
         """The optimizer of this process."""
         own = [(fqn, self.wholes.get(fqn, one)) for fqn, one in named]
-        every = sum(info.kind == "parameter" for info in self._state.infos.values())
-        made = make_optimizer(build, own, partial=len(own) < every)
+        known, state = {fqn for fqn, _ in own}, self._state
+        kinds = {fqn: info.kind for fqn, info in state.infos.items() if fqn not in known}
+        others = [
+            (f, cast(nn.Parameter, state.tensors[f])) for f in kinds if kinds[f] == "parameter"
+        ]
+        made = make_optimizer(build, own, others)
         self._let_go(self.wholes)
         for one in {made, *members(made)} if made is not None and self.wholes else ():
             self._follow(one)

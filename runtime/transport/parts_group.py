@@ -105,7 +105,7 @@ class PartsGroup(Alone):
     # -- what parts tell each other ------------------------------------------------------------
 
     def from_part(self, part: int, x: Tensor) -> Tensor:
-        """What one part has, on all of them in host memory; the others give a tensor like it."""
+        """Return one part's tensor on all of them, in host memory; others give one like it."""
         flat = flat_bytes(devices.to_host(x)) * (part == self.part)
         return self._collective(self.group, flat, "sum").view(x.dtype).view(x.shape)
 

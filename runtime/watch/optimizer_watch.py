@@ -8,7 +8,7 @@ one step of everything against a step stage by stage, on small copies of the par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,8 +52,8 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def homes_of(build: Any, state: State) -> dict[str, int]:
-    """Try an optimizer; the home of each parameter of which parts have slices, and that it is to
-    step whole: bytes are balanced over the parts of a rank's stages, the largest first.
+    """The home of each parameter of which parts have slices and that is to be stepped whole: bytes
+    are balanced over the parts of a rank's stages, the largest first.
 
     Raises:
         ConfigError: it cannot update stages, or what homes have, apart from each other.
@@ -124,30 +124,22 @@ def stepped_whole(
     slices: Mapping[str, nn.Parameter],
     wholes: Mapping[str, nn.Parameter],
     shards: Mapping[str, Shard],
-) -> Iterable[str]:
-    """Names of parameters whose step on slices is not the slices of their step, or not known to be:
-    to step the whole is right in any case."""
-    sliced = {name: shards[name].dim for name in wholes if name in shards}
+) -> Collection[str]:
+    """Names of the parameters with slices that are not known to be updated element by element, or
+    whose settings depend on sizes: to step the whole is right in any case."""
+    sliced = wholes.keys() & shards.keys()
     if not sliced:
         return ()
-    small = {name: small_copy(one) for name, one in wholes.items()}
-
-    def half(number: int, name: str, value: Tensor) -> Tensor:
-        return value.chunk(2, sliced[name])[number] if name in sliced else value
-
-    steps, found = partial(_after_steps, build, wholes, [[*wholes]], 0, whole=True), None
+    small, found = {name: small_copy(one) for name, one in wholes.items()}, None
     with preserved_rng():
         try:
-            whole, halves = steps() or {}, [steps(partial(half, n)) or {} for n in range(2)]
-            joined = {f: torch.cat([one[f] for one in halves], dim) for f, dim in sliced.items()}
-            found = {f for f, one in joined.items() if _differing({f: whole[f]}, {f: one})}
-            kinds = {f: one[""] for f, one in _settings(build, wholes).items()}
-            found |= {f for f in sliced if kinds.get(f, torch.optim.SGD) not in _BY_ELEMENT}
+            whole = _settings(build, wholes)
+            found = {f for f in sliced if f in whole and whole[f][""] not in _BY_ELEMENT}
             for which, types in (slices, _PLAIN), (small, (bool, str)):
                 wanted, other = _settings(build, wholes, types), _settings(build, which, types)
                 found |= {f for f in sliced if wanted.get(f) != other.get(f)}
             mixed = {f: wholes[f] if f in found else one for f, one in slices.items()}
-            return found if _settings(build, mixed) == _settings(build, wholes) else sliced
+            return found if _settings(build, mixed) == whole else sliced
         except PdcompileError:
             raise
         except Exception:  # a user's callable may want the true shapes, or values
@@ -157,12 +149,14 @@ def stepped_whole(
 def _settings(
     build: Any, parameters: Mapping[str, nn.Parameter], types: tuple[type, ...] = _PLAIN
 ) -> dict[str, dict[str, Any]]:
-    """Class of optimizer, and settings of the group that are of these types, of each parameter."""
+    """Class of optimizer, None with something added to its step, and settings of the group that are
+    of these types, of each parameter."""
     optimizer = make_optimizer(build, parameters.items())
     assert optimizer is not None
     names = {id(one): name for name, one in parameters.items()}
     return {
-        names[id(one)]: {"": type(member)} | {k: v for k, v in group.items() if type(v) in types}
+        names[id(one)]: {"": type(member) if _is_plain(member) else None}
+        | {k: v for k, v in group.items() if type(v) in types}
         for member in members(optimizer)
         for group in member.param_groups
         for one in group["params"]
@@ -175,25 +169,18 @@ def _bare(parameter: Tensor, shape: Sequence[int]) -> nn.Parameter:
 
 
 def _after_steps(
-    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]], seed: int,
-    cut: Callable[[str, Tensor], Tensor] = lambda name, value: value, *, whole: bool = False,
-) -> Copies | None:  # fmt: skip
+    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]], seed: int
+) -> Copies | None:
     """Small copies of the parameters after three steps, each part by part.
 
     None for one of torch's own optimizers, which update parameter by parameter.
-
-    Args:
-        cut: what there is of each copy, and of its gradient.
-        whole: torch's own optimizers are tried too, whose updates may need whole matrices.
     """
     values = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=values)
     copies = {name: small_copy(parameter, draw) for name, parameter in parameters.items()}
-    for name, copy in copies.items():
-        copy.data = cut(name, copy.data).clone()
     optimizer = make_optimizer(build, copies.items())
     assert optimizer is not None
-    if not whole and _is_plain(optimizer):
+    if _is_plain(optimizer):
         return None
     for group in optimizer.param_groups:
         group["lr"] = max(group.get("lr") or 0.0, _LEAST_RATE)
@@ -202,7 +189,7 @@ def _after_steps(
     for t, scale in enumerate(_SCALES):
         updater.snapshot(t)
         gradients = {
-            name: cut(name, scale * draw(_small(parameter)).to(parameter.dtype))
+            name: scale * draw(_small(parameter)).to(parameter.dtype)
             for name, parameter in parameters.items()
         }
         for number, names in enumerate(parts):
@@ -231,7 +218,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return own and not hooks and not any("step" in vars(one) for one in members(optimizer))
 
 
-def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
+def _differing(one: Copies, other: Copies) -> str | None:
     """The first parameter that differs by more than rounding."""
     for name, value in one.items():
         wide = torch.complex128 if value.is_complex() else torch.float64

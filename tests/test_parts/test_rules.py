@@ -319,6 +319,15 @@ def ways_of(found: OpAxes) -> Iterator[tuple[Way, int]]:
                 yield way, parts
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_pool_without_samples_stays_whole(size: int) -> None:
+    """It looks along what would be channels of another one."""
+    case = function(f"{F}max_pool{size}d", "x:6,6,8" if size == 2 else "x:6,8", x, 3, 1, 1)
+    given = operands_of(case)
+    graph, op = graph_of(case, given, run(Op("made", **kind(case)), given))
+    assert not Axes(graph).ops[op.name].ways()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_of_an_op_are_the_op(case: Case) -> None:
     given = operands_of(case)

@@ -116,6 +116,7 @@ def test_samples_that_read_all_others() -> None:
 def test_numbers_of_samples_that_parts_cannot_share_are_refused_by_name() -> None:
     graph = in_samples(gpt(), tokens(0), tokens(1), loss_fn).capture.train
     check_sizes(graph, [4, 2], training=True)
+    assert [size for size in range(1, 7) if graph.sizes.holds(size)] == [2, 4, 6]
     with pytest.raises(InputError, match="makes one of 3, whose samples 2 parts of a stage share"):
         check_sizes(graph, [4, 3], training=True)
 

@@ -115,7 +115,7 @@ class StagesInTurn:
                 yield from self._recomputing(segments.model.items_of(groups))
 
     def on(self, *, again: bool = False) -> Deployment:
-        """Where and how the stages run, all of them recomputing or none."""
+        """Deployment of the stages, all of them recomputing or none."""
         options = tuple(StageDeployment(replicas, again) for replicas in self.counts)
         one = Candidate(self.setting, (), options, self.ranks, self.warmup)
         return evaluation(self.prepared.problem, self.seats.cluster, one).deployment
