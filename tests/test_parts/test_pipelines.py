@@ -22,7 +22,7 @@ COMMON = """
     import copy, json, os, sys
     from functools import partial
     import torch
-    import pdcompile
+    import pdcompile.driver
     from examples.gpt import loss_fn
     from tests.helpers.captures import capture_once
     from tests.helpers.divided import batch_of, model_of, plain_training
