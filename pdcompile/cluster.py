@@ -24,7 +24,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError, errors_as
@@ -265,12 +265,15 @@ class Cluster:
             lines.append(f'duplex = "{"full" if level.full_duplex else "half"}"')
         return "\n".join(lines).lstrip("\n") + "\n"
 
-    def grouped(self, parts: int) -> Cluster:
-        """The cluster of groups of `parts` devices that follow each other, as the parts of a stage.
+    def grouped(self, parts: int | Sequence[int]) -> Cluster:
+        """The cluster of groups of `parts` devices that follow each other, as the parts of a stage;
+        of several numbers the size of each group, whose links count as the slowest between them.
 
         Raises:
             ClusterError: devices or levels do not divide, or devices of a group are unlike.
         """
+        if not isinstance(parts, int):
+            return self._in_groups(parts)
         if parts == 1:
             return self
         remedy = f"parts= a divisor of the devices of the innermost level, {self.levels[0].size}"
@@ -297,6 +300,27 @@ class Cluster:
             devices=tuple(group[0] for group in groups),
             levels=tuple(outside or [replace(self.levels[-1], size=1)]),
             parts=replace(slowest(inside), name=inside[-1].name, size=parts),
+        )
+
+    def _in_groups(self, sizes: Sequence[int]) -> Cluster:
+        ends = [*accumulate(sizes)]
+        runs = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        unlike = [run for run in runs if len(set(self.devices[slice(*run)])) > 1]
+        if unlike or len(self.devices) != ends[-1]:
+            said = f"{len(self.devices)} are there, not {ends[-1]}"
+            if unlike:
+                said = f"devices {unlike[0][0]} to {unlike[0][1] - 1}, of one group, are unlike"
+            raise ClusterError(
+                f"stages of {', '.join(map(str, sizes))} devices, and {said}",
+                remedy=f"a cluster of {ends[-1]} devices, alike where they are parts of one stage",
+            )
+        inside = [self.level_between(a, end - 1) for a, end in runs if end - a > 1]
+        outside = [self.level_between(0, a) for a, _ in runs[1:]]
+        return replace(
+            self,
+            devices=tuple(self.devices[a] for a, _ in runs),
+            levels=(replace(slowest(outside), name=outside[-1].name, size=len(runs)),),
+            parts=replace(slowest(inside), name=inside[-1].name, size=max(sizes)),
         )
 
     def level_between(self, a: int, b: int) -> Level:

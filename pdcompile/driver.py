@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -25,7 +25,7 @@ from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.value_checks import check_loss
 from pdcompile.options import NOT_OPTIONS, Options
-from pdcompile.options.configuration import Configuration, capture_size, configure
+from pdcompile.options.configuration import Configuration, capture_size, configure, joined
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.options.row import documented
 from pdcompile.options.table import ROWS, default_optimizer
@@ -153,8 +153,9 @@ def run_passes(
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     whole = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
     chosen, captured = _with_outputs(chosen, whole.train, options), whole
-    if chosen.training.parts > 1:
-        captured = step("parts", lambda: in_parts(whole, chosen.training))
+    if chosen.training.parts != 1:
+        cut = partial(_first_cut, model, whole, options, chosen, step.listener)
+        captured = step("parts", lambda: in_parts(whole, chosen.training, cut))
         training = replace(chosen.training, split=captured.division.split)
         chosen = replace(chosen, training=training)
         refuse_hooks(dict(model.named_parameters()), captured.division)
@@ -162,7 +163,7 @@ def run_passes(
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
     else:
-        placed = in_place(options, captured.train)
+        placed = in_place(options, captured)
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
         if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
@@ -196,7 +197,7 @@ def run_passes(
             loss_reduction=options.loss_reduction,
         ),
     )  # fmt: skip
-    if options.alone and plan.training.parts > 1:
+    if options.alone and plan.training.parts != 1:
         captured, plan = boundaries.as_planned(whole, plan), run_whole(plan, whole)
         sources = codegen.generate(captured, plan)
     return Compiled(
@@ -223,7 +224,7 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         microbatch_size=_largest(layout, plan) if layout.splits else None,
         autocast=plan.training.autocast, evaluates=True,
     )  # fmt: skip
-    evaluation = evaluated_in_parts(found.eval, usual.capture.division)
+    evaluation = evaluated_in_parts(found.eval, usual.capture, plan.training.parts)
     captured = replace(
         usual.capture, eval=evaluation, attributes=found.attributes, arguments=found.arguments
     )
@@ -235,6 +236,23 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         layout=layout,
         verification=None,
     )
+
+
+def _first_cut(
+    model: nn.Module,
+    whole: Capture,
+    options: Options,
+    chosen: Configuration,
+    listener: Listener,
+) -> Mapping[str, int]:
+    """The stage of each op where stages have unlike numbers of parts: as the plan says that is
+    given, else as if the devices of a stage were one that is as fast and large as all of them."""
+    plan = options.plan
+    if plan is None:
+        planner = Planner(model, whole, in_place(options, whole), joined(options, chosen), listener)
+        planner.costs()
+        plan = planner.plan()
+    return boundaries.stages_or_last(whole.train, plan)
 
 
 def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: PassRunner) -> Plan:

@@ -254,7 +254,7 @@ def _never_timed(options: Options, model: nn.Module) -> str:
         "the model's parameters have no memory (meta device)": any(
             parameter.is_meta for parameter in model.parameters()
         ),
-        "parts of stages are not timed together": options.parts > 1,
+        "parts of stages are not timed together": options.parts != 1,
         "the planner also decides replicas, schedule or microbatches": options.replicas != 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -21,7 +21,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PdcompileError, PlanError, SourceError
 from pdcompile.hardware import devices
 from pdcompile.hardware.host import memory_bytes
-from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
+from pdcompile.ir.graph import Capture, LeftOut, OpGraph, fingerprint, walk
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines
@@ -317,10 +317,11 @@ def check_memory(cluster: Cluster, plan: Plan) -> None:
             )
 
 
-def in_place(options: Options, graph: OpGraph) -> Options:
-    """Options with ops pinned to the stages that hold their tensors, where ranks split a model."""
-    if not options.held:
-        return options
-    held = [(op.name, options.held.get(fqn)) for op in graph.ops for fqn in op.used_tensors]
+def in_place(options: Options, captured: Capture) -> Options:
+    """Options with ops pinned to the stages that hold their tensors, where ranks split a model, and
+    to those that they were written for."""
+    ops = captured.train.ops
+    held = [(op.name, options.held.get(fqn)) for op in ops for fqn in op.used_tensors]
     pins = [Pin(name, one.stages[0]) for name, one in held if one and len(one.stages) == 1]
+    pins += [Pin(name, stage) for name, stage in captured.division.stage_of.items()]
     return replace(options, constraints=(*options.constraints, *dict.fromkeys(pins)))

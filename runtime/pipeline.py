@@ -48,7 +48,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             where="autocast",
             remedy="plan again with a dtype: autocast='bfloat16' is the region of the devices",
         )
-    if plan.training.parts > 1 and plan.spec.period > 1:
+    if plan.training.parts != 1 and plan.spec.period > 1:
         raise ConfigError(
             f"replicas take whole minibatches in turn under {plan.training.schedule!r}, and parts "
             "sum gradients once a minibatch",

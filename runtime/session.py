@@ -82,7 +82,7 @@ class Session(Guarded):
         self.agreement: Agreement | None = None
         if world is not None:
             paths = tuple(compiled.layout.dims)
-            self.agreement = Agreement(self.workers[0].far, world.size, paths, world.beside)
+            self.agreement = Agreement(self.workers[0].far, world, paths)
         self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.guard)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
@@ -374,31 +374,29 @@ class Workers:
         if session.ordered:
             evaluation = with_edges(self._spec, session.compiled.eval_edges)
             groups = {
-                sum(pair) - rank: world.subgroup(f"pairs/{pair[0]}/{pair[1]}", pair, session.device)
-                for pair in pairs(self._spec, evaluation)
-                if rank in pair
+                sum(pair) - world.process: world.subgroup("pairs", pair, session.device)
+                for pair in world.pairs(pairs(self._spec, evaluation))
+                if world.process in pair
             }
-            data = Link(groups, rank, direct=world.path.direct, process_of=world.process_of)
+            data = Link(groups, world.process, direct=world.path.direct)
         return GroupTransport(
             world.group, rank, plan, self._spec.reach, sealed=world.sealed, data=data,
-            device=session.device, process_of=world.process_of,
+            device=session.device, places=world.places,
         )  # fmt: skip
 
     def _sums(self, stage: int, rank: int) -> Sums:
-        """Over the replicas of a stage, or (−1) over all ranks that hold stages.
+        """Over the replicas of a stage, or (−1) over all processes.
 
-        Groups are made in one order on all ranks: pairs, all ranks, then stage by stage.
+        Groups are made in one order on all: pairs, all processes, then stage by stage.
         """
-        holders = tuple(sorted(rank for rank, _ in self._spec.holders))
-        ranks, name = holders, "norms"
+        ranks, name = tuple(sorted(rank for rank, _ in self._spec.holders)), "norms"
         if stage >= 0:
             ranks, name = self._spec.ranks[stage], f"replicas/{stage}"
-        index = ranks.index(rank)
         world, device = self._session.world, self._session.device
         if world is None:
-            return LocalSums(self._boards[stage], len(ranks), index, device)
-        group = world.subgroup(name, ranks, device)
-        processes = [*map(world.process_of, ranks)]
+            return LocalSums(self._boards[stage], len(ranks), ranks.index(rank), device)
+        processes = world.alike(ranks) if stage >= 0 else tuple(range(world.size))
+        group, index = world.subgroup(name, processes, device), processes.index(world.process)
         return GroupSums(group, processes, index, device, direct=world.path.direct)
 
     def _worker(

@@ -26,7 +26,9 @@ def generate(capture: Capture, plan: Plan) -> Sources:
     """
     on_stages = staged(capture, plan)
     found, parts = on_stages.interfaces, capture.division.parts
-    files = {f"stage_{k}.py": stage_file(on_stages, k, parts) for k in range(len(found))}
+    files = {
+        f"stage_{k}.py": stage_file(on_stages, k, plan.parts_of_stage(k)) for k in range(len(found))
+    }
     files["pipeline.py"] = pipeline_file(capture, plan, found, parts)
     if parts > 1:
         files[f"{PARTS}.py"] = Path(conversions.__file__).read_text(encoding="utf-8")

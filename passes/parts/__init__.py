@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -12,48 +12,61 @@ from pdcompile.parts.shard import Division
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.choice import product_flops
 from pdcompile.passes.parts.families import ATTENTION, Family
-from pdcompile.passes.parts.layouts import Layouts, lay_out, shard_of
+from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
+from pdcompile.passes.stages.boundaries import place_eval, stages_or_last
 from pdcompile.plan import Plan, Training
 
+StageOf = Callable[[], Mapping[str, int]]
 
-def in_parts(capture: Capture, training: Training) -> Capture:
+
+def in_parts(capture: Capture, training: Training, stage_of: StageOf) -> Capture:
     """The program of one part of each stage, in both modes; by width where the split is "auto", or
     else by samples.
+
+    Args:
+        stage_of: gives the stage of each op of training; it is called where some stages are whole.
 
     Raises:
         ConfigError: nothing divides in this way, or not into so many parts.
         PlanError: an op cannot be made smaller.
     """
+    cuts = Cut(), Cut()
+    if not isinstance(training.parts, int):
+        placed = stage_of()
+        each = placed, place_eval(capture, placed)
+        cuts = Cut.of(each[0], training.parts), Cut.of(each[1], training.parts)
     if training.split != "auto":
-        return _divided(capture, training)
+        return _divided(capture, training, cuts)
     try:
-        return _divided(capture, replace(training, split="width"))
+        return _divided(capture, replace(training, split="width"), cuts)
     except ConfigError as by_width:
         try:
-            found = _divided(capture, replace(training, split="samples"))
+            found = _divided(capture, replace(training, split="samples"), cuts)
         except ConfigError:
             raise by_width from None
         note = f"parts share samples, for by width: {by_width.message}"
         return replace(found, train=replace(found.train, notes=(*found.train.notes, note)))
 
 
-def _divided(capture: Capture, training: Training) -> Capture:
-    parts, split = training.parts, training.split
+def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Capture:
+    parts, split = training.most_parts, training.split
     if split == "samples":
         _refuse_unequal(training)
-    evaluation = write(_laid_out(capture.eval, split, parts))
-    layouts = _laid_out(capture.train, split, parts, outputs=training.keeps_outputs)
+    evaluation = write(_laid_out(capture.eval, split, parts, cuts[1]))
+    layouts = _laid_out(capture.train, split, parts, cuts[0], outputs=training.keeps_outputs)
     if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
-        layouts = _laid_out(capture.train, split, parts)
+        layouts = _laid_out(capture.train, split, parts, cuts[0])
     train = write(layouts)
     outputs = {
         ref.name: shard_of(ref.name, layouts.of(ref.name), parts)
         for ref in walk(capture.train.output, Ref)
         if layouts.of(ref.name).kind == "S" and ref.name not in layouts.shown
     }
-    division = Division(parts, split, dict(train.shards), train.summed, outputs)
+    stage_of = {op.name: cuts[0].stage_of.get(train.belongs.get(op.name, op.name), 0)
+                for op in train.graph.ops} if cuts[0].stage_of else {}  # fmt: skip
+    division = Division(parts, split, dict(train.shards), train.summed, outputs, stage_of)
     _check_alike(evaluation, division)
     notes = (*train.graph.notes, *train.notes, *_stay_whole(layouts))
     graph = replace(train.graph, notes=notes)
@@ -62,7 +75,7 @@ def _divided(capture: Capture, training: Training) -> Capture:
 
 def _refuse_unequal(training: Training) -> None:
     """Refuses microbatches whose samples parts cannot share equally."""
-    batch, count, parts = training.batch_size, training.num_microbatches, training.parts
+    batch, count, parts = training.batch_size, training.num_microbatches, training.most_parts
     if batch % (count * parts):
         fit = [m for m in range(1, batch + 1) if batch % (m * parts) == 0]
         raise ConfigError(
@@ -96,8 +109,7 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     Args:
         capture: of the model as it is.
     """
-    last = len(plan.stages) - 1
-    stage_of = {op.name: plan.stage_of.get(op.name, last) for op in capture.train.ops}
+    stage_of = stages_or_last(capture.train, plan)
     training = replace(plan.training, parts=1, split="")
     cluster = replace(plan.machines, parts=None)
     made = plan_of_cut(
@@ -108,7 +120,7 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
         for stage, whole in zip(plan.stages, made.stages, strict=True)
     )
     note = (
-        f"in one process stages run whole; as {plan.training.parts} parts by {plan.training.split} "
+        f"in one process stages run whole; as {plan.parts_in_words} by {plan.training.split} "
         "they were compared with the model, and run on ranks of their own"
     )
     return replace(
@@ -117,15 +129,20 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     )  # fmt: skip
 
 
-def evaluated_in_parts(graph: OpGraph, division: Division) -> OpGraph:
-    """A graph of evaluation as the program of one part, of a model that is divided for training.
+def evaluated_in_parts(graph: OpGraph, usual: Capture, parts: int | tuple[int, ...]) -> OpGraph:
+    """A graph of evaluation as the program of one part, of a model whose `usual` capture is divided
+    for training into so many parts, or so many of each stage.
 
     Raises:
         ConfigError: it would divide a tensor otherwise.
     """
+    division = usual.division
     if division.parts == 1:
         return graph
-    found = write(_laid_out(graph, division.split, division.parts))
+    cut = Cut()
+    if not isinstance(parts, int):
+        cut = Cut.of(place_eval(replace(usual, eval=graph), division.stage_of), parts)
+    found = write(_laid_out(graph, division.split, division.parts, cut))
     _check_alike(found, division)
     return found.graph
 
@@ -144,5 +161,5 @@ def _check_alike(evaluation: Program, division: Division) -> None:
         )
 
 
-def _laid_out(graph: OpGraph, split: str, parts: int, *, outputs: bool = True) -> Layouts:
-    return lay_out(graph, cast(Family, split), parts, outputs=outputs)
+def _laid_out(graph: OpGraph, split: str, parts: int, cut: Cut, *, outputs: bool = True) -> Layouts:
+    return lay_out(graph, cast(Family, split), parts, outputs=outputs, cut=cut)

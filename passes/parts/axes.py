@@ -100,6 +100,9 @@ class OpAxes:
         return found
 
 
+WHOLE_STAGE = "its stage is whole"  # the reason of an op that is not to divide
+
+
 def _split(
     places: Mapping[int, Place], dims: Mapping[int, Dims], before: Run
 ) -> dict[int, Layout] | None:

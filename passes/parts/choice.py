@@ -17,7 +17,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.atoms import Atom, leaves
-from pdcompile.passes.parts.axes import Axes, OpAxes, Way, item_of, takes_item
+from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way, item_of, takes_item
 from pdcompile.passes.parts.families import Family, Kinds, divides
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
 
@@ -29,14 +29,15 @@ class Choice:
     """The ways of all ops of a graph.
 
     Attributes:
-        flops: operations of each product's forward.
+        flops: operations of the forward of each product of stages that are divided.
         ways: what was chosen for each op that is not whole.
     """
 
     def __init__(self, axes: Axes, family: Family, parts: int, shown: frozenset[str]) -> None:
         self.axes, self.graph, self.parts = axes, axes.graph, parts
         self.kinds = Kinds.of(axes, family)
-        self.flops = product_flops(axes.graph)
+        every = product_flops(axes.graph)
+        self.flops = {n: f for n, f in every.items() if axes.ops[n].reason != WHOLE_STAGE}
         self.ways: dict[str, Way] = {}
         self._maker: dict[str, str] = {}  # of each item that is taken out of a container
         self._readers: dict[str, list[tuple[str, int]]] = {}

@@ -6,18 +6,51 @@ the axis is summed over.  An op that stays whole wants I and gives I: the same b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import ConfigError, some
 from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.parts.atoms import Atom, leaves
-from pdcompile.passes.parts.axes import Axes, OpAxes, Way
+from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
 from pdcompile.passes.parts.families import ATTENTION, Family, divides
 from pdcompile.passes.parts.functional import has_function
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Stages of which some are whole: values that cross between stages are whole then, and so are
+    tensors that several stages hold.
+
+    `stage_of` each op; `whole_ops` are those of whole stages.
+    """
+
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+    whole_ops: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, stage_of: Mapping[str, int], parts: Sequence[int]) -> Cut:
+        """The cut of stages with these numbers of parts."""
+        return cls(stage_of, frozenset(op for op, s in stage_of.items() if parts[s] == 1))
+
+    def crossing(self, graph: OpGraph) -> frozenset[str]:
+        """Values that are read on another stage than they are made on."""
+        places = self.stage_of
+        return frozenset(
+            name for op in graph.ops for name in op.inputs
+            if name in places and places[name] != places[op.name]
+        )  # fmt: skip
+
+    def shared(self, graph: OpGraph) -> set[str]:
+        """Tensors that several stages use."""
+        users: dict[str, set[int]] = {}
+        for op in graph.ops if self.stage_of else ():
+            for fqn in op.used_tensors:
+                users.setdefault(fqn, set()).add(self.stage_of[op.name])
+        return {fqn for fqn, stages in users.items() if len(stages) > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +70,8 @@ class Layouts:
     `shards` are the tensors of the model of which each part holds a slice, `summed` those that are
     whole but whose gradients are sums over parts (R).  Every other tensor is I: an op that wants
     it otherwise converts it, as it does with a value.  `axes` are the names of what ops are split
-    along, `shown` values that the caller reads.
+    along, `shown` values that the caller reads, or that cross between stages of a `Cut`, whose
+    stages are `stage_of`.
     """
 
     family: Family
@@ -49,6 +83,7 @@ class Layouts:
     summed: frozenset[str]
     stays: tuple[Stays, ...]
     graph: OpGraph = field(repr=False, compare=False)
+    stage_of: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, name: str) -> Layout:
         """The layout of a value; graph inputs are whole."""
@@ -66,20 +101,27 @@ class Layouts:
         return "\n".join(_lines(self)) + "\n"
 
 
-def lay_out(graph: OpGraph, family: Family, parts: int, *, outputs: bool = True) -> Layouts:
+def lay_out(
+    graph: OpGraph, family: Family, parts: int, *, outputs: bool = True, cut: Cut | None = None
+) -> Layouts:
     """Chooses the layouts of a graph.
 
-    `outputs`: the caller reads the model's outputs.  Where not, those that the loss reads may stay
-    split, as logits do along the vocabulary.
+    Args:
+        outputs: the caller reads the model's outputs.  Where not, those that the loss reads may
+            stay split, as logits do along the vocabulary.
+        cut: stages of which some are whole; None: all are divided.
 
     Raises:
         ConfigError: nothing of it divides in this way.
     """
-    axes = Axes(graph)
-    shown = _shown(graph, outputs)
-    choice, ops = _chosen(axes, family, parts, shown)
+    axes, cut = Axes(graph), cut or Cut()
+    for name in cut.whole_ops:
+        axes.ops[name] = replace(axes.ops[name], loops=(), reason=WHOLE_STAGE)
+    shown = _shown(graph, outputs) | cut.crossing(graph)
+    shared = cut.shared(graph)
+    choice, ops = _chosen(axes, family, parts, shown, shared)
     names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
-    held = _held(axes, ops)
+    held = _held(axes, ops, shared)
     shards = {f: shard_of(f, one, parts) for f, one in held.items() if one.kind == "S"}
     summed = frozenset(fqn for fqn, one in held.items() if one == SPREAD)
     stays = tuple(
@@ -88,7 +130,7 @@ def lay_out(graph: OpGraph, family: Family, parts: int, *, outputs: bool = True)
         if flops and ops[name].axis is None
     )
     stays += tuple(_whole_vocabularies(choice, ops))
-    found = Layouts(family, parts, ops, names, shown, shards, summed, stays, graph)
+    found = Layouts(family, parts, ops, names, shown, shards, summed, stays, graph, cut.stage_of)
     _refuse(choice, found)
     return found
 
@@ -114,14 +156,14 @@ def _whole_vocabularies(choice: Choice, ops: Mapping[str, Way]) -> Iterator[Stay
 
 
 def _chosen(
-    axes: Axes, family: Family, parts: int, shown: frozenset[str]
+    axes: Axes, family: Family, parts: int, shown: frozenset[str], shared: Collection[str]
 ) -> tuple[Choice, dict[str, Way]]:
     """The way of each op; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""
     while True:
         choice = Choice(axes, family, parts, shown)
         ops = {name: choice.way(name) for name in axes.ops}
-        held = _held(axes, ops)
+        held = _held(axes, ops, shared)
         modules = [op for op in axes.ops.values() if op.op.kind == "module"]
         stuck = [op for op in modules if _has_others(op, ops[op.op.name], held)]
         if not stuck:
@@ -138,9 +180,11 @@ def _has_others(op: OpAxes, way: Way, held: dict[str, Layout]) -> bool:
     return others and not has_function(op.op)
 
 
-def _held(axes: Axes, ops: dict[str, Way]) -> dict[str, Layout]:
-    """The layouts of tensors: that which all ops want; whole where they differ, or in outputs."""
-    wanted: dict[str, set[Layout]] = {one.fqn: {WHOLE} for one in walk(axes.graph.output, Attr)}
+def _held(axes: Axes, ops: dict[str, Way], shared: Collection[str]) -> dict[str, Layout]:
+    """The layouts of tensors: that which all ops want; whole where they differ, in outputs, and
+    where they are shared."""
+    returned = [one.fqn for one in walk(axes.graph.output, Attr)]
+    wanted: dict[str, set[Layout]] = {fqn: {WHOLE} for fqn in (*returned, *shared)}
     for name, op in axes.ops.items():
         for operand, layout in zip(op.call.operands, ops[name].operands, strict=True):
             if operand.of_model:

@@ -141,7 +141,8 @@ class _Layouts:
             return form
         if name in self.gathered and want == WHOLE:
             return _Form(Ref(name), WHOLE)
-        key = name, want, f"{scope_of(op)}#{self.calls[op.name]}#{op.region}"
+        stage = self.layouts.stage_of.get(op.name, 0)
+        key = name, want, f"{scope_of(op)}#{self.calls[op.name]}#{op.region}#{stage}"
         if key not in self.forms:
             wish = f"{name.replace('.', '_')}_{found.name}"
             new = self._convert(found, form.given, op, self._fresh(wish), value, want)

@@ -33,6 +33,16 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
     }
 
 
+def stages_or_last(graph: OpGraph, plan: Plan) -> dict[str, int]:
+    """The stage of every op of a graph that the plan is of, or another form of it: the last one of
+    ops that the plan does not know."""
+    last = len(plan.stages) - 1
+    return {
+        op.name: last if op.region == "loss" else plan.stage_of.get(op.name, last)
+        for op in graph.ops
+    }
+
+
 def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:
     """Stages with ops that may make tensors of nothing (`torch.arange(n)`).
 

@@ -175,8 +175,8 @@ def _refuse(to: str, found: Iterable[Refusal]) -> None:
 
 def _schedule(plan: Plan, to: str) -> Iterator[Refusal]:
     known, name = TARGETS[to].schedules, plan.training.schedule
-    if plan.training.parts > 1:
-        message = f"stages of {plan.training.parts} parts: {to} would divide the model its own way"
+    if plan.training.parts != 1:
+        message = f"stages of {plan.parts_in_words}: {to} would divide the model its own way"
         yield message, "plan with parts=1 (--parts 1), and give the other runtime its own option"
     if known and name not in known:
         yield f"{to} has no schedule {name_of(name)!r}", f"plan with schedule {' or '.join(known)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from pdcompile.cluster import GPU_KIND, HOST_KIND, Cluster
 from pdcompile.clusters import cluster_of
@@ -101,12 +101,26 @@ def configure(
         outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
         parts=options.parts,
-        split=options.split if options.parts > 1 else "",
+        split=options.split if options.parts != 1 else "",
     )
     several = devices > 1 and not (options.alone or cluster.in_process)
     return Configuration(
         cluster, stages, training, num_ranks is None, placement,
         outputs_open=training.outputs_by_size and several,
+    )  # fmt: skip
+
+
+def joined(options: Options, chosen: Configuration) -> Configuration:
+    """The configuration for stages of unlike numbers of parts where each rank is one device, as
+    fast and as large as all that its parts run on."""
+    pairs = zip(chosen.cluster.devices, _parts_of_ranks(options), strict=True)
+    devices = tuple(
+        replace(one, speed=n * one.speed, memory_bytes=one.memory_bytes and n * one.memory_bytes)
+        for one, n in pairs
+    )
+    return replace(
+        chosen, cluster=replace(chosen.cluster, devices=devices, parts=None),
+        training=replace(chosen.training, parts=1, split=""),
     )  # fmt: skip
 
 
@@ -122,14 +136,16 @@ def _placement(options: Options, kind: ScheduleKind, stages: int, devices: int) 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     """(number of stages, cluster with the user's limit of memory): see `configure`."""
     stages, ranks = _stages_and_ranks(options, num_ranks)
-    cluster = _cluster(options.cluster, ranks * options.parts, in_process=num_ranks is None)
+    unlike = _parts_of_ranks(options)
+    processes = sum(unlike) if unlike else ranks * cast(int, options.parts)
+    cluster = _cluster(options.cluster, processes, in_process=num_ranks is None)
     if cluster.parts is not None:
         raise ClusterError(
             "the cluster has [parts], as plans write them, and options say what parts there are",
             where="cluster",
             remedy=f"leave [parts] out, list all devices, and give parts={cluster.parts.size}",
         )
-    cluster = _limited(cluster.grouped(options.parts), options.memory)
+    cluster = _limited(cluster.grouped(unlike or options.parts), options.memory)
     recomputation(options, stages)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
@@ -176,12 +192,45 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
     return tuple(given)
 
 
+def _parts_of_ranks(options: Options) -> tuple[int, ...]:
+    """The parts of the stage of each rank, where stages have unlike numbers of them; else ().
+
+    Raises:
+        ConfigError: ranks are not given, or several stages share one.
+    """
+    parts, replicas = options.parts, options.replicas
+    if isinstance(parts, int):
+        return ()
+    kind = kind_of(chosen_schedule(options))
+    remedy = f"one number for all stages: parts={max(parts)}"
+    counts = (replicas,) * len(parts) if isinstance(replicas, int) else replicas
+    if isinstance(counts, str):
+        message = f"replicas={replicas!r} leaves to the planner how many ranks each stage has"
+        remedy = f"replicas=1, or those of each stage; or {remedy}"
+    elif not len(parts) == len(counts) == (options.stages or len(parts)):
+        message, remedy = "that is not the number of stages", "one number of parts for each stage"
+    elif kind.written is not None or kind.several:
+        message = f"schedule={kind.name!r} has several stages on a rank"
+        remedy = f"{remedy}; or a schedule with one stage a rank, such as '1f1b'"
+    else:
+        return tuple(p for p, n in zip(parts, counts, strict=True) for _ in range(n))
+    raise ConfigError(f"parts={parts}, and {message}", where="parts", remedy=remedy)
+
+
 def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int]:
     """(stages, ranks); where the planner decides, as many as there can be.  The parts of a stage
     count as one rank."""
     stages, replicas, plan, parts = options.stages, options.replicas, options.plan, options.parts
     if isinstance(plan, Plan):
         return stages or len(plan.stages), plan.num_ranks
+    if unlike := _parts_of_ranks(options):
+        if num_ranks not in (None, sum(unlike)):
+            raise LaunchError(
+                f"stages of {parts} parts take {sum(unlike)} ranks, but WORLD_SIZE is {num_ranks}",
+                remedy=f"launch with torchrun --nproc-per-node={sum(unlike)}, or other parts=",
+            )
+        return len(cast(tuple[int, ...], parts)), len(unlike)
+    assert isinstance(parts, int)
     if num_ranks is not None and num_ranks % parts:
         raise LaunchError(
             f"stages of {parts} parts each, but WORLD_SIZE is {num_ranks}",
@@ -286,8 +335,9 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
-        if options.split == "samples" and batch_size % options.parts == 0:  # equal shares of each
-            pieces = batch_size // options.parts
+        parts = options.parts if isinstance(options.parts, int) else max(options.parts)
+        if options.split == "samples" and batch_size % parts == 0:  # equal shares of each
+            pieces = batch_size // parts
             return max(m for m in range(1, min(wanted, pieces) + 1) if pieces % m == 0)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular

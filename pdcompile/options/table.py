@@ -241,11 +241,13 @@ class MachineOptions:
             remedy="a number for all stages (2), one for each (3,1), equal or any",
         ),
     )
-    parts: int = option(  # a tuple of equal numbers becomes one (see `Options`)
+    #: a tuple of equal numbers becomes one (see `Options`)
+    parts: int | tuple[int, ...] = option(
         1,
         "Ranks that compute each stage together, every op divided between them (tensor, sequence "
         "and context parallelism); default: 1.",
-        "A stage then takes replicas times parts ranks, and the parts of one follow each other.",
+        "A stage then takes replicas times parts ranks, and the parts of one follow each other. "
+        "(2, 1): the first of two stages in 2 parts, the second whole.",
         check=values.parts,
         plan="training.parts",
         compared=True,

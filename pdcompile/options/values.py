@@ -157,13 +157,15 @@ def replicas(name: str, given: Any) -> Iterator[Finding]:
 
 
 def parts(name: str, given: Any) -> Iterator[Finding]:
-    """Check for a number of parts, the same for all stages."""
-    for one in given if isinstance(given, tuple) and given else (given,):
+    """Check for a number of parts, of all stages or of each, where others than whole ones agree."""
+    many = given if isinstance(given, tuple) and given else (given,)
+    for one in many:
         yield from count("1: stages whole")(name, one)
-    if isinstance(given, tuple):
-        remedy = "one number for all stages (2): stages of unlike numbers of parts are not "
-        remedy += "supported; replicas= may differ by stage"
-        yield f"{name}={given!r} is not the same number for each of the stages", remedy
+    if len(numbers := {*many} - {1}) > 1:
+        yield (
+            f"{name}={given!r} has stages of {' and of '.join(map(str, sorted(numbers)))} parts",
+            "one number for the stages that are divided, and 1 for those that are whole: (2, 1)",
+        )
 
 
 def constraints(name: str, given: Any) -> Iterator[Finding]:

@@ -104,7 +104,8 @@ class Division:
 
     `shards` are the tensors of which each part has a slice, by FQN; every other one is whole on all
     parts.  `summed` of these have a share of their gradient on each.  `outputs` are those of
-    training of which each part has its slice, as nobody but the loss reads them.
+    training of which each part has its slice, as nobody but the loss reads them.  `stage_of`: where
+    some stages are whole, the stage for which each op of training was written.
     """
 
     parts: int = 1
@@ -112,6 +113,7 @@ class Division:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
     outputs: Mapping[str, Shard] = field(default_factory=dict)
+    stage_of: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def own(self, fqn: str, whole: Tensor, part: int) -> Tensor:
         """Return what a part holds of a tensor."""

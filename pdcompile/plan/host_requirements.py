@@ -32,7 +32,7 @@ def lacks(
             where="plan",
             remedy=f"launch with torchrun --nproc-per-node={plan.num_processes}, or plan again",
         )
-    devices, count, parts = plan.machines.devices, plan.num_columns, plan.training.parts
+    devices, count = plan.machines.devices, plan.num_columns
     if processes is not None and count > plan.num_ranks:
         idle = set(range(count)) - {rank for stage in plan.ranks for rank in stage}
         yield LaunchError(
@@ -42,8 +42,8 @@ def lacks(
             remedy="describe a cluster of the devices that the plan uses, and plan for that; one "
             "process runs this plan as it is",
         )
-    most = on_this_host or processes or count * parts
-    here = [process // parts for process in range(min(most, count * parts))]
+    every = [rank for rank, parts in enumerate(plan.parts_of_rank) for _ in range(parts)]
+    here = every[: on_this_host or processes]
     yield from lacks_devices(
         [devices[rank] for rank in here],
         alone=processes is None, gpus=gpus, where="plan: cluster",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from os import PathLike
 from typing import Literal
 
@@ -191,8 +191,14 @@ class Training:
     outputs_by_size: bool = False  # nobody named any: they are kept where they take little
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
-    parts: int = 1  # ranks that compute each microbatch of a stage together
+    #: ranks that compute each microbatch of a stage together; of each stage where they are unlike
+    parts: int | tuple[int, ...] = 1
     split: str = ""  # along what its ops are divided between them: a family of `passes.parts`
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of the stages that are divided; 1 where none is."""
+        return self.parts if isinstance(self.parts, int) else max(self.parts)
 
     @property
     def kind(self) -> ScheduleKind:
@@ -322,12 +328,33 @@ class Plan:
     @property
     def num_processes(self) -> int:
         """Processes that run it: one for each part of a rank's stages."""
-        return self.num_ranks * self.training.parts
+        return sum(self.parts_of_rank[rank] for rank in {r for ranks in self.ranks for r in ranks})
+
+    def parts_of_stage(self, stage: int) -> int:
+        """Parts of a stage; 1 where it is whole."""
+        parts = self.training.parts
+        return parts if isinstance(parts, int) else parts[stage]
+
+    @property
+    def parts_in_words(self) -> str:
+        """``2 parts``, or ``2, 1 parts`` of stages in order."""
+        parts = self.training.parts
+        return f"{parts if isinstance(parts, int) else ', '.join(map(str, parts))} parts"
+
+    @cached_property
+    def parts_of_rank(self) -> tuple[int, ...]:
+        """Parts of the stages of each rank."""
+        parts = self.training.parts
+        found = [parts if isinstance(parts, int) else 1] * self.num_columns
+        for stage, ranks in enumerate(self.ranks):
+            for rank in ranks:
+                found[rank] = self.parts_of_stage(stage)
+        return tuple(found)
 
     def processes_of(self, *ranks: int) -> tuple[int, ...]:
         """The processes that run the stages of ranks: the parts of a stage follow each other."""
-        parts = self.training.parts
-        return tuple(rank * parts + part for rank in ranks for part in range(parts))
+        first = [0, *accumulate(self.parts_of_rank)]
+        return tuple(p for rank in ranks for p in range(first[rank], first[rank + 1]))
 
     @property
     def num_columns(self) -> int:

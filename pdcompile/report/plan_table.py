@@ -51,7 +51,7 @@ def headline(plan: Plan) -> Text:
     training = plan.training
     text = Text()
     text.append(name_of(training.schedule), style="bold")
-    divided = f" of {training.parts} parts by {training.split}" if training.parts > 1 else ""
+    divided = f" of {plan.parts_in_words} by {training.split}" if training.parts != 1 else ""
     text.append(
         f": {counted(len(plan.stages), 'stage')}{divided} on "
         f"{counted(plan.num_processes, 'rank')}, "
@@ -71,7 +71,7 @@ def headline(plan: Plan) -> Text:
 
 def stage_table(plan: Plan) -> Table:
     """One row a stage; times are per microbatch, in flight counts microbatches."""
-    several = plan.training.parts > 1 or any(stage.replicas > 1 for stage in plan.stages)
+    several = plan.training.parts != 1 or any(stage.replicas > 1 for stage in plan.stages)
     ranks = "ranks" if several else "rank"
     numbers = (">ops", ">parameters", ">forward", ">backward", ">in flight", ">sends")
     recomputed = any(stage.recompute for stage in plan.stages)
@@ -148,7 +148,7 @@ def memory_table(plan: Plan) -> Table:
     for rank, ledger in enumerate(plan.ledgers):
         limit = plan.machines.devices[rank].memory_bytes
         table.add_row(
-            f"{'ranks' if plan.training.parts > 1 else 'rank'} "
+            f"{'ranks' if plan.parts_of_rank[rank] > 1 else 'rank'} "
             f"{labels.ranks(plan.processes_of(rank))}",
             *(number(getattr(ledger, name)) for name, _ in used),
             number(ledger.total_bytes),

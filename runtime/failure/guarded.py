@@ -30,7 +30,6 @@ from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.links import PeerLost
-from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.schedule import Kind
 
@@ -44,13 +43,8 @@ class Agreement:
     """One rank's side.  `paths` name the inputs that are compared, in one order on all ranks; those
     of the parts of a stage are compared too."""
 
-    def __init__(
-        self, transport: GroupTransport, num_ranks: int, paths: tuple[str, ...],
-        beside: PartsGroup | None = None,
-    ) -> None:  # fmt: skip
-        self._transport, self._beside = transport, beside
-        self._num_ranks = num_ranks
-        self._paths = paths
+    def __init__(self, transport: GroupTransport, world: World, paths: tuple[str, ...]) -> None:
+        self._transport, self._world, self._paths = transport, world, paths
 
     def reach(
         self, call: str, number: int, minibatch: int, size: int | None, flat: FlatCall | None
@@ -65,11 +59,12 @@ class Agreement:
         mine.append(whole.order if whole else 0)
         leaves = flat.leaves if flat and not whole else {}
         mine += [_digest(leaves.get(path)) for path in self._paths]
-        if self._beside is not None:
-            for theirs in self._beside.tell(mine)[:1]:
-                self._compare(theirs, mine, self._transport.rank * self._beside.count)
-        if self._transport.rank == 0:
-            for peer in range(1, self._num_ranks):
+        world = self._world
+        if world.beside is not None:
+            theirs, *_ = world.beside.tell(mine)
+            self._compare(theirs, mine, world.processes[world.rank][0])
+        if world.rank == 0:
+            for peer in range(1, len(world.processes)):
                 channel = Channel(Kind.CALL, 0, peer)
                 self._transport.send(channel, torch.tensor(mine), minibatch, deferred=True)
             return size
@@ -77,10 +72,10 @@ class Agreement:
         arrived = self._transport.receive(Channel(Kind.CALL, 0, 0), expected).wait()
         assert arrived is not None
         theirs = [int(number) for number in arrived]
-        self._compare(theirs, mine)
+        self._compare(theirs, mine, world.places.source(0))
         return theirs[3] if size is None else size
 
-    def _compare(self, theirs: list[int], mine: list[int], rank: int = 0) -> None:
+    def _compare(self, theirs: list[int], mine: list[int], rank: int) -> None:
         wrong = None
         if theirs[:3] != mine[:3]:
             there, here = (
@@ -281,13 +276,13 @@ class Guarded:
             return loss.wait()
 
     def meet(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every process is here."""
         assert self.world is not None
         with self.meeting():
             try:
                 self.world.group.barrier().wait()
             except RuntimeError as error:  # gloo does not say who it was: ask the next rank
-                following = self.world.process_of((self.world.rank + 1) % self.world.size)
+                following = (self.world.process + 1) % self.world.size
                 raise PeerLost(following, str(error)) from None
 
     def close(self) -> None:

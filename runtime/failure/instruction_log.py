@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -101,7 +101,7 @@ class InstructionLog:
         self._map = mmap.mmap(handle, size)
         os.close(handle)
         self._serial = 0
-        self.part, self.parts = 0, 1  # of a stage; peers of instructions count stages with parts
+        self.process_of: Callable[[int], int] = int  # peers of instructions are ranks
         self._now: tuple[int, ...] = ()
         if path is None:
             self.enter(Outside.CALL)  # the one that makes the pipeline
@@ -109,7 +109,7 @@ class InstructionLog:
     def begin(self, ins: Instruction, base: int) -> None:
         """An instruction begins, of a program whose minibatch 0 is number `base`."""
         minibatch = base + ins.minibatch
-        peer = ins.peer if ins.peer < 0 else ins.peer * self.parts + self.part
+        peer = ins.peer if ins.peer < 0 else self.process_of(ins.peer)
         self._write(_NUMBER[ins.action], ins.stage, peer, ins.edge, ins.microbatch, minibatch)
 
     def enter(self, where: Outside) -> None:

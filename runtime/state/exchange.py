@@ -39,16 +39,25 @@ class Exchange:
     # -- values --------------------------------------------------------------------------------
 
     def everywhere(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """The values of all ranks, on every rank; of the part that this process is of them."""
+        return self._of_ranks(self._of_processes(value))
+
+    def _of_processes(self, value: Any) -> list[Any]:
         world, text = self._session.world, json.dumps(value)
         if world is None:
             return [json.loads(text)]
         # Two keys in turn: who tells again has heard all, who told that after they heard the last.
         self._number = 1 - self._number
-        keys = [f"told/{self._number}/{rank}" for rank in range(world.size)]
-        world.store.set(keys[world.rank], text)
+        keys = [f"told/{self._number}/{process}" for process in range(world.size)]
+        world.store.set(keys[world.process], text)
         self._session.meet()
         return [json.loads(world.store.get(key)) for key in keys]
+
+    def _of_ranks(self, every: list[Any]) -> list[Any]:
+        world = self._session.world
+        if world is None:
+            return every
+        return [every[world.places.source(rank)] for rank in range(len(world.processes))]
 
     def of_first(self, make: Callable[[], Any], undo: Callable[[], object] = lambda: None) -> Any:
         """The value that the first process makes, on every rank; see `agreed`."""
@@ -76,24 +85,17 @@ class Exchange:
         except (PdcompileError, OSError) as error:
             own = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
             told = {"error": [own.message, own.where, own.remedy]}
-        parts, *others = self.of_parts(self.everywhere(told))
-        every = [one for row in zip(parts, *others, strict=True) for one in row]
+        every = self._of_processes(told)
         wrong = next((process for process, one in enumerate(every) if "error" in one), None)
         if wrong is None:
-            return [one["value"] for one in parts]
+            return [one["value"] for one in self._of_ranks(every)]
         if session.is_first:
             undo()
         if session.world is not None:
             session.meet()
-            self.of_parts(None)
         message, where, remedy = every[wrong]["error"]
         said = f"rank {wrong} {failed}: {message}" if failed else message
         raise Refused(own or CheckpointError(said, where=where, remedy=remedy))
-
-    def of_parts(self, value: Any) -> list[Any]:
-        """The values of the parts of a stage, which together have those of all processes."""
-        beside = self._session.beside
-        return [value] if beside is None else beside.tell(value)
 
     # -- tensors -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from pdcompile.ir.stage_interface import holding_stages
 from pdcompile.options import Options
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.launch import WAIT, Circle, World
+from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.warn import warn
@@ -117,6 +117,7 @@ class State:
         beside: PartsGroup | None = None,
     ) -> None:  # fmt: skip
         self._model, self._ranks, self.beside = model, ranks, beside
+        self._division = compiled.capture.division
         #: of a state dict
         self.keys = tuple(one.name for one in registered(model) if one.kept)
         graphs = compiled.capture.eval, compiled.capture.train
@@ -147,7 +148,8 @@ class State:
     def whole_shape(self, fqn: str, own: Tensor | None = None) -> tuple[int, ...]:
         """The shape of a tensor in the model, of which this process has its `own`."""
         shape = self.infos[fqn].shape if own is None else tuple(own.shape)
-        return shape if self.beside is None else self.beside.whole_shape(fqn, shape)
+        shard = self._division.shards.get(fqn)
+        return shape if shard is None else shard.whole_shape(shape)
 
     def whole(self, fqn: str, own: Tensor) -> Tensor:
         """A tensor of the model, from what this process has; all parts of a stage call it."""
@@ -170,7 +172,7 @@ class State:
 
     def undivided(self) -> nn.Module:
         """The model; where parts have slices of it a twin without values, in its true shapes."""
-        if self.beside is None:
+        if self._division.parts == 1:
             return self._model
         return twin_with(
             self._model, lambda fqn, one: one.new_empty(self.whole_shape(fqn), device="meta")
@@ -372,30 +374,24 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     be parts of models that never existed together, and tied copies would disagree.  Every rank of
     the pipeline calls this with the same names in the same order.
     """
-    unlike = [_same_start(world, circle, tensors) for circle in world.circles]
-    if any(unlike) and world.process == 0:
-        warn(
-            "the ranks built different weights: all continue with those of rank 0; call "
-            "torch.manual_seed before building the model",
-            RuntimeWarning,
-        )
-
-
-def _same_start(world: World, circle: Circle, tensors: Mapping[str, Tensor]) -> bool:
-    """True if the first of a circle has given its values to the others, which had unlike ones."""
-    every = _told(world, circle, "start", {fqn: digest(one) for fqn, one in tensors.items()})
+    every = _told(world, "start", {fqn: digest(one) for fqn, one in tensors.items()})
     if all(one == every[0] for one in every):
-        return False
+        return
     for tensor in tensors.values():
         if tensor.numel() == 0:
             continue
         flat = flat_bytes(devices.to_host(tensor))
         with world.peers.log.meeting():
-            circle.group.broadcast(flat, 0).wait()
-        if circle.rank != 0:
+            world.group.broadcast(flat, 0).wait()
+        if world.process != 0:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-    return True
+    if world.process == 0:
+        warn(
+            "the ranks built different weights: all continue with those of rank 0; call "
+            "torch.manual_seed before building the model",
+            RuntimeWarning,
+        )
 
 
 def same_values(
@@ -405,11 +401,9 @@ def same_values(
 
     `shared`: the ranks that hold each tensor that this rank and others hold.
     """
-    circle = next(world.circles)
-    mine = {fqn: digest(tensors[fqn]) for fqn in shared}
-    every = _told(world, circle, "shared", mine)
+    every = _told(world, "shared", {fqn: digest(tensors[fqn]) for fqn in shared})
     for fqn, ranks in shared.items():
-        if len({every[rank][fqn] for rank in ranks}) > 1:
+        if len({every[p][fqn] for rank in ranks for p in world.processes[rank]}) > 1:
             raise ContractError(
                 f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
                 where=fqn,
@@ -418,12 +412,10 @@ def same_values(
             )
 
 
-def _told(
-    world: World, circle: Circle, name: str, digests: Mapping[str, int]
-) -> list[dict[str, int]]:
-    """Digests of all processes of a circle, by the names of tensors."""
-    keys = [f"{name}/{rank}" for rank in range(circle.size)]
-    circle.store.set(keys[circle.rank], json.dumps(digests))
+def _told(world: World, name: str, digests: Mapping[str, int]) -> list[dict[str, int]]:
+    """Digests of all processes, by the names of tensors."""
+    keys = [f"{name}/{process}" for process in range(world.size)]
+    world.store.set(keys[world.process], json.dumps(digests))
     with world.peers.log.meeting():
-        circle.store.wait(keys, WAIT)  # a large stage takes its time to read
-    return [json.loads(circle.store.get(key)) for key in keys]
+        world.store.wait(keys, WAIT)  # a large stage takes its time to read
+    return [json.loads(world.store.get(key)) for key in keys]

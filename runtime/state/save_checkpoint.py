@@ -60,7 +60,7 @@ def save(
     written = folder / name
 
     def part() -> dict[str, Any]:
-        if not all(exchange.of_parts(written.is_dir())):
+        if not all(exchange.everywhere(written.is_dir())):
             raise CheckpointError(
                 "this rank does not see the folder that rank 0 has made",
                 where=str(written),

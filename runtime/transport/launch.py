@@ -13,10 +13,10 @@ import os
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from pdcompile.runtime.failure.first_cause import Failures, Verdict, describe, v
 from pdcompile.runtime.failure.host_peers import HostPeers, network
 from pdcompile.runtime.failure.watchdog import Watchdog, end_with_launcher
 from pdcompile.runtime.transport import device_groups
+from pdcompile.runtime.transport.links import Places
 from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.transport.start_up import Seal, StartUp
 
@@ -64,33 +65,25 @@ class DataPath(StrEnum):
         return self is not DataPath.TAGS
 
 
-class Circle(NamedTuple):
-    """Processes that compare or share something, and this one's place among them."""
-
-    store: Any
-    rank: int
-    size: int
-    group: Any
-
-
 class World:
     """The processes of one pipeline, and their connections.
 
-    `process` counts inside the group.  Where stages are divided, the parts of a stage follow each
-    other, and all parts of one number are a pipeline: `rank` and `size` count in it, and messages
-    stay in it.  `beside`: the other parts of the stage, None where it is whole.
+    `process` counts inside the group.  Where stages are divided, a rank is one process for each
+    part, which follow each other: `processes` are those of each rank.  `beside`: the other parts of
+    this process's stage, None where it is whole.
     """
 
     def __init__(
         self, start: StartUp, options: Options, plan: Plan, path: DataPath, division: Division
     ) -> None:
-        self.process, self.parts = start.rank, division.parts
-        self.rank, part = divmod(start.rank, self.parts)
-        self.size = start.size // self.parts
+        self.process, self.size = start.rank, start.size
+        self.processes = [plan.processes_of(rank) for rank in range(plan.num_columns)]
+        self.rank = next(r for r, those in enumerate(self.processes) if start.rank in those)
+        self.part = self.processes[self.rank].index(start.rank)
+        self.places = Places(self.processes, self.part)
         self.sealed = debugs_messages()
         self.path = path
-        every = PrefixStore("connected", start.store)
-        self.store = PrefixStore(f"part/{part}", every) if self.parts > 1 else every
+        self.store = every = PrefixStore("connected", start.store)
         # Before anyone connects: one that leaves would disturb those that still do.
         agreed = {
             "the plan": plan.hash()[:16],
@@ -103,7 +96,7 @@ class World:
         self._loopback = {*start.tell("network", mine)} == {mine} != {""}
         self.exit = PipelineExit(every, start.rank)
         self.peers = HostPeers(every, start.rank, start.size)
-        self.peers.log.part, self.peers.log.parts = part, self.parts
+        self.peers.log.process_of = self.places.source
         self.watchdog = Watchdog(
             PrefixStore("connected", start.store.clone()), start.rank, start.size, self.peers,
             options.stall_timeout, options.progress_timeout,
@@ -115,45 +108,48 @@ class World:
         self.group: Any = None
         self.beside: PartsGroup | None = None
         try:
-            self.group = self._connected(self.store, self.rank, self.size)
-            if self.parts > 1:
+            self.group = self._connected(every, self.process, self.size)
+            if len(those := self.processes[self.rank]) > 1:
                 self.column = PrefixStore(f"stage/{self.rank}", every)
-                group = self._connected(self.column, part, self.parts)
-                following = self.process_of(self.rank, (part + 1) % self.parts)
-                self.beside = PartsGroup(group, part, division, self.peers.log, following)
+                group = self._connected(self.column, self.part, len(those))
+                following = those[(self.part + 1) % len(those)]
+                self.beside = PartsGroup(group, self.part, division, self.peers.log, following)
         except BaseException as error:
             self.leave(error)
             raise
 
-    def process_of(self, rank: int, part: int | None = None) -> int:
-        """The process that has the same part of the stages of a rank; or another part."""
-        return rank * self.parts + (self.process % self.parts if part is None else part)
+    def alike(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The processes of this part of each of some ranks, which all have as many of them."""
+        return tuple(self.processes[rank][self.part] for rank in ranks)
 
-    @property
-    def circles(self) -> Iterator[Circle]:
-        """The ranks of a pipeline, then the parts of a stage: what all have of the first one of
-        each, one after the other, is that of the first process."""
-        yield Circle(self.store, self.rank, self.size, self.group)
-        if self.beside is not None:
-            yield Circle(self.column, self.beside.part, self.parts, self.beside.group)
+    def pairs(self, ranks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The pairs of processes that send each other what these pairs of ranks do, the lower one
+        first, in one order for all."""
+        found = set()
+        for pair in ranks:
+            for own, rank in (pair, pair[::-1]):
+                for part, process in enumerate(self.processes[own]):
+                    targets = Places(self.processes, part).targets(own, rank)
+                    found |= {(min(process, p), max(process, p)) for p in targets}
+        return sorted(found)
 
     def connect_parts(self, device: RankDevice) -> None:
         """Let the parts of a stage exchange values between their devices."""
         if self.beside is not None and self.path.direct:
-            processes = tuple(self.process_of(self.rank, p) for p in range(self.parts))
+            processes = self.processes[self.rank]
             with self.peers.log.meeting():
                 self.beside.on_devices = device_groups.connected(
                     PrefixStore("devices", self.column), self.process, processes, device.device,
                     _TIMEOUT,
                 )  # fmt: skip
 
-    def subgroup(self, name: str, ranks: tuple[int, ...], device: RankDevice) -> Any:
-        """Connections between some of the ranks alone, for data; each of them calls this."""
-        store = PrefixStore(name, self.store)
+    def subgroup(self, name: str, processes: tuple[int, ...], device: RankDevice) -> Any:
+        """Connections between some of the processes alone, for data; each of them calls this."""
+        store = PrefixStore(f"{name}/{'/'.join(map(str, processes))}", self.store)
         if not self.path.direct:
-            return self._connected(store, ranks.index(self.rank), len(ranks))
+            return self._connected(store, processes.index(self.process), len(processes))
         with self.peers.log.meeting():
-            return device_groups.connected(store, self.rank, ranks, device.device, _TIMEOUT)
+            return device_groups.connected(store, self.process, processes, device.device, _TIMEOUT)
 
     def _connected(self, store: Any, rank: int, size: int) -> Any:
         options = gloo_options()

@@ -9,7 +9,7 @@ after the other.  NCCL needs that; over gloo it is tested on machines without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,45 @@ class Working(Handle):
         raise lost(self._peer, text)
 
 
+class Places:
+    """Processes of the ranks: one for each part of a rank's stages.
+
+    Each part has messages from the part of the same number; from the last one of a rank that has
+    fewer.  Values that cross between unlike numbers of parts are whole, the same on all of them.
+    """
+
+    def __init__(self, processes: Sequence[Sequence[int]] = (), part: int = 0) -> None:
+        """`processes`: by rank; none: ranks are processes.  `part`: of this process."""
+        self._processes, self._part = processes, part
+
+    def source(self, rank: int) -> int:
+        """The process of a rank that this one receives from."""
+        if not self._processes:
+            return rank
+        there = self._processes[rank]
+        return there[min(self._part, len(there) - 1)]
+
+    def targets(self, own: int, rank: int) -> Sequence[int]:
+        """The processes of a rank that this one, of rank `own`, sends to."""
+        if not self._processes:
+            return (rank,)
+        last = len(self._processes[own]) - 1
+        return [p for i, p in enumerate(self._processes[rank]) if min(i, last) == self._part]
+
+
+class _Sent(Handle):
+    """A message to no process, or to several."""
+
+    def __init__(self, each: Sequence[Handle]) -> None:
+        self._each = each
+
+    def wait(self) -> Tensor | None:
+        for one in self._each:
+            one.wait()
+        self._each = ()
+        return None
+
+
 class Link:
     """Way of the messages of one half, over groups that are used for nothing else.
 
@@ -85,26 +124,33 @@ class Link:
     """
 
     def __init__(
-        self, groups: Mapping[int, Any], rank: int | None = None, *, direct: bool = False,
-        process_of: Callable[[int], int] = int,
-    ) -> None:  # fmt: skip
-        """`groups`: by the rank at the other end; the lower one of it and `rank` is rank 0 there.
-        `rank` None: all are one group of all ranks, with tags.  `direct`: they are NCCL's, and
-        messages go from and into memory of the device.  `process_of`: the number of a rank's
-        process, for people."""
-        self._groups, self._rank, self.direct, self._process = groups, rank, direct, process_of
+        self, groups: Mapping[int, Any], process: int | None = None, *, direct: bool = False
+    ) -> None:
+        """`groups`: by the process at the other end; the lower one of it and `process` is rank 0
+        there.  `process` None: all are one group of all, with tags.  `direct`: they are NCCL's, and
+        messages go from and into memory of the device."""
+        self._groups, self._process, self.direct = groups, process, direct
 
-    def start(self, flat: Fetched, channel: Channel, *, sending: bool) -> Working:
-        """Begin a message; what is on its way to the memory is sent when it has come."""
-        group, peer = self._groups[channel.peer], channel.peer
-        if self._rank is None:
+    def send(self, flat: Fetched, channel: Channel, processes: Sequence[int]) -> Handle:
+        """Begin a message to each of some processes; what is on its way to the memory is sent when
+        it has come."""
+        sent = [self._start(flat, channel, process, sending=True) for process in processes]
+        return sent[0] if len(sent) == 1 else _Sent(sent)
+
+    def receive(self, flat: Tensor, channel: Channel, process: int) -> Working:
+        """Begin to receive a message from a process, into this memory."""
+        return self._start(Fetched(flat), channel, process, sending=False)
+
+    def _start(self, flat: Fetched, channel: Channel, peer: int, *, sending: bool) -> Working:
+        group = self._groups[peer]
+        if self._process is None:
             other, tag = peer, channel.tag
         else:
-            other, tag = int(peer > self._rank), 0
+            other, tag = int(peer > self._process), 0
         post = group.send if sending else group.recv
         begin = partial(flat.then, partial(unrecorded, post, flat.tensor, other, tag))
         try:
-            return Working(begin, flat, self._process(peer))
+            return Working(begin, flat, peer)
         finally:
             del group, post, begin  # see Working
 

@@ -92,11 +92,6 @@ class PartsGroup(Alone):
             return own
         return shard.joined([*devices.to_host(self.meet(own.detach(), _GATHER))])
 
-    def whole_shape(self, fqn: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor of the model, of which this part holds one of `shape`."""
-        shard = self.division.shards.get(fqn)
-        return shape if shard is None else shard.whole_shape(shape)
-
     def sum_gradients(self, gradients: dict[str, Tensor]) -> None:
         """Sums over parts the gradients of which each has a share, in place of these."""
         for fqn in sorted(self.division.summed.intersection(gradients)):

@@ -12,7 +12,7 @@ sender may wait for its sends as usual.  Notes themselves are awaited some calls
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -32,7 +32,7 @@ from pdcompile.runtime.transport.contract import (
     read_note,
     to_bytes,
 )
-from pdcompile.runtime.transport.links import Link, Working
+from pdcompile.runtime.transport.links import Link, Places, Working
 from pdcompile.schedule import Kind
 from pdcompile.schedule.instruction import DATA
 
@@ -53,24 +53,27 @@ class GroupTransport:
 
     def __init__(
         self, group: Any, rank: int, plan: int, reach: int, *, sealed: bool = False,
-        data: Link | None = None, device: RankDevice | None = None,
-        process_of: Callable[[int], int] = int,
+        data: Link | None = None, device: RankDevice | None = None, places: Places | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.plan, self._reach = rank, plan, reach
+        self.places = places or Places()
         self.sealed = sealed
         self.device = device or RankDevice()
-        self.control = Link(defaultdict(lambda: group), process_of=process_of)
+        self.control = Link(defaultdict(lambda: group))
         self._data = data or self.control
         self._call = 0
         self._numbers: dict[Channel, Iterator[int]] = defaultdict(count)  # of messages noted each
         self._outgoing: dict[Channel, tuple[int, ...]] = {}  # memory order of open channels
         self._incoming: dict[Channel, _Incoming] = {}
-        self._deferred: deque[tuple[int, Working]] = deque()
+        self._deferred: deque[tuple[int, Handle]] = deque()
 
     def send(
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
     ) -> Handle:
         """Post a message; `deferred`: nobody will wait for the handle, `settle` will."""
+        targets = self.places.targets(self.rank, channel.peer)
+        if not targets:  # another part sends it
+            return SENT
         link, order = self.link(channel), self._outgoing.get(channel)
         opens = order is None and channel.kind is not Kind.CALL
         if order is None:
@@ -91,7 +94,7 @@ class GroupTransport:
             self._tell(note._replace(serial=serial, comes=comes, checksum=read))
         if not comes:
             return SENT
-        sent = link.start(flat, channel, sending=True)
+        sent = link.send(flat, channel, targets)
         if not deferred:
             return sent
         self._deferred.append((self._call, sent))
@@ -99,7 +102,8 @@ class GroupTransport:
 
     def _tell(self, note: Note) -> None:
         flat = Fetched(note.packed().view(torch.uint8))
-        sent = self.control.start(flat, note.channel, sending=True)
+        targets = self.places.targets(self.rank, note.channel.peer)
+        sent = self.control.send(flat, note.channel, targets)
         self._deferred.append((self._call, sent))
 
     def receive(self, channel: Channel, expected: Expected) -> Handle:
@@ -149,19 +153,19 @@ class _Incoming:
         self.lands = self.device.queued and not self.direct  # in host memory, then on the device
         self.may_lack = channel.kind in MAY_LACK
         self.noted = transport.notes_each(channel)
-        self.channel = channel
+        self.channel, self._source = channel, transport.places.source(channel.peer)
         self._transport = transport
         self.numbers = count()
         if self.order is None:
             self._first = self.note()
 
     def start(self, flat: Tensor) -> Working:
-        return self._transport.link(self.channel).start(Fetched(flat), self.channel, sending=False)
+        return self._transport.link(self.channel).receive(flat, self.channel, self._source)
 
     def note(self) -> Working:
         """Post the receive of a note."""
         header = torch.zeros(HEADER_LENGTH, dtype=torch.int64).view(torch.uint8)
-        return self._transport.control.start(Fetched(header), self.channel, sending=False)
+        return self._transport.control.receive(header, self.channel, self._source)
 
     def read(self, note: Working, expected: Expected, serial: int = 0) -> Note:
         """Wait for a note.  Raises ContractError where it is not what was planned."""

@@ -200,7 +200,8 @@ class Norms:
 
     `owned[r]`: the trainable parameters that rank r owns, replicas the same ones; `dtypes`: of all
     parameters, in the order of the model.  A norm plus zeros is that norm, bit for bit.  `scale`:
-    of the losses, which gradients are divided by first.  `beside`: parts that have slices of them.
+    of the losses, which gradients are divided by first.  `beside`: parts that have slices of them,
+    of which the first fills in for all.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Norms:
         there = self._sums.device
         absent = torch.full((), ABSENT, device=there.device)
         row = torch.zeros(len(self._names) + 2, dtype=torch.float64, device=there.device)
-        if self._mine:
+        if self._mine and (self._beside is None or self._beside.part == 0):
             listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._mine]
             row[self._before : self._before + len(listed)] = torch.stack(listed)
         if self.scale is not None:  # a norm can overflow where every gradient is finite

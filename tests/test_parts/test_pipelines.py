@@ -36,6 +36,8 @@ COMMON = """
 
 RANKS = """
     for kwargs in json.loads(sys.argv[1]):
+        if isinstance(kwargs["parts"], list):
+            kwargs["parts"] = tuple(kwargs["parts"])
         name, clip = kwargs.pop("model", "gpt"), kwargs.get("max_grad_norm")
         model, (inputs, target) = model_of(name), batch_of(name)
         plain = copy.deepcopy(model)

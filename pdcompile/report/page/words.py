@@ -106,11 +106,9 @@ def gap_tile(one: Certificate) -> tuple[str, str]:
 def cluster_in_words(plan: Plan) -> str:
     """``8 × h100 of 80.0 GB; nvlink 450 GB/s, infiniband 50.0 GB/s``."""
     cluster = plan.machines
-    parts = plan.training.parts
-    devices = [
-        f"{parts * len(list(group))} × {_device(device)}"
-        for device, group in groupby(cluster.devices)
-    ]
+    parts = (*plan.parts_of_rank, *[plan.training.most_parts] * len(cluster.devices))
+    every = [one for one, count in zip(cluster.devices, parts, strict=False) for _ in range(count)]
+    devices = [f"{len(list(group))} × {_device(device)}" for device, group in groupby(every)]
     levels = [
         f"{level.name} {format_rate(level.bytes_per_second)}"
         for level in cluster.levels
