@@ -152,18 +152,13 @@ def run_passes(
     apply_overrides(model)
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     whole = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
-    chosen, captured = _with_outputs(chosen, whole.train, options), whole
-    if chosen.training.parts != 1:
-        cut = partial(_first_cut, model, whole, options, chosen, step.listener)
-        captured = step("parts", lambda: in_parts(whole, chosen.training, cut))
-        training = replace(chosen.training, split=captured.division.split)
-        chosen = replace(chosen, training=training)
-        refuse_hooks(dict(model.named_parameters()), captured.division)
+    chosen = _with_outputs(chosen, whole.train, options)
+    chosen, captured = _in_parts(model, whole, options, chosen, step)
     if options.plan is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
     else:
-        placed = in_place(options, captured)
+        placed = in_place(options, captured, chosen.training)
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step)
         if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
@@ -185,7 +180,7 @@ def run_passes(
     )
     plan = replace(plan, forecast=forecast, notes=tuple(dict.fromkeys(notes)))
     check_memory(chosen.cluster, plan)
-    _write_capture(whole, options, step.listener)
+    _write_capture(whole, options, plan, step.listener)
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = user_sources(options, sources)
@@ -238,6 +233,19 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
     )
 
 
+def _in_parts(
+    model: nn.Module, whole: Capture, options: Options, chosen: Configuration, step: PassRunner
+) -> tuple[Configuration, Capture]:
+    """The configuration with what parts divide, and the program of one of them."""
+    if chosen.training.parts == 1:
+        return chosen, whole
+    cut = partial(_first_cut, model, whole, options, chosen, step.listener)
+    captured = step("parts", lambda: in_parts(whole, chosen.training, cut))
+    refuse_hooks(dict(model.named_parameters()), captured.division)
+    training = replace(chosen.training, split=captured.division.split)
+    return replace(chosen, training=training), captured
+
+
 def _first_cut(
     model: nn.Module,
     whole: Capture,
@@ -249,7 +257,9 @@ def _first_cut(
     given, else as if the devices of a stage were one that is as fast and large as all of them."""
     plan = options.plan
     if plan is None:
-        planner = Planner(model, whole, in_place(options, whole), joined(options, chosen), listener)
+        chosen = joined(options, chosen)
+        placed = in_place(options, whole, chosen.training)
+        planner = Planner(model, whole, placed, chosen, listener)
         planner.costs()
         plan = planner.plan()
     return boundaries.stages_or_last(whole.train, plan)
@@ -303,11 +313,11 @@ def _with_outputs(chosen: Configuration, graph: OpGraph, options: Options) -> Co
     return replace(chosen, training=replace(training, keeps_outputs=False))
 
 
-def _write_capture(captured: Capture, options: Options, listener: Listener) -> None:
+def _write_capture(captured: Capture, options: Options, plan: Plan, listener: Listener) -> None:
     """Write the capture beside the plan that was made, where there is a file for it."""
     if options.plan is not None or options.capture_file is None:
         return
-    if reason := write_capture(captured, options.capture_file):
+    if reason := write_capture(captured, options.capture_file, plan):
         listener.told(f"the capture is not kept beside the plan: {reason}")
 
 

@@ -317,11 +317,12 @@ def check_memory(cluster: Cluster, plan: Plan) -> None:
             )
 
 
-def in_place(options: Options, captured: Capture) -> Options:
+def in_place(options: Options, captured: Capture, training: Training) -> Options:
     """Options with ops pinned to the stages that hold their tensors, where ranks split a model, and
     to those that they were written for."""
-    ops = captured.train.ops
+    ops = planned(captured.train, training).ops
     held = [(op.name, options.held.get(fqn)) for op in ops for fqn in op.used_tensors]
     pins = [Pin(name, one.stages[0]) for name, one in held if one and len(one.stages) == 1]
-    pins += [Pin(name, stage) for name, stage in captured.division.stage_of.items()]
+    stage_of = captured.division.stage_of
+    pins += [Pin(op.name, stage_of[op.name]) for op in ops if stage_of]
     return replace(options, constraints=(*options.constraints, *dict.fromkeys(pins)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pdcompile.errors import ConfigError, CostError
+from pdcompile.errors import ConfigError, CostError, some
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.items import Assembly
@@ -116,7 +116,7 @@ def _microbatch_size(graph: OpGraph) -> int:
 def _scope(
     graph: OpGraph, groups: Groups, moved_seconds: float, constraints: Sequence[Constraint]
 ) -> str:
-    under = f"constraints {', '.join(map(describe, constraints))}" if constraints else ""
+    under = f"constraints {some([*map(describe, constraints)], 8)}" if constraints else ""
     if not groups.reasons:
         return under or ANY_CUT
     rules = ", ".join(f"{reason} ({n})" for reason, n in sorted(groups.reasons.items()))

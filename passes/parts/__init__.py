@@ -21,12 +21,12 @@ from pdcompile.plan import Plan, Training
 StageOf = Callable[[], Mapping[str, int]]
 
 
-def in_parts(capture: Capture, training: Training, stage_of: StageOf) -> Capture:
+def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = None) -> Capture:
     """The program of one part of each stage, in both modes; by width where the split is "auto", or
     else by samples.
 
     Args:
-        stage_of: gives the stage of each op of training; it is called where some stages are whole.
+        stage_of: gives the stage of each op of training, where some stages are whole.
 
     Raises:
         ConfigError: nothing divides in this way, or not into so many parts.
@@ -34,6 +34,7 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf) -> Capture
     """
     cuts = Cut(), Cut()
     if not isinstance(training.parts, int):
+        assert stage_of is not None
         placed = stage_of()
         each = placed, place_eval(capture, placed)
         cuts = Cut.of(each[0], training.parts), Cut.of(each[1], training.parts)
@@ -68,8 +69,14 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
                 for op in train.graph.ops} if cuts[0].stage_of else {}  # fmt: skip
     division = Division(parts, split, dict(train.shards), train.summed, outputs, stage_of)
     _check_alike(evaluation, division)
-    notes = (*train.graph.notes, *train.notes, *_stay_whole(layouts))
-    graph = replace(train.graph, notes=notes)
+    notes = [*train.graph.notes, *train.notes, *_stay_whole(layouts)]
+    if stage_of:
+        each = ", ".join(map(str, cast(tuple[int, ...], training.parts)))
+        notes.append(
+            f"stages of {each} parts: their cut was chosen as if the devices of a stage were one, "
+            "as fast and large as all, and is fixed; the certificate is of what else is open"
+        )
+    graph = replace(train.graph, notes=tuple(notes))
     return replace(capture, train=graph, eval=evaluation.graph, division=division)
 
 

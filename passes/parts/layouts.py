@@ -150,7 +150,11 @@ def _whole_vocabularies(choice: Choice, ops: Mapping[str, Way]) -> Iterator[Stay
         own, runs = op.classes, [run for dims in op.dims.values() for run in dims]
         uneven = own and own.extent.number > choice.parts and not divides(own, choice.parts)
         of_samples = any(atom.extent.power for run in runs for atom in leaves(run))
-        if choice.kinds.by_width and (op.reason or (uneven and of_samples)):
+        if (
+            op.reason != WHOLE_STAGE
+            and choice.kinds.by_width
+            and (op.reason or (uneven and of_samples))
+        ):
             why = op.reason or f"{_sized(choice, own)} does not divide by {choice.parts}"
             yield Stays(name, op.op.source, why, 0)
 

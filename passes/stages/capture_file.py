@@ -25,14 +25,12 @@ from pdcompile.files import read_limited, write_whole
 from pdcompile.ir import graph_json
 from pdcompile.ir.graph import Capture, OpGraph, fingerprint, size_at
 from pdcompile.ir.targets import dtype_name
-from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS
-from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.passes.trace import attached
 from pdcompile.passes.trace.subject import CaptureCall
 from pdcompile.passes.trace.tape.observer import is_user
 from pdcompile.plan import Plan
 
-SCHEMA = "pdcompile.capture/3"
+SCHEMA = "pdcompile.capture/4"
 
 
 def made_with() -> str:
@@ -42,16 +40,18 @@ def made_with() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """The file."""
+    """The file; `plan`: fingerprints of the model of the plan beside it, and of the ops."""
 
     schema: str
     made_with: str
+    plan: str
     train: Any
     eval: Any
 
 
-def write_capture(found: Capture, path: Path) -> str:
-    """Writes the file; where that cannot be, removes one of another capture, and says why.
+def write_capture(found: Capture, path: Path, plan: Plan) -> str:
+    """Writes the file beside a plan; where that cannot be, removes one of another capture, and says
+    why.
 
     Raises:
         ConfigError: the system does not let it.
@@ -62,7 +62,7 @@ def write_capture(found: Capture, path: Path) -> str:
             path.unlink(missing_ok=True)
             return f"forward uses a tensor that is no parameter or buffer ({next(iter(constants))})"
         train, evaluation = (graph_json.to_record(graph) for graph in (found.train, found.eval))
-        document = _Document(SCHEMA, made_with(), train, evaluation)
+        document = _Document(SCHEMA, made_with(), _prints(plan, found.train), train, evaluation)
         write_whole(path, msgspec.json.encode(asdict(document)))
     return ""
 
@@ -88,8 +88,7 @@ def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
         return f"{path} cannot be read: {error}"
     if changed := next((file for file, at in _files() if at > written), None):
         return f"{changed} was changed since {path} was written"
-    planned_for = plan.fingerprint.split(".")[0]
-    if fingerprint(planned(train, plan.training))[:FINGERPRINT_DIGITS] != planned_for:
+    if document.plan != _prints(plan, train):
         return f"{path} is of another plan"
     if train.batch_size != call.size:
         return f"{path} is of microbatches of {train.batch_size} samples"
@@ -99,6 +98,10 @@ def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
     return replace(
         attached(Capture(train, evaluation), call), kept=f"{path} of {made:%Y-%m-%d %H:%M} UTC"
     )
+
+
+def _prints(plan: Plan, graph: OpGraph) -> str:
+    return f"{plan.fingerprint.partition('.')[0]}.{fingerprint(graph)}"
 
 
 def _files() -> Iterator[tuple[str, int]]:

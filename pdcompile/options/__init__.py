@@ -73,9 +73,9 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
         object.__setattr__(self, "schedule", named(self.schedule))
         if isinstance(self.cluster, str) and self.cluster.startswith("local:"):
             object.__setattr__(self, "cluster", cluster_of(self.cluster))
-        if isinstance(self.parts, tuple) and len({*self.parts}) == 1:  # one for each stage
+        if isinstance(self.parts, tuple) and self.parts:  # one for each stage
             object.__setattr__(self, "stages", self.stages or len(self.parts))
-            if self.stages == len(self.parts):
+            if self.stages == len(self.parts) and len({*self.parts}) == 1:
                 object.__setattr__(self, "parts", self.parts[0])
 
     @staticmethod

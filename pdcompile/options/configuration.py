@@ -209,7 +209,7 @@ def _parts_of_ranks(options: Options) -> tuple[int, ...]:
         remedy = f"replicas=1, or those of each stage; or {remedy}"
     elif not len(parts) == len(counts) == (options.stages or len(parts)):
         message, remedy = "that is not the number of stages", "one number of parts for each stage"
-    elif kind.written is not None or kind.several:
+    elif kind.written is not None or kind.usual > 1:
         message = f"schedule={kind.name!r} has several stages on a rank"
         remedy = f"{remedy}; or a schedule with one stage a rank, such as '1f1b'"
     else:

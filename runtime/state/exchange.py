@@ -34,15 +34,13 @@ class Exchange:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._number = 0
-        self._channels: dict[tuple[Any, ...], int] = {}  # by rank, name, dtype and shape
+        #: numbers of each rank's channels, by name, dtype and shape
+        self._channels: dict[int, dict[tuple[Any, ...], int]] = {}
 
     # -- values --------------------------------------------------------------------------------
 
     def everywhere(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank; of the part that this process is of them."""
-        return self._of_ranks(self._of_processes(value))
-
-    def _of_processes(self, value: Any) -> list[Any]:
+        """The values of all processes, on every one."""
         world, text = self._session.world, json.dumps(value)
         if world is None:
             return [json.loads(text)]
@@ -52,12 +50,6 @@ class Exchange:
         world.store.set(keys[world.process], text)
         self._session.meet()
         return [json.loads(world.store.get(key)) for key in keys]
-
-    def _of_ranks(self, every: list[Any]) -> list[Any]:
-        world = self._session.world
-        if world is None:
-            return every
-        return [every[world.places.source(rank)] for rank in range(len(world.processes))]
 
     def of_first(self, make: Callable[[], Any], undo: Callable[[], object] = lambda: None) -> Any:
         """The value that the first process makes, on every rank; see `agreed`."""
@@ -70,14 +62,14 @@ class Exchange:
         failed: str = "",
         undo: Callable[[], object] = lambda: None,
     ) -> list[Any]:
-        """The values of all ranks' `part`, on every rank.
+        """The values of `part` of the first process of each rank, on every process.
 
         Args:
-            failed: says of a rank that it could not make its part.
-            undo: called on rank 0 after an error, before others go on.
+            failed: says of a process that it could not make its part.
+            undo: called on the first one after an error, before others go on.
 
         Raises:
-            Refused: a rank could not, with its own error there.
+            Refused: a process could not, with its own error there.
         """
         session, own = self._session, None
         try:
@@ -85,13 +77,14 @@ class Exchange:
         except (PdcompileError, OSError) as error:
             own = error if isinstance(error, PdcompileError) else CheckpointError(str(error))
             told = {"error": [own.message, own.where, own.remedy]}
-        every = self._of_processes(told)
+        every, world = self.everywhere(told), session.world
         wrong = next((process for process, one in enumerate(every) if "error" in one), None)
         if wrong is None:
-            return [one["value"] for one in self._of_ranks(every)]
+            first = range(len(every)) if world is None else [p for p, *_ in world.processes]
+            return [every[process]["value"] for process in first]
         if session.is_first:
             undo()
-        if session.world is not None:
+        if world is not None:
             session.meet()
         message, where, remedy = every[wrong]["error"]
         said = f"rank {wrong} {failed}: {message}" if failed else message
@@ -110,14 +103,16 @@ class Exchange:
         if session.world is None:
             return [(json.loads(json.dumps(value)), tensors)]
         listed = [(name, dtype_name(one.dtype), one.shape) for name, one in tensors.items()]
-        parts = self.everywhere([value, listed])
+        world, every = session.world, self.everywhere([value, listed])
+        parts = [every[world.places.source(rank)] for rank in range(len(world.processes))]
         rows = dict[Broadcast, Tensor | Expected]()
         places: list[dict[str, tuple[int, int]]] = []
         for rank, (_, theirs) in enumerate(parts):
             places.append({})
+            known = self._channels.setdefault(rank, {})
             for name, dtype, shape in theirs:
-                key = rank, name, dtype, *shape
-                place = self._channels.setdefault(key, len(self._channels)), -1
+                number = known.setdefault((name, dtype, *shape), len(known))
+                place = number * len(parts) + rank, -1  # whatever parts of other ranks have
                 places[rank][name] = place
                 rows[Broadcast(Kind.STATE, *place, rank, (0,) if rank else ())] = (
                     tensors[name] if rank in session.ranks

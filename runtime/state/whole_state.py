@@ -38,7 +38,7 @@ def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict
     own = own if session.is_first_part else {}
     for rank, (_, tensors) in enumerate(exchange.collect(None, own)):
         found |= {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}
-    if not found:
+    if not session.is_first:
         return {}
     of = {key: fqn for fqn, keys in session.state.names.items() for key in keys}
     return {**{k: found[of[k]] for k in session.state.keys}, **extra_states(session.model)}
@@ -76,7 +76,7 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
         where = f"the state of rank {rank}"
         stages += [decode(StageState, one, where=where, error=CheckpointError) for one in theirs]
         tensors |= came
-    if not stages:
+    if not session.is_first:
         return {}
     found = OptimizerStates(
         "the state of all ranks",

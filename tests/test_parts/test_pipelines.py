@@ -74,6 +74,39 @@ def test_gpt_on_four_ranks_trains_as_plain_pytorch(tmp_path: Path) -> None:
     agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(FAST)), len(FAST))
 
 
+def test_whole_stages_beside_divided_ones_train_as_plain_pytorch(tmp_path: Path) -> None:
+    settings = [{"parts": [2, 1], "max_grad_norm": 0.5},
+                {"parts": [1, 2], "schedule": "2bw", "split": "sequence"}]  # fmt: skip
+    agree(processes(COMMON + RANKS, 3, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [[2, 1], [1, 2]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw", "auto"])
+def test_unlike_parts_under_every_schedule(parts: list[int], schedule: str, tmp_path: Path) -> None:
+    splits = "width", "width+sequence", "sequence", "context", "samples"
+    settings = [{"parts": parts, "schedule": schedule, "split": split} for split in splits]
+    agree(processes(COMMON + RANKS, 3, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "llama", "gpt2", "t5", "bert", "vit"])
+def test_unlike_parts_of_models_of_hugging_face(model: str, tmp_path: Path) -> None:
+    settings = [{"parts": parts, "model": model} for parts in ([2, 1], [1, 2])]
+    agree(processes(COMMON + RANKS, 3, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+def test_unlike_parts_of_replicas_and_in_device_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [{"parts": [2, 1], "replicas": 2, "max_grad_norm": 0.5}]
+    agree(processes(COMMON + RANKS, 6, tmp_path, json.dumps(settings)), 1)
+    monkeypatch.setenv("PDCOMPILE_TRANSPORT", "ordered")
+    settings = [{"parts": [1, 2]}, {"parts": [2, 1], "schedule": "2bw"}]
+    agree(torchrun(COMMON + RANKS, 3, tmp_path, json.dumps(settings)), 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw", "interleaved", "zb-v"])
 @pytest.mark.parametrize("split", ["width", "sequence", "width+sequence", "context", "samples"])
@@ -155,11 +188,13 @@ CHECKPOINTS = """
 """
 
 
-def checkpoints_fit(name: str, settings: list[dict[str, int]], folder: Path) -> None:
+def checkpoints_fit(
+    name: str, settings: list[dict[str, Any]], folder: Path, ranks: int = 4
+) -> None:
     """Training goes on from plan to plan, and in the end in plain PyTorch, with the same bits."""
     kept = folder / "checkpoints"
     kept.mkdir()
-    run = processes(COMMON + CHECKPOINTS, 4, folder, str(kept), repr(settings), name)
+    run = processes(COMMON + CHECKPOINTS, ranks, folder, str(kept), repr(settings), name)
     assert run.code == 0, run
     model = model_of("gpt")
     made = OPTIMIZERS[name](NamedParameters(model.named_parameters()))
@@ -181,6 +216,14 @@ def test_checkpoints_of_any_plan_fit_any_other_with_states_of_adam(tmp_path: Pat
     checkpoints_fit("adamw", settings, tmp_path)
 
 
+@pytest.mark.parametrize("optimizer", [
+    "adamw", pytest.param("muon", marks=pytest.mark.slow)
+])  # fmt: skip
+def test_checkpoints_of_whole_stages_beside_divided_ones(optimizer: str, tmp_path: Path) -> None:
+    settings = [{"parts": (2, 1)}, {"stages": 3}, {"parts": (1, 2)}, {"parts": (2, 1)}]
+    checkpoints_fit(optimizer, settings, tmp_path, 3)
+
+
 def gpt(**options: Any) -> pdcompile.Pipeline:
     torch.manual_seed(0)
     ids = torch.randint(256, (8, 16))
@@ -194,6 +237,12 @@ def test_in_one_process_parts_are_compared_and_stages_run_whole() -> None:
     assert "the stages equal eager up to rounding" in pipe.explain()
     assert "as 2 parts by width they were compared with the model" in pipe.explain()
     assert pipe.plan.training.parts == 1
+
+
+def test_whole_stages_beside_divided_ones_are_compared(tmp_path: Path) -> None:
+    pipe = gpt(parts=(2, 1), microbatches=4)
+    assert "the stages equal eager up to rounding" in pipe.explain()
+    assert "as 2, 1 parts by width they were compared" in pipe.explain()
 
 
 def test_heads_that_parts_cannot_share_are_told() -> None:
@@ -212,8 +261,15 @@ def test_what_parts_cannot_be_is_refused() -> None:
         gpt(split="sequence")
     with pytest.raises(ConfigError, match="parts=0 is below 1"):
         gpt(parts=0)
-    with pytest.raises(ConfigError, match=r"parts=\(2, 1\) is not the same number"):
-        gpt(parts=(2, 1))
+    with pytest.raises(ConfigError, match=r"parts=\(2, 4\) has stages of 2 and of 4 parts"):
+        gpt(parts=(2, 4))
+    for kwargs, said in (
+        ({"replicas": "any"}, "leaves to the planner how many ranks"),
+        ({"stages": 3}, "not the number of stages"),
+        ({"schedule": "interleaved"}, "has several stages on a rank"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            gpt(parts=(2, 1), **kwargs)
     with pytest.raises(ConfigError, match=r"parts=\(2, 2\)"):
         gpt(parts=(2, 2), stages=3)
     assert (Options.given({"parts": (2, 2)}).parts, Options.given({"parts": (2, 2)}).stages) == (
@@ -237,6 +293,14 @@ def test_clusters_that_do_not_divide_are_refused() -> None:
     assert over_hosts.bytes_per_second == cluster.levels[1].bytes_per_second
     with pytest.raises(ClusterError, match="groups of 3 devices do not divide the 4"):
         cluster.grouped(3)
+    unlike = cluster.grouped((4, 2, 1, 1))
+    assert (len(unlike.devices), unlike.levels[0].size) == (4, 4)
+    assert unlike.levels[0].bytes_per_second == cluster.levels[1].bytes_per_second
+    assert unlike.parts is not None
+    assert unlike.parts.size == 4
+    assert unlike.parts.bytes_per_second == cluster.levels[0].bytes_per_second
+    with pytest.raises(ClusterError, match="8 are there, not 3"):
+        cluster.grouped((2, 1))
     with pytest.raises(ClusterError, match=r"the cluster has \[parts\]"):
         gpt(cluster=grouped, stages=2)
 
@@ -248,6 +312,8 @@ def test_processes_that_do_not_divide_into_parts_are_refused() -> None:
         machines(Options.given({"parts": 2}), 3)
     with pytest.raises(LaunchError, match="2 stages of 2 parts, but WORLD_SIZE is 6") as caught:
         machines(Options.given({"parts": 2, "stages": 2}), 6)
+    with pytest.raises(LaunchError, match=r"parts \(2, 1\) take 3 ranks|take 3 ranks"):
+        machines(Options.given({"parts": (2, 1)}), 4)
     assert "--nproc-per-node=4" in str(caught.value)
 
 
