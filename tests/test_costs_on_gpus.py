@@ -28,10 +28,10 @@ from pdcompile.passes import trace
 from pdcompile.passes.costs import (
     costed_ops,
     forecast,
-    gpu_kernels,
     machines,
     structural_key,
     timing,
+    tried_kernels,
 )
 from pdcompile.passes.costs.machines import calibrate
 from pdcompile.passes.costs.timing import LEAST_QUEUED, WARMUPS, took
@@ -350,7 +350,7 @@ def test_convolutions_are_tried_on_the_gpu_that_is_here(
         return 1 << 20
 
     monkeypatch.setattr(devices, "passing_bytes", passing)
-    monkeypatch.setattr(gpu_kernels, "_KNOWN", {})
+    monkeypatch.setattr(tried_kernels, "_KNOWN", {})
     ops = [0] * len(graph.ops)
     gpu, bare = Kernels(False, gpu="some GPU"), Kernels(False)
     assert gpu.note() != bare.note()

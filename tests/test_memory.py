@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.costs import Resident, estimate, forecast
+from pdcompile.passes.costs import Resident, estimate, forecast, tried_kernels
 from pdcompile.passes.costs.forecast import REHEARSING, Rehearsals
 from pdcompile.passes.costs.rehearsal import rehearse
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
@@ -30,15 +30,16 @@ from tests.zoo.models import ENTRIES
 
 
 class Recurrent(nn.Module):
-    """An LSTM stack with dropout: token ids (b, s) -> logits (b, s, 50)."""
+    """Two recurrent layers with dropout: token ids (b, s) -> logits (b, s, 50)."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
-        self.first = nn.LSTM(16, 16, batch_first=True)
+        self.first: nn.Module = kind(16, 16, batch_first=True, **options)
         self.drop = nn.Dropout(0.1)
-        self.second = nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 50)
+        width = options.get("proj_size", 16) * (1 + options.get("bidirectional", False))
+        self.second: nn.Module = kind(width, 16, batch_first=True, **options)
+        self.head = nn.Linear(width, 50)
 
     def forward(self, ids: Tensor) -> Tensor:
         x, _ = self.first(self.embedding(ids))
@@ -59,9 +60,11 @@ def ours(name: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any, Any, Any
     return build
 
 
-def recurrent() -> tuple[nn.Module, Any, Any, Any]:
+def recurrent(
+    kind: type[nn.RNNBase] = nn.LSTM, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, Any, Any, Any]:
     ids = torch.randint(50, (4, 12))
-    return Recurrent(), ids, ids, token_loss
+    return Recurrent(kind, **options).to(dtype), ids, ids, token_loss
 
 
 SMALL = {
@@ -100,6 +103,33 @@ def test_a_forecast_is_what_generated_stages_hold(name: str) -> None:
         assert predicted.first_peak_bytes == pytest.approx(truth.first_peak, rel=0.02)
         peak = predicted.saved_bytes + predicted.workspace_bytes
         assert peak == pytest.approx(truth.next_peak, rel=0.02)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}, {"bias": False}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_recurrent_layers_hold_what_their_kernels_keep(
+    kind: type[nn.RNNBase], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Also oneDNN's LSTM, which takes neither float64 nor projections."""
+    if kind is nn.LSTM and "bias" in options:
+        options = {**options, "proj_size": 8}
+    for predicted, truth in compared(*recurrent(kind, dtype, **options)):
+        assert predicted.saved_bytes == truth.resident
+        assert predicted.first_peak_bytes == truth.first_peak
+        assert predicted.saved_bytes + predicted.workspace_bytes == truth.next_peak
+
+
+def test_the_workspace_of_a_large_lstm_lies_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.zeros(192, n) for n in (32, 48)] + [torch.zeros(192)] * 2
+    given, state = torch.zeros(24, 64, 32), torch.zeros(64, 48)
+    args = given, *weights, state, state, False, [], 2, 48, 1, True, False, False, True
+    true = tried_kernels._kept_by_lstm(args)
+    monkeypatch.setattr(tried_kernels, "REAL_BYTES", given.nbytes // 2)
+    assert true == pytest.approx(tried_kernels._kept_by_lstm(args), rel=0.05) != 0
 
 
 class Contained(nn.Module):

@@ -3,7 +3,7 @@
 What kernels of CPUs take while they run is in `cpu_kernels`.  On GPUs, cuBLAS has a
 workspace for each thread and stream that multiplies matrices; what cuDNN's convolutions take while
 they run depends on the algorithm that it chooses, and is tried on the GPU that is here
-(`gpu_kernels`), or not known.
+(`tried_kernels`), or not known.
 """
 
 from __future__ import annotations

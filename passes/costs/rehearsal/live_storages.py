@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.passes.costs import cpu_kernels
+from pdcompile.passes.costs import cpu_kernels, tried_kernels
 from pdcompile.releases.torch_internals import TorchDispatchMode
 
 
@@ -49,7 +49,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = self.result(func, args, kwargs or {})
+result = self.result(func, args, kwargs or {})
+        result = tried_kernels.completed(func, args, result)
         for tensor in tensors_among(result):
             if tensor.layout == torch.strided:
                 self._see(tensor.untyped_storage(), func, args)

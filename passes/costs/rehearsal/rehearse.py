@@ -2,9 +2,8 @@
 
 Rules for single ops cannot know in which order autograd frees and sums, nor what kernels are made
 of.  So the ops of a stage run once on fake tensors, with torch's own autograd, as the runtime
-runs them, and what is alive is counted.  Kernels that choose otherwise on fake tensors than on
-real ones (recurrent layers) and opaque modules are imitated by functions of a measured or
-estimated size.
+runs them, and what is alive is counted.  Ops that do not run on these, and opaque modules, are
+imitated by functions of a measured or estimated size.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from pdcompile.eager.autocast import on_gpu, regions_of
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.hardware import devices
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, size_at
 from pdcompile.ir.opaque import tensors_among
@@ -30,12 +28,10 @@ from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.parts.conversions import Alone, using
-from pdcompile.passes.costs import cpu_kernels, gpu_kernels
+from pdcompile.passes.costs import cpu_kernels, tried_kernels
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
 from pdcompile.passes.costs.rehearsal.imitated_ops import (
-    RECURRENT,
     Footprint,
-    by_running,
     fused_attention,
     guessed,
     imitate,
@@ -133,8 +129,6 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
             try:
                 if op.module_path not in fakes.modules:
                     fakes.modules[op.module_path] = fakes.build(op)
-                if call.name in RECURRENT:
-                    footprints[op.name] = _recurrent(call, fakes)
             except Exception:  # of a user's constructor
                 footprints[op.name] = guessed(call)
         elif kernels != HOST and (attention := fused_attention(call)) is not None:
@@ -145,7 +139,7 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
         fakes.fill()
-        inside = partial(gpu_kernels.inside, kernels.gpu) if kernels.gpu else lambda *_: 0
+        inside = partial(tried_kernels.inside, kernels.gpu) if kernels.gpu else lambda *_: 0
         if kernels.copies:
             inside = cpu_kernels.inside
         meter = _Meter([*fakes.tensors.values()], inside)
@@ -156,17 +150,6 @@ def cast_as_recorded(ops: Iterable[Op]) -> AbstractContextManager[None]:
     """Context of runs of ops on fake tensors, which are the CPU's: autograd's engine takes no
     tensors of a GPU where there is none."""
     return regions_of(next((one.autocast for one in ops if on_gpu(one.autocast)), None), CPU)
-
-
-def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
-    def real() -> nn.Module:
-        module = fakes.build(call.op).to_empty(device=devices.HOST)
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.data.zero_()
-        return module
-
-    with preserved_rng():
-        return by_running(call, real)
 
 
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
