@@ -89,7 +89,7 @@ def _kept(graph: OpGraph, index: GraphIndex, kernels: Kernels) -> KeptStorages:
 
         by_op: dict[str, Storages] = {}
         for op in graph.ops:
-            with stage.meter, saved_storages(again=False) as saved:
+            with stage.meter, saved_storages() as saved:
                 try:
                     env[op.name] = stage.checked(op, stage.result(op, env))
                 except Exception:  # of a user's op

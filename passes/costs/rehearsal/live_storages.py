@@ -87,17 +87,14 @@ result = self.result(func, args, kwargs or {})
 
 
 @contextmanager
-def saved_storages(*, again: bool = True) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collects the storages, by address, that autograd keeps of what runs inside.
-
-    `again`: backward follows; without it nothing else is kept.
-    """
+def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Collects the storages, by address, that autograd would keep for a backward of what runs
+    inside; nothing else of them is kept."""
     found: dict[int, torch.UntypedStorage] = {}  # held, or an address might come again
 
-    def pack(tensor: Tensor) -> Tensor | None:
+    def pack(tensor: Tensor) -> None:  # a result that its own node keeps would never die
         storage = tensor.untyped_storage()
         found[storage._cdata] = storage
-        return tensor.detach() if again else None  # a result its own node keeps would never die
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
