@@ -49,7 +49,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-result = self.result(func, args, kwargs or {})
+        result = self.result(func, args, kwargs or {})
         result = tried_kernels.completed(func, args, result)
         for tensor in tensors_among(result):
             if tensor.layout == torch.strided:
