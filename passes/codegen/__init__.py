@@ -26,8 +26,10 @@ def generate(capture: Capture, plan: Plan) -> Sources:
     """
     on_stages = staged(capture, plan)
     found, parts = on_stages.interfaces, capture.division.parts
+    whole = {k for k in range(len(found)) if plan.parts_of_stage(k) < plan.training.most_parts}
     files = {
-        f"stage_{k}.py": stage_file(on_stages, k, plan.parts_of_stage(k)) for k in range(len(found))
+        f"stage_{k}.py": stage_file(on_stages, k, 1 if k in whole else parts)
+        for k in range(len(found))
     }
     files["pipeline.py"] = pipeline_file(capture, plan, found, parts)
     if parts > 1:

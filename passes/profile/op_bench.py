@@ -23,7 +23,7 @@ from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, bound
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.parts.conversions import Alone, using
-from pdcompile.passes.costs import CostedOp, Operand
+from pdcompile.passes.costs import CostedOp, GraphIndex, Operand
 from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.costs.timing import Took, timed, took
 from pdcompile.passes.form.index_ranges import index_range
@@ -88,7 +88,7 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device
     attributes = {fqn: synthesis.tensor(index.attribute(fqn)) for fqn in op.attributes}
     module = None
     if op.kind in ("module", "opaque"):
-        module = _copy_of(op.module_path, model, index.graph.training, device)
+        module = _copy_of(op.module_path, model, index, device)
     lookup = _Alone(nn.Module(), b, device, attributes, module)
 
     def prepare() -> Callable[[], Any]:
@@ -101,8 +101,11 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device
     return Bench(prepare, [t for t in (*values, *weights) if t.requires_grad], weights, device)
 
 
-def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.device) -> nn.Module:
-    """A copy of one module on a device, without its hooks, even if the model has no memory."""
+def _copy_of(
+    path: str, model: nn.Module | None, index: GraphIndex, device: torch.device
+) -> nn.Module:
+    """A copy of one module on a device, without its hooks, even if the model has no memory; its
+    tensors have the shapes of the graph, in which a part may have slices of them."""
     if model is None:
         raise LookupError(f"no model to take module {path!r} from")
     original = model.get_submodule(path)
@@ -114,7 +117,10 @@ def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.d
         module = module.to_empty(device=device)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.fill_(0.5 if tensor.is_floating_point() else 0)
-    return module.to(device).train(training)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if (info := index.tensors.get(f"{path}.{name}")) and info.shape != tuple(tensor.shape):
+            tensor.data = tensor.data[tuple(map(slice, info.shape))].clone()
+    return module.to(device).train(index.graph.training)
 
 
 def _backward(bench: Bench, budget_seconds: float) -> Took:

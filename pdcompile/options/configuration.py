@@ -22,6 +22,7 @@ from pdcompile.options.values import SEARCHED
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
+    DEFAULT,
     KINDS,
     ScheduleKind,
     allowed,
@@ -211,7 +212,7 @@ def _parts_of_ranks(options: Options) -> tuple[int, ...]:
         message, remedy = "that is not the number of stages", "one number of parts for each stage"
     elif kind.written is not None or kind.usual > 1:
         message = f"schedule={kind.name!r} has several stages on a rank"
-        remedy = f"{remedy}; or a schedule with one stage a rank, such as '1f1b'"
+        remedy = f"{remedy}; or a schedule with one stage a rank, such as {DEFAULT!r}"
     else:
         return tuple(p for p, n in zip(parts, counts, strict=True) for _ in range(n))
     raise ConfigError(f"parts={parts}, and {message}", where="parts", remedy=remedy)

@@ -131,13 +131,13 @@ class Link:
         messages go from and into memory of the device."""
         self._groups, self._process, self.direct = groups, process, direct
 
-    def send(self, flat: Fetched, channel: Channel, processes: Sequence[int]) -> Handle:
+    def start(self, flat: Fetched, channel: Channel, processes: Sequence[int]) -> Handle:
         """Begin a message to each of some processes; what is on its way to the memory is sent when
         it has come."""
         sent = [self._start(flat, channel, process, sending=True) for process in processes]
         return sent[0] if len(sent) == 1 else _Sent(sent)
 
-    def receive(self, flat: Tensor, channel: Channel, process: int) -> Working:
+    def expect(self, flat: Tensor, channel: Channel, process: int) -> Working:
         """Begin to receive a message from a process, into this memory."""
         return self._start(Fetched(flat), channel, process, sending=False)
 

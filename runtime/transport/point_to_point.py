@@ -94,7 +94,7 @@ class GroupTransport:
             self._tell(note._replace(serial=serial, comes=comes, checksum=read))
         if not comes:
             return SENT
-        sent = link.send(flat, channel, targets)
+        sent = link.start(flat, channel, targets)
         if not deferred:
             return sent
         self._deferred.append((self._call, sent))
@@ -103,7 +103,7 @@ class GroupTransport:
     def _tell(self, note: Note) -> None:
         flat = Fetched(note.packed().view(torch.uint8))
         targets = self.places.targets(self.rank, note.channel.peer)
-        sent = self.control.send(flat, note.channel, targets)
+        sent = self.control.start(flat, note.channel, targets)
         self._deferred.append((self._call, sent))
 
     def receive(self, channel: Channel, expected: Expected) -> Handle:
@@ -160,12 +160,12 @@ class _Incoming:
             self._first = self.note()
 
     def start(self, flat: Tensor) -> Working:
-        return self._transport.link(self.channel).receive(flat, self.channel, self._source)
+        return self._transport.link(self.channel).expect(flat, self.channel, self._source)
 
     def note(self) -> Working:
         """Post the receive of a note."""
         header = torch.zeros(HEADER_LENGTH, dtype=torch.int64).view(torch.uint8)
-        return self._transport.control.receive(header, self.channel, self._source)
+        return self._transport.control.expect(header, self.channel, self._source)
 
     def read(self, note: Working, expected: Expected, serial: int = 0) -> Note:
         """Wait for a note.  Raises ContractError where it is not what was planned."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from examples.gpt import loss_fn
 from pdcompile.cluster import Level, message_seconds, ring_seconds
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.costs import estimate
+from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages
 from pdcompile.passes.costs.rehearsal.rehearse import Stage
 from pdcompile.passes.parts import in_parts
 from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.profile import with_costs
+from pdcompile.passes.profile.op_bench import _bench
 from pdcompile.plan import Training
 from tests.helpers.divided import batch_of, model_of
 from tests.helpers.generated import captured
@@ -79,3 +82,16 @@ def test_conversions_run_where_memory_is_rehearsed(
 
     monkeypatch.setattr(Stage, "imitated", imitated)
     assert kept_storages(graph, 4).keys() == {op.name for op in graph.ops}
+
+
+def test_an_op_of_a_part_is_timed_on_its_own_slices() -> None:
+    graph, model = divided("width"), model_of("gpt")
+    timed = set()
+    for call in costed_ops(graph, 2):
+        if call.op.kind == "module" and call.op.parameters:
+            bench = _bench(call, model, 2, torch.device("cpu"))
+            held = [graph.tensors[fqn].shape for fqn in call.op.parameters]
+            assert [tuple(one.shape) for one in bench.weights] == held
+            bench.prepare()()
+            timed.add(held[0])
+    assert (96, 64) in timed  # of the 192 rows of qkv
