@@ -247,7 +247,9 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
         # The compiler is imported last: a mistake in the target is reported at once.
         from pdcompile import driver
         from pdcompile.batch import example_call
+        from pdcompile.options.option_checks import check_options
 
+    check_options(options)
     flat = example_call(workload.model, inputs, expected)
     return workload, driver.build(workload.model, flat, options)
 

@@ -15,6 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError, ScheduleError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, encode, loads
+from pdcompile.parts.shard import Split
 from pdcompile.plan.seal import check_seal, seal_of
 from pdcompile.plan.validate import depths, pipeline, validate
 from pdcompile.problem import PartitionProblem
@@ -192,7 +193,7 @@ class Training:
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
     parts: int = 1  # ranks that compute each microbatch of a stage together
-    split: str = ""  # along what its ops are divided between them: a family of `passes.parts`
+    split: Split = ""  # along what its ops are divided between them: a family of `passes.parts`
 
     @property
     def kind(self) -> ScheduleKind:

@@ -284,6 +284,10 @@ def _cluster(plan: Plan) -> Iterator[Finding]:
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return
+    parts, joined = plan.training.parts, 1 if cluster.parts is None else cluster.parts.size
+    if parts != joined or (plan.training.split == "") != (joined == 1):
+        message = f"{parts} parts by {plan.training.split!r}, and the cluster joins {joined} each"
+        yield "training.parts", message, f"write {joined}, with a split from 2 on; or plan again"
     if plan.num_ranks > len(cluster.devices):
         message = f"{plan.num_ranks} ranks on a cluster of {len(cluster.devices)} devices"
         yield "cluster", message, "use a larger cluster, or fewer stages"
