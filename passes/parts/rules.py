@@ -85,6 +85,19 @@ def _attention(call: Call) -> Form | str:
     return Form(signature, numbers, {"h": call.extents(key)[1]})
 
 
+def _multihead(call: Call) -> Form | str:
+    """nn.MultiheadAttention: samples are free."""
+    names = {0: "query", 1: "key", 2: "value", 3: "key_padding_mask", 5: "attn_mask"}
+    numbers = [next(iter(call.inside(i, name)), None) for i, name in names.items()]
+    query, *_, mask = numbers
+    if query is None or call.rank(query) != 3 or (mask is not None and call.rank(mask) != 2):
+        return "its samples are no dimension of their own"
+    signature = "bQE,bKF,bKG,bK,QK->bQE,bQM"
+    if not call.argument(0, "batch_first", False):
+        signature = "QbE,KbF,KbG,bK,QK->QbE,bQM"
+    return Form(signature, numbers)
+
+
 def _einsum(call: Call) -> Form | str:
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -461,6 +474,7 @@ RULES: dict[str, Rule] = {
     "einsum": _einsum,
     "groupedmm": _grouped_products,
     "scaleddotproductattention": _attention,
+    "multiheadattention": _multihead,
     "embedding": _embedding,
     "crossentropy": _cross_entropy,
     **dict.fromkeys(words("layernorm rmsnorm"), _normalised),

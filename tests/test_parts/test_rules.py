@@ -360,4 +360,4 @@ def test_every_rule_is_in_the_table() -> None:
 
     tried = {RULES[plain_name(Op("made", **kind(case)))] for case in CASES}
     left = {name for name, rule in RULES.items() if rule not in tried}
-    assert left <= {"groupedmm"}
+    assert left <= {"groupedmm", "multiheadattention"}  # which test_samples.py has

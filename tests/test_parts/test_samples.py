@@ -105,6 +105,34 @@ class Pairs(nn.Module):
         return (y @ y.transpose(0, 1)).softmax(-1) @ y + y.mean(0)
 
 
+class Encoder(nn.Module):
+    """A layer of an encoder, samples first or not."""
+
+    def __init__(self, *sizes: int, batch_first: bool, **options: Any) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(*sizes, batch_first=batch_first, **options)
+        self.first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return self.layer(x)
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("dropout", "first"), [(0.0, True), (0.0, False), (0.5, True)])
+def test_torchs_attention_with_all_of_its_samples_or_where_they_lie(
+    dropout: float, first: bool
+) -> None:
+    """With dropout it is whole, and gives what lies otherwise: masks are drawn as that lies."""
+    torch.manual_seed(0)
+    model = Encoder(16, 4, 32, dropout=dropout, batch_first=first).double()
+    x, y = (torch.randn(4, 5, 16, dtype=torch.float64) for _ in range(2))
+    it = in_samples(model, x, y, F.mse_loss)
+    agree(it, FP64, lambda: F.mse_loss(model(x), y))
+    whole = [one.reason for one in it.layouts.stays]
+    assert whole == ["it draws random numbers"] * (dropout > 0)
+
+
 def test_samples_that_read_all_others() -> None:
     torch.manual_seed(0)
     model, x = Pairs().double(), torch.randn(4, 8).double()
