@@ -83,7 +83,7 @@ class Session(Guarded):
         if world is not None:
             paths = tuple(compiled.layout.dims)
             self.agreement = Agreement(self.workers[0].far, world.size, paths, world.beside)
-        self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.guard)
+        self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.stepping)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:
@@ -118,6 +118,15 @@ class Session(Guarded):
             if self.agreement is None:
                 return size
             return self.agreement.reach(call, self._call, minibatch, size, flat)
+
+    @contextmanager
+    def stepping(self, names: Iterable[str]) -> Iterator[None]:
+        """Context of a step of the user's with gradients of these, by all parts of a stage."""
+        with self.guard():
+            if self.agreement is not None:
+                with self.meeting():
+                    self.agreement.step(self._call, self.workers[0].base, names)
+            yield
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,7 +36,7 @@ from pdcompile.schedule import Kind
 
 _CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
           "state_dict", "full_state_dict", "full_optimizer_state_dict", "save", "load", "recorded",
-          "close", "capture")  # fmt: skip
+          "close", "capture", "optimizer.step")  # fmt: skip
 _UNKNOWN = -1
 
 
@@ -80,6 +80,19 @@ class Agreement:
         self._compare(theirs, mine)
         return theirs[3] if size is None else size
 
+    def step(self, number: int, minibatch: int, names: Iterable[str]) -> None:
+        """Begin a step of the user's, with gradients of these parameters, on the parts of a stage.
+
+        Raises:
+            ContractError: another part makes another call, or has gradients of others.
+        """
+        if self._beside is None:
+            return
+        crc = zlib.crc32(" ".join(names).encode())
+        mine = [_CALLS.index("optimizer.step"), number, minibatch, _UNKNOWN, crc]
+        mine += [0] * len(self._paths)
+        self._compare(self._beside.tell(mine)[0], mine, self._transport.rank * self._beside.count)
+
     def _compare(self, theirs: list[int], mine: list[int], rank: int = 0) -> None:
         wrong = None
         if theirs[:3] != mine[:3]:
@@ -90,6 +103,8 @@ class Agreement:
             wrong = f"is in call {there}; this rank is in call {here}"
         elif _UNKNOWN not in (theirs[3], mine[3]) and theirs[3] != mine[3]:
             wrong = f"has a minibatch of {theirs[3]} samples, this rank one of {mine[3]}"
+        elif theirs[4] != mine[4] and _CALLS[mine[0]] == "optimizer.step":
+            wrong = "has gradients of other parameters than this rank"
         elif theirs[4] != mine[4]:
             wrong = (
                 "gives shards of other samples, or in another order, than this rank"
