@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
-from pdcompile.errors import ConfigError, some
+from pdcompile.errors import ConfigError, PlanError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.choice import product_flops
-from pdcompile.passes.parts.families import ATTENTION, Family
+from pdcompile.passes.parts.families import ATTENTION, FAMILIES, Family
 from pdcompile.passes.parts.layouts import Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
@@ -23,9 +25,28 @@ def in_parts(capture: Capture, training: Training) -> Capture:
     else by samples.
 
     Raises:
-        ConfigError: nothing divides in this way, or not into so many parts.
+        ConfigError: nothing divides in this way, or not into so many parts; with splits that do.
         PlanError: an op cannot be made smaller.
     """
+    try:
+        return _by_split(capture, training)
+    except ConfigError as error:
+        told = error.remedy or ""
+        remedy = re.sub("split='[^']+'", lambda _: _others(capture, training), told)
+        raise ConfigError(error.message, where=error.where, remedy=remedy) from error
+
+
+def _others(capture: Capture, training: Training) -> str:
+    """The splits that divide a model into as many parts, or else whole stages."""
+    found = []
+    for split in FAMILIES:
+        with suppress(ConfigError, PlanError):
+            _divided(capture, replace(training, split=split))
+            found.append(repr(split))
+    return f"split={' or '.join(found)}" if found else "parts=1"
+
+
+def _by_split(capture: Capture, training: Training) -> Capture:
     if training.split != "auto":
         return _divided(capture, training)
     try:
@@ -70,7 +91,7 @@ def _refuse_unequal(training: Training) -> None:
             f"have a multiple of {parts}",
             where="microbatches",
             remedy=f"microbatches={min(fit, key=lambda m: abs(m - count))}" if fit
-            else f"a minibatch of a multiple of {parts} samples, or split='width'",
+            else f"a minibatch of a multiple of {count * parts} samples, or split='width'",
         )  # fmt: skip
 
 

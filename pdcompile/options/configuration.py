@@ -182,7 +182,8 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
     stages, replicas, plan, parts = options.stages, options.replicas, options.plan, options.parts
     if isinstance(plan, Plan):
         return stages or len(plan.stages), plan.num_ranks
-    if num_ranks is not None and num_ranks % parts:
+    processes = num_ranks  # each computes one part of a stage
+    if num_ranks is not None and stages is None and num_ranks % parts:
         raise LaunchError(
             f"stages of {parts} parts each, but WORLD_SIZE is {num_ranks}",
             remedy=f"launch with a multiple of {parts} processes, or parts= a divisor of "
@@ -210,15 +211,14 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         ranks = there if there and replicas in SEARCHED else stages or there or 1
         stages = stages or ranks
     assert stages is not None
-    if num_ranks not in (None, ranks):
+    if num_ranks is not None and processes != ranks * parts:
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         shown += f" of {parts} parts" * (parts > 1)
-        raise LaunchError(
-            f"{shown}, but WORLD_SIZE is {num_ranks * parts}",
-            remedy=f"launch with torchrun --nproc-per-node={ranks * parts}"
-            + _or_leave_out(options)
-            + (_several(stages, num_ranks) if ranks == stages else ""),
-        )
+        remedy = f"launch with torchrun --nproc-per-node={ranks * parts}"
+        if processes == num_ranks * parts:  # else no number of stages would do
+            remedy += _or_leave_out(options)
+            remedy += _several(stages, num_ranks) if ranks == stages else ""
+        raise LaunchError(f"{shown}, but WORLD_SIZE is {processes}", remedy=remedy)
     return stages, ranks
 
 
