@@ -298,7 +298,7 @@ def user_sources(options: Options, generated: Sources) -> Sources:
             where=str(options.sources),
             remedy=f"`pdcompile {shlex.join(words)} --allow-edited` (explain() in a program) says "
             "how it differs from the model; --allow-edited (allow_edited=True) runs it as it is; "
-            "or dump the folder anew",
+            "or dump the stages into another folder",
         )
     return sources
 
