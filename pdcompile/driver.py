@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -100,7 +101,14 @@ def build(
         except OnlyWhole as error:
             if options.microbatches != "auto" or options.plan is not None:
                 raise
-            warn(f"microbatches=1, so that ranks take turns: {error.message} ({error.where})")
+            pairs = resolve_batch(flat, options.batch_dims).size // 2
+            why = f"{error.message}{f' ({error.where})' if error.where else ''}"
+            with suppress(OnlyWhole):  # as of batch norm, which wants two samples
+                if pairs > 1:
+                    made = run(with_saved_plan(replace(options, microbatches=pairs), num_ranks))
+                    warn(f"microbatches={pairs}: {why}")
+                    return made
+            warn(f"microbatches=1, so that ranks take turns: {why}")
             return run(with_saved_plan(replace(options, microbatches=1), num_ranks))
         except PdcompileError as error:
             if options.resume is None or options.plan is not None:

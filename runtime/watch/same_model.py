@@ -36,9 +36,10 @@ _BY_HAND = (
 )
 
 _ALIKE = (
-    "give both pipelines the same stages, schedule, replicas and group, so that they are cut "
-    "alike, and the first one a cut that suits both (constraints=[Pin(module, stage), …]); or have "
-    "the first one train a copy (keep_model=True) and bring values over by state dicts"
+    "start this pipeline first, if the other one has more of the model, which then takes its cut; "
+    "or give both the same stages, schedule, replicas and group, and the first one a cut that "
+    "suits both (constraints=[Pin(module, stage), …]); or have the first one train a copy "
+    "(keep_model=True) and bring values over by state dicts"
 )
 
 
