@@ -334,21 +334,22 @@ def _equal_section(call: Call, given: Any, whole: Extent) -> Extent | None:
 
 
 def _joined(call: Call) -> Form | str:
-    """cat: the joined dimension is needed whole; what is empty does not count."""
+    """cat: the joined dimension is needed whole; what is empty there does not count."""
     given = call.inside(0, "tensors")
     dim = call.argument(1, "dim", call.argument(1, "axis", 0))
     if not given or not isinstance(dim, int):
         return _UNKNOWN
-    full = [i for i in given if call.shape(i) != (0,)]
-    full = [i for i in full if call.shape(i)[dim] != 0] or full[:1]
+    shaped = [i for i in given if call.shape(i) != (0,)]
+    full = [i for i in shaped if call.shape(i)[dim] != 0] or shaped[:1]
     dims = letters_with(call.rank(full[0])) if full else ""
-    if not dims or len(full) > 26 - len(dims):
+    if not dims or len(shaped) > 26 - len(dims):
         return "it joins too many tensors"
+    at, letters = dim % len(dims), dict(zip(shaped, LETTERS[-len(shaped) :].upper(), strict=True))
+    made = dims[at].upper()
     if len(full) == 1:
-        return Form(f"{dims}->{dims}", full)
-    at = dim % len(dims)
-    own = [dims[:at] + letter + dims[at + 1 :] for letter in LETTERS[-len(full) :].upper()]
-    return Form(f"{','.join(own)}->{dims[:at]}{dims[at].upper()}{dims[at + 1 :]}", full)
+        made = letters[full[0]] = dims[at]
+    own = [dims[:at] + letter + dims[at + 1 :] for letter in letters.values()]
+    return Form(f"{','.join(own)}->{dims[:at]}{made}{dims[at + 1 :]}", shaped)
 
 
 def _stacked(call: Call) -> Form | str:

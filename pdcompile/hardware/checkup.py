@@ -56,7 +56,7 @@ def checkup(
     """
     parts = {
         "versions": _versions(),
-        "processes": _processes(environ),
+        "processes": _processes(environ, processes),
         "memory": _memory(),
         "disk": _disk(environ),
         "network": _network(environ),
@@ -95,8 +95,10 @@ def _versions() -> Iterator[Said]:
             yield "ok", f"{name} {has}"
 
 
-def _processes(environ: Mapping[str, str]) -> Iterator[Said]:
-    world, local = _count(environ, "WORLD_SIZE"), _count(environ, "LOCAL_WORLD_SIZE")
+def _processes(environ: Mapping[str, str], wanted: int | None) -> Iterator[Said]:
+    """`wanted`: processes of this host, where torchrun has started none."""
+    world = _count(environ, "WORLD_SIZE") or wanted
+    local = _count(environ, "LOCAL_WORLD_SIZE") or wanted
     threads, here, cores = _count(environ, "OMP_NUM_THREADS"), local or 1, host.cores()
     if world is None:
         yield "ok", f"one process, {cores} cores"
@@ -114,7 +116,8 @@ def _processes(environ: Mapping[str, str]) -> Iterator[Said]:
             f"{here} processes of {threads} threads share {cores} cores: a step takes longer than "
             "forecast"
         )
-        yield "look", text, f"OMP_NUM_THREADS={max(1, cores // here)}, or fewer processes a host"
+        fewer = f"OMP_NUM_THREADS={cores // here}, or " if here <= cores else ""
+        yield "look", text, f"{fewer}fewer processes a host"
     else:
         yield "ok", f"OMP_NUM_THREADS={threads}"
 
