@@ -101,15 +101,15 @@ def build(
         except OnlyWhole as error:
             if options.microbatches != "auto" or options.plan is not None:
                 raise
-            pairs = resolve_batch(flat, options.batch_dims).size // 2
-            why = f"{error.message}{f' ({error.where})' if error.where else ''}"
-            with suppress(OnlyWhole):  # as of batch norm, which wants two samples
-                if pairs > 1:
-                    made = run(with_saved_plan(replace(options, microbatches=pairs), num_ranks))
-                    warn(f"microbatches={pairs}: {why}")
+            why = f": {error.message}{f' ({error.where})' if error.where else ''}"
+            pairs = resolve_batch(flat, options.batch_dims).size // 2  # as batch norm wants
+            for count in dict.fromkeys((max(pairs, 1), 1)):
+                with suppress(OnlyWhole):
+                    made = run(with_saved_plan(replace(options, microbatches=count), num_ranks))
+                    turns = ", so that ranks take turns" * (count == 1)
+                    warn(f"microbatches={count}{turns}{why}")
                     return made
-            warn(f"microbatches=1, so that ranks take turns: {why}")
-            return run(with_saved_plan(replace(options, microbatches=1), num_ranks))
+            raise
         except PdcompileError as error:
             if options.resume is None or options.plan is not None:
                 raise

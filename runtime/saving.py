@@ -86,13 +86,7 @@ class Saving(PipelineState):
             self._num_minibatches = position.minibatches
             self._num_evaluations = position.evaluations
 
-    def save(
-        self,
-        folder: Folder,
-        *,
-        keep: int | None = None,
-        schedulers: Any = (),
-    ) -> Path:
+    def save(self, folder: Folder, *, keep: int | None = None, schedulers: Any = ()) -> Path:
         """Write a checkpoint into a folder of its own in `folder`, and return its path.
 
         Every rank calls it, and writes its own stages; all hosts have to see `folder`.  Weights,

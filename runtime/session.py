@@ -61,7 +61,6 @@ class Session(Guarded):
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
         self.spec = compiled.stream.spec
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
-        self._call = 0
         self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
@@ -79,7 +78,6 @@ class Session(Guarded):
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
         self._made = Workers(self)
         self.workers, self.streams = self._made.in_order, self._made.streams
-        self.agreement: Agreement | None = None
         if world is not None:
             paths = tuple(compiled.layout.dims)
             self.agreement = Agreement(self.workers[0].far, world.size, paths, world.beside)
@@ -118,15 +116,6 @@ class Session(Guarded):
             if self.agreement is None:
                 return size
             return self.agreement.reach(call, self._call, minibatch, size, flat)
-
-    @contextmanager
-    def stepping(self, names: Iterable[str]) -> Iterator[None]:
-        """Context of a step of the user's with gradients of these, by all parts of a stage."""
-        with self.guard():
-            if self.agreement is not None:
-                with self.meeting():
-                    self.agreement.step(self._call, self.workers[0].base, names)
-            yield
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.

@@ -28,12 +28,18 @@ def in_parts(capture: Capture, training: Training) -> Capture:
         ConfigError: nothing divides in this way, or not into so many parts; with splits that do.
         PlanError: an op cannot be made smaller.
     """
-    try:
-        return _by_split(capture, training)
-    except ConfigError as error:
-        told = error.remedy or ""
-        remedy = re.sub("split='[^']+'", lambda _: _others(capture, training), told)
-        raise ConfigError(error.message, where=error.where, remedy=remedy) from error
+    first: ConfigError | None = None
+    for split in ("width", "samples") if training.split == "auto" else (training.split,):
+        try:
+            found = _divided(capture, replace(training, split=split))
+        except ConfigError as error:
+            first = first or error
+            continue
+        notes = [f"parts share samples, for by width: {first.message}"] if first else []
+        return replace(found, train=replace(found.train, notes=(*found.train.notes, *notes)))
+    assert first is not None
+    remedy = re.sub("split='[^']+'", lambda _: _others(capture, training), first.remedy or "")
+    raise ConfigError(first.message, where=first.where, remedy=remedy) from first
 
 
 def _others(capture: Capture, training: Training) -> str:
@@ -44,20 +50,6 @@ def _others(capture: Capture, training: Training) -> str:
             _divided(capture, replace(training, split=split))
             found.append(repr(split))
     return f"split={' or '.join(found)}" if found else "parts=1"
-
-
-def _by_split(capture: Capture, training: Training) -> Capture:
-    if training.split != "auto":
-        return _divided(capture, training)
-    try:
-        return _divided(capture, replace(training, split="width"))
-    except ConfigError as by_width:
-        try:
-            found = _divided(capture, replace(training, split="samples"))
-        except ConfigError:
-            raise by_width from None
-        note = f"parts share samples, for by width: {by_width.message}"
-        return replace(found, train=replace(found.train, notes=(*found.train.notes, note)))
 
 
 def _divided(capture: Capture, training: Training) -> Capture:

@@ -35,11 +35,6 @@ def _elementwise(call: Call) -> Form | str:
     return Form(",".join("*" * len(numbers)) + "->*", numbers)
 
 
-def _like_first(call: Call) -> Form | str:
-    """The first operand's dimensions; another one is asked for its dtype or device alone."""
-    return Form("*->*", [0])
-
-
 def _matmul(call: Call) -> Form | str:
     left, right = call.role(0, "input"), call.role(1, "other")
     if right is None:
@@ -466,18 +461,13 @@ _CASTS = (
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(words(_CASTS), _like_first),
+    **dict.fromkeys(words(_CASTS), lambda call: Form("*->*")),  # others tell dtypes alone
     "linear": _plain("*k,nk,+n->*n", "input", "weight", "bias"),
     **dict.fromkeys(words("matmul mm mv bmm dot"), _matmul),
-    "addmm": _addmm,
-    "baddbmm": _baddbmm,
+    "addmm": _addmm, "baddbmm": _baddbmm, "einsum": _einsum, "groupedmm": _grouped_products,
     "outer": _plain("m,n->mn", "input", "vec2"),
-    "einsum": _einsum,
-    "groupedmm": _grouped_products,
-    "scaleddotproductattention": _attention,
-    "multiheadattention": _multihead,
-    "embedding": _embedding,
-    "crossentropy": _cross_entropy,
+    "scaleddotproductattention": _attention, "multiheadattention": _multihead,
+    "embedding": _embedding, "crossentropy": _cross_entropy,
     **dict.fromkeys(words("layernorm rmsnorm"), _normalised),
     "groupnorm": _grouped_norm,
     **dict.fromkeys(words("batchnorm batchnorm1d batchnorm2d batchnorm3d"), _batch_norm),
@@ -495,21 +485,16 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("narrow glu"), _whole_along(1, "dim", -1, "new")),
     "select": _whole_along(1, "dim", None, "gone"),
     "unbind": _whole_along(1, "dim", 0, "gone"),
-    "unfold": _unfolded,
-    "pad": _padded,
+    "unfold": _unfolded, "pad": _padded,
     **dict.fromkeys(words("sum mean amax amin max min var std prod any all logsumexp argmax "
                           "argmin"), _reduced),
     **dict.fromkeys(words("view viewas reshape reshapeas flatten unflatten squeeze unsqueeze "
                           "ravel"), _moved),
     **dict.fromkeys(words("transpose swapaxes swapdims permute t mt"), _permuted),
     **dict.fromkeys(words("expand expandas broadcastto"), _expanded),
-    "repeat": _repeated,
-    "repeatinterleave": _interleaved,
+    "repeat": _repeated, "repeatinterleave": _interleaved,
     **dict.fromkeys(words("split chunk tensorsplit splitwithsizes"), _sections),
     **dict.fromkeys(words("cat concat"), _joined),
-    "stack": _stacked,
-    "gather": _gathered,
-    "indexselect": _selected,
+    "stack": _stacked, "gather": _gathered, "indexselect": _selected, "getitem": _indexed,
     "onehot": lambda call: Form("*->*Z"),
-    "getitem": _indexed,
 }  # fmt: skip

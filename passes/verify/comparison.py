@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import VerifyError
+from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
@@ -168,7 +168,7 @@ class Comparison:
             with wide._around(step.graph):
                 expected, _ = eager_values(own)
             got = wide._values(self.sources, own)
-        except VerifyError:  # a constant or a call has a dtype of its own
+        except PdcompileError:  # a constant or a call has a dtype of its own
             return False
         return not wide._unlike(own, expected, got, exact=False)
 
@@ -177,11 +177,8 @@ class Comparison:
     ) -> list[Difference]:
         """Outputs, the loss, gradients and buffers that differ, each with its first stage."""
         graph, interfaces = step.graph, self.sources.interfaces
-        home = {
-            fqn: one.index
-            for one in reversed(interfaces)
-            for fqn in (*one.parameters, *one.buffers)
-        }
+        held = ((one.index, (*one.parameters, *one.buffers)) for one in reversed(interfaces))
+        home = {fqn: index for index, names in held for fqn in names}
         return [
             Difference(
                 mode_of(graph), kind,

@@ -60,8 +60,7 @@ class Verification:
 
     `rows` count the tensors of each step and mode; steps follow each other, with updated weights
     and buffers, each on its own inputs.  `ops` counts those that were compared with the capture's,
-    in the sources of all stages;
-    `unverified` says why no numbers were.  `casts_of` is the autocast region of a
+    in all sources; `unverified` says why no numbers were.  `casts_of` is the autocast region of a
     GPU, where model and stages were compared on the CPU, with its casts.  `notes` are intended
     differences from one full-batch step of eager, and hints at a wrong option.  `places` are the
     ops where differences begin.

@@ -45,8 +45,7 @@ def written_to(help: str, metavar: str = "FILE") -> Any:
 Target = Annotated[
     str,
     argument(
-        "TARGET",
-        "file.py:function or package.module:function that returns a pdcompile.Workload.",
+        "TARGET", "file.py:function or package.module:function that returns a pdcompile.Workload."
     ),
 ]
 PlanFile = Annotated[Path, argument("PLAN", "plan.json, made by `plan -o`.")]

@@ -68,9 +68,7 @@ class Told:
     """Options of what a run reports."""
 
     every: int = option(
-        10,
-        "Report the loss of every n-th step (looking costs time).",
-        flag=Flag(type=int, least=1),
+        10, "Report the loss of every n-th step (looking costs time).", flag=Flag(type=int, least=1)
     )
     trace: Path | None = option(
         None,

@@ -66,13 +66,9 @@ _COMPOSITE = {
 }  # fmt: skip
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (
-    DropoutNd,
-    nn.RReLU,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.FractionalMaxPool2d,
+    DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
-)
+)  # fmt: skip
 
 
 def _public_functions() -> frozenset[Any]:

@@ -47,9 +47,7 @@ TARGETS: dict[str, ExportTarget] = {
         torch_pipelining, unlike_torch, unlike_torchs, known_to_torch(), trains=True
     ),
     "torchtitan": ExportTarget(
-        configurations.torchtitan,
-        configurations.unlike_torchtitan,
-        schedules=known_to_torch(),
+        configurations.torchtitan, configurations.unlike_torchtitan, schedules=known_to_torch()
     ),
     "megatron": ExportTarget(
         configurations.megatron, configurations.unlike_megatrons, schedules=alternating()

@@ -96,9 +96,7 @@ def _versions() -> Iterator[Said]:
 
 
 def _processes(environ: Mapping[str, str], wanted: int | None) -> Iterator[Said]:
-    """`wanted`: processes of this host, where torchrun has started none."""
-    world = _count(environ, "WORLD_SIZE") or wanted
-    local = _count(environ, "LOCAL_WORLD_SIZE") or wanted
+    world, local = (_count(environ, f"{of}WORLD_SIZE") or wanted for of in ("", "LOCAL_"))
     threads, here, cores = _count(environ, "OMP_NUM_THREADS"), local or 1, host.cores()
     if world is None:
         yield "ok", f"one process, {cores} cores"
@@ -112,10 +110,8 @@ def _processes(environ: Mapping[str, str], wanted: int | None) -> Iterator[Said]
         )
         yield "look", text, "OMP_NUM_THREADS=1, or cores divided by processes of a host"
     elif threads * here > cores:
-        text = (
-            f"{here} processes of {threads} threads share {cores} cores: a step takes longer than "
-            "forecast"
-        )
+        text = f"{here} processes of {threads} threads share {cores} cores: a step takes longer "
+        text += "than forecast"
         fewer = f"OMP_NUM_THREADS={cores // here}, or " if here <= cores else ""
         yield "look", text, f"{fewer}fewer processes a host"
     else:

@@ -110,11 +110,8 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
             if most is not None and len(stages) > most:
                 message = f"rank {rank} holds stages {stages}; schedule "
                 message += f"{plan.training.schedule!r} runs {most} on a rank"
-                yield (
-                    path,
-                    message,
-                    f"give every rank to one stage, or use schedule {several_a_rank(len(stages))}",
-                )
+                others = several_a_rank(len(stages))
+                yield path, message, f"give every rank to one stage, or use schedule {others}"
     shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
     if shared:
         yield from _equal_replicas(plan, shared)
@@ -153,11 +150,8 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
             if count % places == 0:
                 remedy = f"under {kind.name!r} stages {kind.placed.name} share a rank: "
                 remedy += " and ".join(map(str, together))
-            yield (
-                f"stages[{stages[0]}].ranks",
-                message,
-                f"{remedy}; or use schedule {' or '.join(anywhere)}",
-            )
+            remedy += f"; or use schedule {' or '.join(anywhere)}"
+            yield f"stages[{stages[0]}].ranks", message, remedy
 
 
 def _fitting(plan: Plan) -> Iterator[Finding]:

@@ -148,6 +148,8 @@ class Guarded:
         self.workers: list[Worker] = []
         self.failed: str | None = None
         self.updating: int | None = None  # the minibatch of the present call, if it changes weights
+        self.agreement: Agreement | None = None
+        self._call = 0
         self._refused = False
         self._capture = capture
         self._log = None if world is None else world.peers.log
@@ -218,6 +220,15 @@ class Guarded:
         self._failures.seen()
         self.world.close(failed=True)
         raise first from None
+
+    @contextmanager
+    def stepping(self, names: Iterable[str]) -> Iterator[None]:
+        """Context of a step of the user's with gradients of these, by all parts of a stage."""
+        with self.guard():
+            if self.agreement is not None:
+                with self.meeting():
+                    self.agreement.step(self._call, self.workers[0].base, names)
+            yield
 
     def process_number(self, rank: int) -> int:
         """The number of a rank of this process, for people."""
