@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -100,8 +101,15 @@ def build(
         except OnlyWhole as error:
             if options.microbatches != "auto" or options.plan is not None:
                 raise
-            warn(f"microbatches=1, so that ranks take turns: {error.message} ({error.where})")
-            return run(with_saved_plan(replace(options, microbatches=1), num_ranks))
+            why = f": {error.message}{f' ({error.where})' if error.where else ''}"
+            pairs = resolve_batch(flat, options.batch_dims).size // 2  # as batch norm wants
+            for count in dict.fromkeys((max(pairs, 1), 1)):
+                with suppress(OnlyWhole):
+                    made = run(with_saved_plan(replace(options, microbatches=count), num_ranks))
+                    turns = ", so that ranks take turns" * (count == 1)
+                    warn(f"microbatches={count}{turns}{why}")
+                    return made
+            raise
         except PdcompileError as error:
             if options.resume is None or options.plan is not None:
                 raise

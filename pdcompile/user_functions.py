@@ -49,11 +49,8 @@ def is_file(place: str) -> bool:
 
 def _load_file(path: Path, target: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(
-            f"there is no file '{path}'",
-            where=target,
-            remedy=f"the path is relative to {Path.cwd()}",
-        )
+        remedy = f"the path is relative to {Path.cwd()}"
+        raise ConfigError(f"there is no file '{path}'", where=target, remedy=remedy)
     # Under its plain name, as `import` would see it beside the file: pickles and generated
     # sources refer to its classes by it.
     folder = str(path.parent.resolve())

@@ -217,8 +217,9 @@ def user_plan(
     except PlanError as error:
         if plan.fingerprint.split(".")[0] == fingerprint(needed)[:FINGERPRINT_DIGITS]:
             raise
+        split = f" or split than {plan.training.split!r}" * (plan.training.parts != 1)
         raise PlanError(
-            f"the plan is of another model: {plan.made_of}, and this is {graph.model}: "
+            f"the plan is of another model{split}: {plan.made_of}, and this is {graph.model}: "
             f"{error.message}",
             where=error.where,
             remedy=ANOTHER_MODEL,
@@ -297,7 +298,7 @@ def user_sources(options: Options, generated: Sources) -> Sources:
             where=str(options.sources),
             remedy=f"`pdcompile {shlex.join(words)} --allow-edited` (explain() in a program) says "
             "how it differs from the model; --allow-edited (allow_edited=True) runs it as it is; "
-            "or dump the folder anew",
+            "or dump the stages into another folder",
         )
     return sources
 

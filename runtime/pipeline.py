@@ -152,7 +152,6 @@ class Pipeline(Saving):
         )
         if world is not None:
             same_model.note_split(self._model, compiled, self._options.group)
-            self._model.register_forward_pre_hook(same_model.RefuseForward())
             world.exit.belongs_to(self)
         self._resume()
 

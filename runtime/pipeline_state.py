@@ -33,6 +33,7 @@ _HINTS = {
     "forward": "step trains, predict gives outputs",
     "backward": "step runs it; forward_backward does without the update",
     "requires_grad_": "freeze parameters of the model before compile",
+    "model": _INSIDE,
     "modules": _INSIDE,
     "named_modules": _INSIDE,
     "children": _INSIDE,

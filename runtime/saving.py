@@ -38,26 +38,16 @@ from pdcompile.warn import warn
 class FlushFirst:
     """A hook before state_dict and load_state_dict: every update is done when they begin.
 
-    In copies of what it hooks, pickled ones too, it does nothing.  `alone`: all stages are in this
-    process; otherwise the model has this rank's part only, and flushing takes all ranks.
+    In copies of what it hooks, pickled ones too, it does nothing.
     """
 
-    def __init__(self, pipe: Any = None, *, alone: bool = True) -> None:
+    def __init__(self, pipe: Any = None) -> None:
         self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
-        self._alone = alone
 
     def __call__(self, *_: Any) -> None:
         pipe = self._pipe()
-        if pipe is None or not pipe.unsettled:
-            return
-        if self._alone:
+        if pipe is not None and pipe.unsettled:
             pipe.flush()
-        else:
-            warn(
-                "model.state_dict() while microbatches are in flight: this rank's part of the "
-                "model is at another version than other ranks'; pipe.state_dict() and "
-                "pipe.full_state_dict() are of one moment"
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (FlushFirst, ())
@@ -66,18 +56,15 @@ class FlushFirst:
 def flush_before_state(
     pipe: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, alone: bool
 ) -> list[Any]:
-    """Hook the states of the model, of its modules and of the optimizer; returns the handles."""
-    handles: list[Any] = []
+    """Hook the states of the optimizer and, `alone` in a process, of the model; the handles."""
+    handles, first = list[Any](), FlushFirst(pipe)
+    every: list[Any] = list(model.modules()) if alone else []  # torch has no types of these
     if optimizer is not None:
-        first = FlushFirst(pipe)
-        handles.append(optimizer.register_state_dict_pre_hook(first))
-        handles.append(optimizer.register_load_state_dict_pre_hook(first))
+        every.append(optimizer)
         handles.append(optimizer.register_load_state_dict_pre_hook(refuse_other_part))
-    first = FlushFirst(pipe, alone=alone)
-    modules: list[Any] = list(model.modules())  # torch does not say what these calls return
-    for module in modules:
-        handles.append(module.register_state_dict_pre_hook(first))
-        handles.append(module.register_load_state_dict_pre_hook(first))
+    for one in every:
+        handles.append(one.register_state_dict_pre_hook(first))
+        handles.append(one.register_load_state_dict_pre_hook(first))
     return handles
 
 
@@ -99,13 +86,7 @@ class Saving(PipelineState):
             self._num_minibatches = position.minibatches
             self._num_evaluations = position.evaluations
 
-    def save(
-        self,
-        folder: Folder,
-        *,
-        keep: int | None = None,
-        schedulers: Any = (),
-    ) -> Path:
+    def save(self, folder: Folder, *, keep: int | None = None, schedulers: Any = ()) -> Path:
         """Write a checkpoint into a folder of its own in `folder`, and return its path.
 
         Every rank calls it, and writes its own stages; all hosts have to see `folder`.  Weights,

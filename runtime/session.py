@@ -61,7 +61,6 @@ class Session(Guarded):
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
         self.spec = compiled.stream.spec
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
-        self._call = 0
         self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
@@ -79,11 +78,10 @@ class Session(Guarded):
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))
         self._made = Workers(self)
         self.workers, self.streams = self._made.in_order, self._made.streams
-        self.agreement: Agreement | None = None
         if world is not None:
             paths = tuple(compiled.layout.dims)
             self.agreement = Agreement(self.workers[0].far, world, paths)
-        self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.guard)
+        self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.stepping)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:

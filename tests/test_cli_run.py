@@ -131,3 +131,5 @@ def test_a_resumed_run_counts_its_own_steps(target: str, call: Call, tmp_path: P
         code, out, err = call(*common, "--steps", steps)
         assert code == 0, err
         assert re.search(r"\n1 step in .* s: [\d,]+ samples/s, [\d,]+ tokens/s\n", out)
+    _, out, _ = call(*common, "--steps", "2")
+    assert "the run was finished: 2 steps are done, as --steps says\n" in out

@@ -89,6 +89,8 @@ def test_other_updates_are_not(build: Any, recwarn: pytest.WarningsRecorder) -> 
 def test_what_cannot_be_tried_is_told() -> None:
     with pytest.warns(UserWarning, match="draws random numbers"):
         refuse_coupled(partial(Noisy, lr=0.1), PARAMETERS, STAGES)
+    with pytest.raises(ConfigError, match="parts of a stage would draw others"):
+        refuse_coupled(partial(Noisy, lr=1e-9), PARAMETERS, STAGES, parts=True)
     with pytest.warns(UserWarning, match=r"cannot be run on small copies(.|\n)*no embedding"):
         refuse_coupled(_wants_shapes, PARAMETERS, STAGES)
     state = torch.get_rng_state()

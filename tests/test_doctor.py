@@ -95,6 +95,10 @@ def test_processes_threads_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 processes of 4 threads share 2 cores" in said(lines, "look")
     assert "OMP_NUM_THREADS=1, or fewer processes" in said(lines, "look")
     assert said(lines, "wrong") == ""
+    lines = checkup(processes=4, environ={"OMP_NUM_THREADS": "1"})
+    assert "4 processes, 2 cores here" in said(lines, "ok")
+    assert "4 processes of 1 threads share 2 cores" in said(lines, "look")
+    assert "OMP_NUM_THREADS=1, or" not in said(lines, "look")
     assert "OMP_NUM_THREADS is not set" in said(checkup(environ={}), "look")
     lines = checkup(environ={"MASTER_ADDR": "no host.invalid", "OMP_NUM_THREADS": "1"})
     assert "MASTER_ADDR='no host.invalid' is not found" in said(lines, "wrong")

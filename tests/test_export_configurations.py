@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pdcompile import ConfigError, Together
+from pdcompile import ConfigError, Pin, Together
 from pdcompile.passes.export.configurations import _with_tensors
 from pdcompile.passes.export.model_parts import whole_parts
 from tests.helpers import exported
@@ -121,7 +121,7 @@ def test_a_module_may_have_the_name_of_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_parameter_beside_the_modules_is_where_it_is_read(tmp_path: Path) -> None:
-    made("positions", 2, "accelerate", tmp_path)
+    made("positions", 2, "accelerate", tmp_path, constraints=(Pin("layers.3", 0),))
     devices = json.loads((tmp_path / "device_map.json").read_text(encoding="utf-8"))
     assert (devices["positions"], devices["loss_fn"]) == (0, 1)
 
@@ -160,6 +160,7 @@ def test_accelerate_dispatches_it(tmp_path: Path) -> None:
         ("vgg", "megatron", "blocks in 2 containers"),
         ("crossing", "torchtitan", "is tied over stages 0, 2, and torchtitan copies"),
         ("crossing", "megatron", "is the weight of 'blocks.5' and 'MEAN_SCALE'"),
+        ("mlp", "accelerate", "reads 'add_2' of device 0 and 'tanh_3' of device 1"),
         ("positions", "torchtitan", "do not compute what the model does"),
         ("chain", "torchtitan", "stage 0 raised"),
         ("between", "megatron", "'between' runs between the layers"),

@@ -158,3 +158,10 @@ def test_a_model_of_one_batch_size_runs_whole_minibatches() -> None:
     assert pipe.plan.training.num_microbatches == 1
     with pytest.raises(TraceError, match="with the 4 samples of a microbatch"):
         compiled(OfEight(), microbatches=2).step(x, target=y)
+
+
+def test_batch_norm_keeps_microbatches_of_two_samples() -> None:
+    pipe = compiled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    with pytest.warns(UserWarning, match=r"microbatches=2: with the one sample of a microbatch"):
+        pipe.prepare(torch.randn(4, 4), target=torch.randn(4, 4))
+    assert pipe.plan.training.num_microbatches == 2

@@ -21,30 +21,30 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         4_929,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_634),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_631),
     "trace": (("passes/trace",), 7_016),
     "costs": (("passes/costs", "passes/profile"), 3_553),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_686,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_575),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_581),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_295,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
-    "verify": (("passes/verify",), 1_574),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_605),
-    "runtime": (("runtime",), 9_268),
+    "verify": (("passes/verify",), 1_594),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_628),
+    "runtime": (("runtime",), 9_298),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_586,
     ),
-    "hardware": (("pdcompile/hardware", "passes/probe"), 1_008),
+    "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_122),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_954),
-    "export": (("passes/export", "pdcompile/export"), 1_065),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_961),
+    "export": (("passes/export", "pdcompile/export"), 1_085),
 }
 LINES_OF_A_FILE = 500
 LINES_OF_A_CLASS = 250

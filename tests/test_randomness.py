@@ -173,7 +173,7 @@ RANDOM_LEAVES: dict[str, tuple[nn.Module, Callable[[nn.Module], object]]] = {
     "FeatureAlphaDropout": (nn.FeatureAlphaDropout(), lambda m: m(X)),
     "RReLU": (nn.RReLU(), lambda m: m(X)),
     "LSTM": (nn.LSTM(4, 4, num_layers=2, dropout=0.5), lambda m: m(X)),
-    "GRU": (nn.GRU(4, 4), lambda m: m(X)),
+    "GRU": (nn.GRU(4, 4, num_layers=2, dropout=0.5), lambda m: m(X)),
     "MultiheadAttention": (nn.MultiheadAttention(4, 2, dropout=0.5), lambda m: m(X, X, X)),
     "FractionalMaxPool2d": (nn.FractionalMaxPool2d(2, output_size=2), lambda m: m(X)),
 }
@@ -201,7 +201,8 @@ def test_what_is_no_leaf() -> None:
         map(is_leaf, [Mine(), hooked, nn.Sequential(), nn.TransformerEncoderLayer(4, 2)])
     )
     assert is_leaf(nn.Linear(2, 2))
-    assert not is_random_module(nn.Linear(2, 2))
+    for quiet in (nn.Linear(2, 2), nn.MultiheadAttention(4, 2), nn.LSTM(2, 2)):
+        assert not is_random_module(quiet)
     assert not is_random_function(F.linear)
     assert not is_random_function(torch.ops.aten.add.Tensor)
 

@@ -213,6 +213,9 @@ def test_the_legend_says_what_is_shown_and_no_more() -> None:
         "F forward, B backward; the number is the microbatch"
     )
     assert timeline.legend(timeline.text([]), ()) == ""
+    parts = timeline.text(alone, width=40, of=lambda rank: (2 * rank, 2 * rank + 1))
+    assert parts.plain.startswith("ranks 0–1 F0")
+    assert timeline.legend(parts, timeline.bars(alone)).startswith("F forward, B backward;")
 
 
 @given(st.integers(1, 64))

@@ -84,6 +84,10 @@ try:
 except ConfigError as error:
     say("refused:", error.message)
 pipe.close()
+try:
+    model.state_dict()  # would be tensors without values
+except ConfigError as error:
+    say("no state:", error.remedy)
 """
 )
 
@@ -95,6 +99,7 @@ def test_each_rank_has_its_part_of_the_model(tmp_path: Path) -> None:
     assert "[0] needs ids\n" in run.output, run
     assert "[1] needs target\n" in run.output, run
     assert run.output.count("refused: GPT: this model is split over several ranks") == 2, run
+    assert run.output.count("no state: pipe.full_state_dict()") == 2, run
 
 
 FAILURES = (

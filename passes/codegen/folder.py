@@ -54,8 +54,8 @@ def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
         raise SourceError(
             f"{PARTS}.py is not the one that stages of this version run with",
             where=str(root / f"{PARTS}.py"),
-            remedy="put functions of your own into the files of the stages that call them, and "
-            "write the folder again with pipe.dump(folder)",
+            remedy="dump the stages into another folder (pipe.dump); functions of your own go into "
+            "the files of the stages that call them",
         )
     return Sources(files, expected.interfaces, edited, expected.constants)
 
@@ -118,7 +118,7 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
 def _remedy(edited: bool, error: Exception) -> str:
     """The remedy where a file does not run."""
     if edited:
-        return "undo the last edit, or write the folder again"
+        return "undo the last edit, or dump the stages into another folder"
     if isinstance(error, ImportError):
         return "make importable what the file imports: it names the user's modules at # needs:"
     return "this is a mistake in pdcompile: please report it with the model"
@@ -130,7 +130,7 @@ def _text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise SourceError(
-            f"{path.name} {why}", where=str(path), remedy="write the folder again"
+            f"{path.name} {why}", where=str(path), remedy="dump into another folder"
         ) from error
 
 

@@ -28,6 +28,7 @@ from pdcompile.passes.export import Exported, Refusal, Subject
 from pdcompile.passes.export.model_parts import (
     is_numbered,
     part_at,
+    parts_of_ops,
     runs_of_parts,
     stages_of_parts,
     whole_parts,
@@ -207,23 +208,53 @@ def accelerate(subject: Subject) -> Exported:
     Raises:
         ConfigError: a module runs on several stages.
     """
+    devices, notes = _device_map(subject)
+    notes.append(
+        "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
+        "from_pretrained; it runs one device after the other, and does not pipeline"
+    )
+    return {"device_map.json": json.dumps(devices, indent=1) + "\n"}, notes
+
+
+def _device_map(subject: Subject) -> tuple[dict[str, int], list[str]]:
+    """Devices of modules, so that every tensor has one, and what was decided for that."""
     plan, graph = subject.plan, subject.capture.train
-    placed = whole_parts(graph, plan)
     rank_of = [own[0] for own in plan.ranks]
-    devices = {path: rank_of[stage] for path, stage in placed.items()}
+    devices = {path: rank_of[stage] for path, stage in whole_parts(graph, plan).items()}
     read = {
         fqn: rank_of[plan.stage_of[op.name]]
         for op in reversed(graph.ops)
         for fqn in op.used_tensors
         if op.name in plan.stage_of
     }
-    notes = list(_with_tensors(devices, names_of_tensors(subject.model), read))
-    notes.append(
-        "device_map.json: accelerate.dispatch_model(model, device_map), or device_map= of "
-        "from_pretrained; it runs one device after the other, and does not pipeline"
-    )
-    text = json.dumps(devices, indent=1) + "\n"
-    return {"device_map.json": text}, notes
+    return devices, list(_with_tensors(devices, names_of_tensors(subject.model), read))
+
+
+def unlike_accelerate(subject: Subject) -> Iterator[Refusal]:
+    """Ops between modules that read two devices, as the sum of a shortcut: Accelerate moves what a
+    module is given, and nothing else."""
+    graph, (devices, _) = subject.capture.train, _device_map(subject)
+    part_of, main = parts_of_ops(graph), min(devices.values())
+    # A loss in the model moves class labels to its device itself.
+    at = {
+        entry.name: set[int]() if graph.values[entry.name].dtype == "int64" else {main}
+        for entry in graph.inputs
+    }
+    for op in graph.ops:
+        read = {name: at[name] for name in op.inputs}
+        read |= {fqn: {devices[part]} for fqn in op.used_tensors if (part := _holder(fqn, devices))}
+        on = set[int]().union(*read.values())
+        if (part := part_of[op.name]) in devices:
+            on = {devices[part]}
+        elif len(on) > 1 and op.region == "forward":
+            shown = " and ".join(f"{name!r} of device {min(d)}" for name, d in read.items() if d)
+            yield (
+                f"{op.target} at {op.source} runs between modules and reads {shown}: Accelerate "
+                "moves what a module is given, and nothing else",
+                "--to torch-pipelining; or run it in a module with what it sums, which is then "
+                "placed whole",
+            )
+        at[op.name] = on
 
 
 def _with_tensors(

@@ -206,7 +206,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         "stages_of_rank": "stages" if n > plan.num_ranks else "stages[0]",
         "scale": "" if mean else ", scale_grads=False",
         "mean": "mean" if mean else "sum",
-        "region": _region(training.autocast),
+        "region": _region(training.autocast or ""),
         "no_casts": NO_CASTS,
         **dict(zip(("loss_share", "gradient_share", "weight_share"), shares, strict=True)),
     }
@@ -230,34 +230,29 @@ def _random_ops(graph: OpGraph) -> list[Op]:
     return [op for op in graph.ops if op.draw is not None]
 
 
-def _region(autocast: str | None) -> str:
+def _region(autocast: str) -> str:
     """The autocast region of the whole model as source."""
-    if autocast is None:
-        return "contextlib.nullcontext()"
     kind, _, dtype = autocast.rpartition(":")
-    return f"torch.autocast({quote(kind)}, dtype=torch.{dtype})"
-
-
-def _flow(stage: NeighbourStage, *, recompute: bool) -> dict[str, Any]:
-    """Values that a stage gets, reads, makes and gives, by their names in the graph."""
-    inputs = stage.interface.train.inputs
-    return {
-        "receives": [port.value for port in stage.received],
-        "from_call": {port.value: port.path for port in stage.from_call},
-        "reads": [port.value for port in inputs],
-        "writes": [port.value for port in inputs if port.mutated],
-        "makes": [port.value for port in stage.interface.train.outputs],
-        "sends": [port.value for port in stage.sent],
-        "recomputes": recompute,
-    }
+    shown = f"torch.autocast({quote(kind)}, dtype=torch.{dtype})"
+    return shown if autocast else "contextlib.nullcontext()"
 
 
 def _tables(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
     """Lines of the tables that say what goes where."""
     yield "FLOW = (  # values that each stage gets, reads, makes and gives, as the graph names them"
     for stage, planned in zip(stages, plan.stages, strict=True):
+        reads = stage.interface.train.inputs
+        flow = {
+            "receives": [port.value for port in stage.received],
+            "from_call": {port.value: port.path for port in stage.from_call},
+            "reads": [port.value for port in reads],
+            "writes": [port.value for port in reads if port.mutated],
+            "makes": [port.value for port in stage.interface.train.outputs],
+            "sends": [port.value for port in stage.sent],
+            "recomputes": planned.recompute,
+        }
         yield "    {"
-        for name, values in _flow(stage, recompute=planned.recompute).items():
+        for name, values in flow.items():
             shown = textwrap.indent(pformat(values, width=WIDTH - 30, compact=True), " " * 22)
             yield f'        "{name}": {shown.strip()},'
         yield "    },"

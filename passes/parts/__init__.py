@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
-from pdcompile.errors import ConfigError, some
+from pdcompile.errors import ConfigError, PlanError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.choice import product_flops
-from pdcompile.passes.parts.families import ATTENTION, Family
+from pdcompile.passes.parts.families import ATTENTION, FAMILIES, Family
 from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
@@ -29,7 +32,7 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         stage_of: gives the stage of each op of training, where some stages are whole.
 
     Raises:
-        ConfigError: nothing divides in this way, or not into so many parts.
+        ConfigError: nothing divides in this way, or not into so many parts; with splits that do.
         PlanError: an op cannot be made smaller.
     """
     cuts = Cut(), Cut()
@@ -38,17 +41,29 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         placed = stage_of()
         each = placed, place_eval(capture, placed)
         cuts = Cut.of(each[0], training.parts), Cut.of(each[1], training.parts)
-    if training.split != "auto":
-        return _divided(capture, training, cuts)
-    try:
-        return _divided(capture, replace(training, split="width"), cuts)
-    except ConfigError as by_width:
+    first: ConfigError | None = None
+    for split in ("width", "samples") if training.split == "auto" else (training.split,):
         try:
-            found = _divided(capture, replace(training, split="samples"), cuts)
-        except ConfigError:
-            raise by_width from None
-        note = f"parts share samples, for by width: {by_width.message}"
-        return replace(found, train=replace(found.train, notes=(*found.train.notes, note)))
+            found = _divided(capture, replace(training, split=split), cuts)
+        except ConfigError as error:
+            first = first or error
+            continue
+        notes = [f"parts share samples, for by width: {first.message}"] if first else []
+        return replace(found, train=replace(found.train, notes=(*found.train.notes, *notes)))
+    assert first is not None
+    others = partial(_others, capture, training, cuts)
+    remedy = re.sub("split='[^']+'", lambda _: others(), first.remedy or "")
+    raise ConfigError(first.message, where=first.where, remedy=remedy) from first
+
+
+def _others(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> str:
+    """The splits that divide a model into as many parts, or else whole stages."""
+    found = []
+    for split in FAMILIES:
+        with suppress(ConfigError, PlanError):
+            _divided(capture, replace(training, split=split), cuts)
+            found.append(repr(split))
+    return f"split={' or '.join(found)}" if found else "parts=1"
 
 
 def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Capture:
@@ -90,7 +105,7 @@ def _refuse_unequal(training: Training) -> None:
             f"have a multiple of {parts}",
             where="microbatches",
             remedy=f"microbatches={min(fit, key=lambda m: abs(m - count))}" if fit
-            else f"a minibatch of a multiple of {parts} samples, or split='width'",
+            else f"a minibatch of a multiple of {count * parts} samples, or split='width'",
         )  # fmt: skip
 
 

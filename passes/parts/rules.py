@@ -35,11 +35,6 @@ def _elementwise(call: Call) -> Form | str:
     return Form(",".join("*" * len(numbers)) + "->*", numbers)
 
 
-def _like_first(call: Call) -> Form | str:
-    """The first operand's dimensions; another one is asked for its dtype or device alone."""
-    return Form("*->*", [0])
-
-
 def _matmul(call: Call) -> Form | str:
     left, right = call.role(0, "input"), call.role(1, "other")
     if right is None:
@@ -83,6 +78,19 @@ def _attention(call: Call) -> Form | str:
     heads = ("", "", "", "(hg)", "b(hg)")[call.rank(mask) if mask is not None else 0]
     signature = f"b(hg){q}D,bhKD,bhKe,{heads}{q}K->b(hg){q}e"
     return Form(signature, numbers, {"h": call.extents(key)[1]})
+
+
+def _multihead(call: Call) -> Form | str:
+    """nn.MultiheadAttention: samples are free."""
+    names = {0: "query", 1: "key", 2: "value", 3: "key_padding_mask", 5: "attn_mask"}
+    numbers = [next(iter(call.inside(i, name)), None) for i, name in names.items()]
+    query, *_, mask = numbers
+    if query is None or call.rank(query) != 3 or (mask is not None and call.rank(mask) != 2):
+        return "its samples are no dimension of their own"
+    signature = "bQE,bKF,bKG,bK,QK->bQE,bQM"
+    if not call.argument(0, "batch_first", False):
+        signature = "QbE,KbF,KbG,bK,QK->QbE,bQM"
+    return Form(signature, numbers)
 
 
 def _einsum(call: Call) -> Form | str:
@@ -321,21 +329,22 @@ def _equal_section(call: Call, given: Any, whole: Extent) -> Extent | None:
 
 
 def _joined(call: Call) -> Form | str:
-    """cat: the joined dimension is needed whole; what is empty does not count."""
+    """cat: the joined dimension is needed whole; what is empty there does not count."""
     given = call.inside(0, "tensors")
     dim = call.argument(1, "dim", call.argument(1, "axis", 0))
     if not given or not isinstance(dim, int):
         return _UNKNOWN
-    full = [i for i in given if call.shape(i) != (0,)]
-    full = [i for i in full if call.shape(i)[dim] != 0] or full[:1]
+    shaped = [i for i in given if call.shape(i) != (0,)]
+    full = [i for i in shaped if call.shape(i)[dim] != 0] or shaped[:1]
     dims = letters_with(call.rank(full[0])) if full else ""
-    if not dims or len(full) > 26 - len(dims):
+    if not dims or len(shaped) > 26 - len(dims):
         return "it joins too many tensors"
+    at, letters = dim % len(dims), dict(zip(shaped, LETTERS[-len(shaped) :].upper(), strict=True))
+    made = dims[at].upper()
     if len(full) == 1:
-        return Form(f"{dims}->{dims}", full)
-    at = dim % len(dims)
-    own = [dims[:at] + letter + dims[at + 1 :] for letter in LETTERS[-len(full) :].upper()]
-    return Form(f"{','.join(own)}->{dims[:at]}{dims[at].upper()}{dims[at + 1 :]}", full)
+        made = letters[full[0]] = dims[at]
+    own = [dims[:at] + letter + dims[at + 1 :] for letter in letters.values()]
+    return Form(f"{','.join(own)}->{dims[:at]}{made}{dims[at + 1 :]}", shaped)
 
 
 def _stacked(call: Call) -> Form | str:
@@ -452,17 +461,13 @@ _CASTS = (
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(words(_CASTS), _like_first),
+    **dict.fromkeys(words(_CASTS), lambda call: Form("*->*")),  # others tell dtypes alone
     "linear": _plain("*k,nk,+n->*n", "input", "weight", "bias"),
     **dict.fromkeys(words("matmul mm mv bmm dot"), _matmul),
-    "addmm": _addmm,
-    "baddbmm": _baddbmm,
+    "addmm": _addmm, "baddbmm": _baddbmm, "einsum": _einsum, "groupedmm": _grouped_products,
     "outer": _plain("m,n->mn", "input", "vec2"),
-    "einsum": _einsum,
-    "groupedmm": _grouped_products,
-    "scaleddotproductattention": _attention,
-    "embedding": _embedding,
-    "crossentropy": _cross_entropy,
+    "scaleddotproductattention": _attention, "multiheadattention": _multihead,
+    "embedding": _embedding, "crossentropy": _cross_entropy,
     **dict.fromkeys(words("layernorm rmsnorm"), _normalised),
     "groupnorm": _grouped_norm,
     **dict.fromkeys(words("batchnorm batchnorm1d batchnorm2d batchnorm3d"), _batch_norm),
@@ -480,21 +485,16 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("narrow glu"), _whole_along(1, "dim", -1, "new")),
     "select": _whole_along(1, "dim", None, "gone"),
     "unbind": _whole_along(1, "dim", 0, "gone"),
-    "unfold": _unfolded,
-    "pad": _padded,
+    "unfold": _unfolded, "pad": _padded,
     **dict.fromkeys(words("sum mean amax amin max min var std prod any all logsumexp argmax "
                           "argmin"), _reduced),
     **dict.fromkeys(words("view viewas reshape reshapeas flatten unflatten squeeze unsqueeze "
                           "ravel"), _moved),
     **dict.fromkeys(words("transpose swapaxes swapdims permute t mt"), _permuted),
     **dict.fromkeys(words("expand expandas broadcastto"), _expanded),
-    "repeat": _repeated,
-    "repeatinterleave": _interleaved,
+    "repeat": _repeated, "repeatinterleave": _interleaved,
     **dict.fromkeys(words("split chunk tensorsplit splitwithsizes"), _sections),
     **dict.fromkeys(words("cat concat"), _joined),
-    "stack": _stacked,
-    "gather": _gathered,
-    "indexselect": _selected,
+    "stack": _stacked, "gather": _gathered, "indexselect": _selected, "getitem": _indexed,
     "onehot": lambda call: Form("*->*Z"),
-    "getitem": _indexed,
 }  # fmt: skip

@@ -296,12 +296,18 @@ class _Writer(_Layouts):
     def _dropout(self, op: Op, given: Ref | Attr, layout: Layout) -> None:
         """Drops out of a split value its share of what is dropped of ones, drawn for the whole."""
         value, named = self.graph.values[op.name], (f"{op.name}_ones", f"{op.name}_mask")
-        like = replace(value, requires_grad=False, needs_gradient=False, stride_order=())
+        like = replace(value, requires_grad=False, needs_gradient=False)
+        order = value.stride_order or tuple(range(len(value.shape)))
+        laid, back = tuple(value.shape[dim] for dim in order), map(order.index, range(len(order)))
         ones, mask = map(self._fresh, named)
         kind = [("dtype", TorchLiteral("dtype", value.dtype)),
                 ("device", TorchLiteral("device", "self"))]  # fmt: skip
-        made = self._function(op, ones, "torch.ones", value.shape, kwargs=tuple(kind))
-        self._record(made, like, value.shape)
+        made = self._function(op, ones, "torch.ones", laid, kwargs=tuple(kind))
+        self._record(made, replace(like, stride_order=()), laid)
+        if value.stride_order:  # numbers are drawn in the order in which they lie
+            own, ones = Ref(ones), self._fresh(f"{op.name}_laid")
+            made = replace(self._function(op, ones, "permute", own, *back), kind="method")
+            self._record(made, like, value.shape, self.values[own.name].storage)
         args = rewritten(op.args, lambda one: Ref(ones) if isinstance(one, Ref) else one)
         self._record(replace(op, name=mask, args=args, variable=""), like, value.shape)
         found = conversion(WHOLE, layout)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
+from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import VerifyError
+from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
@@ -60,6 +61,7 @@ class Comparison:
     found: list[Difference] = field(default_factory=list)
     rows: list[Compared] = field(default_factory=list)
     places: list[str] = field(default_factory=list)  # where differences begin
+    in_float64: bool = False  # parts were equal up to rounding in that alone
     rounded: bool = False  # something was equal up to rounding only, as the graph's notes say
 
     @property
@@ -89,6 +91,7 @@ class Comparison:
         return Verification(
             self.capture.train.batch_size, tuple(self.rows), self.exact, self.sources.edited,
             tuple(self.found), places=tuple(dict.fromkeys(self.places)),
+            in_float64=self.in_float64,
         )  # fmt: skip
 
     def _chains(self, sources: Sources) -> list[AnyChain]:
@@ -118,7 +121,7 @@ class Comparison:
                     raise
                 raise needs_gradients(failed) from failed.__cause__
         self.rows.append(counted(expected, graph, number, size))
-        if found := self._differences(chain, step, expected, got):
+        if found := self._differences(step, expected, got):
             self.found += found
             self.places += self._places(step, found[0], got)
         return expected
@@ -129,37 +132,53 @@ class Comparison:
         with preserved_rng(self.device), preserved_state(self.model, graph.training):
             yield
 
-    def _unedited(self, chain: AnyChain, step: Step) -> StepValues:
-        """The values of the stages as they are generated: an edit may change less than rounding
-        does, and is no rounding."""
-        plain, in_eval = self._chains(generate(self.capture, self.plan))
-        plain = plain if chain.graph.training else in_eval
+    def _values(self, sources: Sources, step: Step) -> StepValues:
+        """The values of these stages in a step."""
+        chain = self._chains(sources)[not step.graph.training]
         with self._around(step.graph):
-            return step.values(partial(stages, plain, step, self.plan))
+            return step.values(partial(stages, chain, step, self.plan))
 
-    def _differences(
-        self, chain: AnyChain, step: Step, expected: StepValues, got: StepValues
-    ) -> list[Difference]:
+    def _differences(self, step: Step, expected: StepValues, got: StepValues) -> list[Difference]:
         """The differences of a step."""
         found = self._unlike(step, expected, got, exact=self.exact)
         general = GENERAL_PATH in step.graph.notes
         if found and general and not self._unlike(step, expected, got, exact=False):
             self.rounded = True
             found = []
+        if found and self._equal_in_float64(step):
+            self.in_float64, found = True, []
         if not found and self.rounded and self.sources.edited:
-            return self._unlike(step, self._unedited(chain, step), got, exact=True)
+            # An edit may change less than rounding does, and is no rounding.
+            unedited = self._values(generate(self.capture, self.plan), step)
+            return self._unlike(step, unedited, got, exact=True)
         return found
+
+    def _equal_in_float64(self, step: Step) -> bool:
+        """True if parts and the model are equal up to rounding in float64: then it is the order of
+        sums that makes a difference in the model's own dtype, where large terms cancel."""
+        if self.capture.division.parts == 1 or step.autocast is not None:  # casts no float64
+            return False
+        wide = replace(self, model=copy_of(step.model).double())
+        leaves = {
+            path: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for path, leaf in step.call.leaves.items()
+        }
+        own = replace(step, model=wide.model, call=FlatCall(leaves, step.call.spec))
+        try:
+            with wide._around(step.graph):
+                expected, _ = eager_values(own)
+            got = wide._values(self.sources, own)
+        except PdcompileError:  # a constant or a call has a dtype of its own
+            return False
+        return not wide._unlike(own, expected, got, exact=False)
 
     def _unlike(
         self, step: Step, expected: StepValues, got: StepValues, *, exact: bool
     ) -> list[Difference]:
         """Outputs, the loss, gradients and buffers that differ, each with its first stage."""
         graph, interfaces = step.graph, self.sources.interfaces
-        home = {
-            fqn: one.index
-            for one in reversed(interfaces)
-            for fqn in (*one.parameters, *one.buffers)
-        }
+        held = ((one.index, (*one.parameters, *one.buffers)) for one in reversed(interfaces))
+        home = {fqn: index for index, names in held for fqn in names}
         return [
             Difference(
                 mode_of(graph), kind,

@@ -60,8 +60,7 @@ class Verification:
 
     `rows` count the tensors of each step and mode; steps follow each other, with updated weights
     and buffers, each on its own inputs.  `ops` counts those that were compared with the capture's,
-    in the sources of all stages;
-    `unverified` says why no numbers were.  `casts_of` is the autocast region of a
+    in all sources; `unverified` says why no numbers were.  `casts_of` is the autocast region of a
     GPU, where model and stages were compared on the CPU, with its casts.  `notes` are intended
     differences from one full-batch step of eager, and hints at a wrong option.  `places` are the
     ops where differences begin.
@@ -77,6 +76,7 @@ class Verification:
     casts_of: str = ""
     notes: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    in_float64: bool = False  # sums that cancel were equal in that dtype alone
 
     @property
     def steps(self) -> int:
@@ -98,7 +98,8 @@ class Verification:
             return f"the stages differ from eager in {self.share}"
         if self.unverified:
             return "the stages have the ops of the model, no numbers were compared"
-        how = "bit for bit" if self.exact else f"up to rounding ({ROUNDED})"
+        wide = "; in float64, where sums that cancel differ by more" * self.in_float64
+        how = "bit for bit" if self.exact else f"up to rounding ({ROUNDED}{wide})"
         place = f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
         return f"the stages equal eager {how}{place}"
 

@@ -222,7 +222,7 @@ def _common_size(flat: FlatCall, sizes: dict[str, tuple[int, int]]) -> int:
                 f"dimension {dim} of {_shown(flat.leaves[path])} is neither the batch size "
                 f"{size} (of {example}) nor 1",
                 where=path,
-                remedy=_remedy(flat, path),
+                remedy=f"give it {size} samples; or {_remedy(flat, path)}",
             )
     if size == 0:
         raise InputError(

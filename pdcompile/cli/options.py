@@ -45,8 +45,7 @@ def written_to(help: str, metavar: str = "FILE") -> Any:
 Target = Annotated[
     str,
     argument(
-        "TARGET",
-        "file.py:function or package.module:function that returns a pdcompile.Workload.",
+        "TARGET", "file.py:function or package.module:function that returns a pdcompile.Workload."
     ),
 ]
 PlanFile = Annotated[Path, argument("PLAN", "plan.json, made by `plan -o`.")]
@@ -247,7 +246,9 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
         # The compiler is imported last: a mistake in the target is reported at once.
         from pdcompile import driver
         from pdcompile.batch import example_call
+        from pdcompile.options.option_checks import check_options
 
+    check_options(options)
     flat = example_call(workload.model, inputs, expected)
     return workload, driver.build(workload.model, flat, options)
 

@@ -68,9 +68,7 @@ class Told:
     """Options of what a run reports."""
 
     every: int = option(
-        10,
-        "Report the loss of every n-th step (looking costs time).",
-        flag=Flag(type=int, least=1),
+        10, "Report the loss of every n-th step (looking costs time).", flag=Flag(type=int, least=1)
     )
     trace: Path | None = option(
         None,
@@ -219,12 +217,15 @@ def trained(
 
 def report(document: Mapping[str, Any], throughput: str) -> Result:
     """Result of a run."""
+    from pdcompile.hardware.host import cores
     from pdcompile.report.labels import counted
     from pdcompile.units import format_seconds
 
     shown = [f"step {step:>6}  loss {loss:.6f}" for step, loss in document["losses"].items()]
     ran = document["steps"] - document.get("resumed_at", 0)
-    shown.append(f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {throughput}")
+    done = f"the run was finished: {counted(document['steps'], 'step')} are done, as --steps says"
+    took = f"{counted(ran, 'step')} in {document['seconds']:.1f} s: {throughput}"
+    shown.append(took if ran else done)
     if document.get("checkpoint"):
         shown.append(f"saved as {document['checkpoint']}")
     if document.get("trace"):
@@ -235,6 +236,8 @@ def report(document: Mapping[str, Any], throughput: str) -> Result:
             f"{format_seconds(measured)} a step in the second half; the forecast was "
             f"{format_seconds(forecast)} ({100 * forecast / measured:.0f} % of it)"
         )
+        if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > cores():
+            shown.append(f"note: {here} ranks share {cores()} cores here, and wait for each other")
     return Result(document, shown)
 
 

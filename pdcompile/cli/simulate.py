@@ -96,7 +96,7 @@ def simulate(
         **({} if run is None else {"measured": rows, "note": run.note}),
     }
     parts: list[RenderableType] = [
-        *timeline.drawn(events, stdout().width),
+        *timeline.drawn(events, stdout().width, loaded.processes_of),
         memory_table(loaded),
         forecast_line(loaded),
         Text(f"critical path: {path_in_words(path)}"),

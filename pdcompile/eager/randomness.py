@@ -66,13 +66,9 @@ _COMPOSITE = {
 }  # fmt: skip
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (
-    DropoutNd,
-    nn.RReLU,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.FractionalMaxPool2d,
+    DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
-)
+)  # fmt: skip
 
 
 def _public_functions() -> frozenset[Any]:
@@ -123,8 +119,9 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def is_random_module(module: nn.Module) -> bool:
-    """True if the module is a leaf that may draw (dropouts, RReLU, attention, fused RNNs, …)."""
-    return isinstance(module, _RANDOM_MODULES) and is_leaf(module)
+    """True if the module is a leaf that may draw (RReLU, dropouts; attention with dropout, …)."""
+    drops = getattr(module, "dropout", None) != 0  # of attention and recurrent layers
+    return isinstance(module, _RANDOM_MODULES) and drops and is_leaf(module)
 
 
 def seed_of(seed: int, minibatch: int, microbatch: int, module_path: str, draw: int) -> int:

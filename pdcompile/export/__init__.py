@@ -47,14 +47,12 @@ TARGETS: dict[str, ExportTarget] = {
         torch_pipelining, unlike_torch, unlike_torchs, known_to_torch(), trains=True
     ),
     "torchtitan": ExportTarget(
-        configurations.torchtitan,
-        configurations.unlike_torchtitan,
-        schedules=known_to_torch(),
+        configurations.torchtitan, configurations.unlike_torchtitan, schedules=known_to_torch()
     ),
     "megatron": ExportTarget(
         configurations.megatron, configurations.unlike_megatrons, schedules=alternating()
     ),
-    "accelerate": ExportTarget(configurations.accelerate),
+    "accelerate": ExportTarget(configurations.accelerate, configurations.unlike_accelerate),
 }
 
 
@@ -104,12 +102,9 @@ def export(
     given = _accepted(plan, to, folder)
     workload, kind = load_target(target), TARGETS[to]
     if kind.trains and any(p.is_meta for p in workload.model.parameters()):
-        raise ConfigError(
-            "the model is on the meta device, and the script compares it with plain PyTorch",
-            where=f"--to {to}",
-            remedy="plan and export a model that has values; a smaller one of the same class will "
-            "do",
-        )
+        message = "the model is on the meta device, and the script compares it with plain PyTorch"
+        remedy = "plan and export a model that has values; a smaller one of the same class will do"
+        _refuse(to, [(message, remedy)])
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
     beside = None if isinstance(plan, Plan) else capture_beside(Path(plan))
@@ -151,9 +146,8 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
     model is."""
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
     if to not in TARGETS:
-        raise ConfigError(
-            f"there is no target {to!r}", where="to", remedy=f"one of {', '.join(TARGETS)}"
-        )
+        remedy = f"one of {', '.join(TARGETS)}"
+        raise ConfigError(f"there is no target {to!r}", where="to", remedy=remedy)
     if not is_path(folder):
         raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
     if not isinstance(plan, Plan) and Path(plan).resolve() == (Path(folder) / PLAN).resolve():

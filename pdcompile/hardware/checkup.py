@@ -56,7 +56,7 @@ def checkup(
     """
     parts = {
         "versions": _versions(),
-        "processes": _processes(environ),
+        "processes": _processes(environ, processes),
         "memory": _memory(),
         "disk": _disk(environ),
         "network": _network(environ),
@@ -95,8 +95,8 @@ def _versions() -> Iterator[Said]:
             yield "ok", f"{name} {has}"
 
 
-def _processes(environ: Mapping[str, str]) -> Iterator[Said]:
-    world, local = _count(environ, "WORLD_SIZE"), _count(environ, "LOCAL_WORLD_SIZE")
+def _processes(environ: Mapping[str, str], wanted: int | None) -> Iterator[Said]:
+    world, local = (_count(environ, f"{of}WORLD_SIZE") or wanted for of in ("", "LOCAL_"))
     threads, here, cores = _count(environ, "OMP_NUM_THREADS"), local or 1, host.cores()
     if world is None:
         yield "ok", f"one process, {cores} cores"
@@ -110,11 +110,10 @@ def _processes(environ: Mapping[str, str]) -> Iterator[Said]:
         )
         yield "look", text, "OMP_NUM_THREADS=1, or cores divided by processes of a host"
     elif threads * here > cores:
-        text = (
-            f"{here} processes of {threads} threads share {cores} cores: a step takes longer than "
-            "forecast"
-        )
-        yield "look", text, f"OMP_NUM_THREADS={max(1, cores // here)}, or fewer processes a host"
+        text = f"{here} processes of {threads} threads share {cores} cores: a step takes longer "
+        text += "than forecast"
+        fewer = f"OMP_NUM_THREADS={cores // here}, or " if here <= cores else ""
+        yield "look", text, f"{fewer}fewer processes a host"
     else:
         yield "ok", f"OMP_NUM_THREADS={threads}"
 

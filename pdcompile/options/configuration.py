@@ -186,10 +186,9 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
     if isinstance(given, bool):
         return (given,) * stages
     if len(given) != stages:
-        raise ConfigError(
-            f"stages: {stages}, but recompute={tuple(given)} has {len(given)} of them",
-            remedy=f"a bool for each stage, one for all (True or False), or stages={len(given)}",
-        )
+        message = f"stages: {stages}, but recompute={tuple(given)} has {len(given)} of them"
+        remedy = f"a bool for each stage, one for all (True or False), or stages={len(given)}"
+        raise ConfigError(message, remedy=remedy)
     return tuple(given)
 
 
@@ -232,21 +231,18 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
             )
         return len(cast(tuple[int, ...], parts)), len(unlike)
     assert isinstance(parts, int)
-    if num_ranks is not None and num_ranks % parts:
-        raise LaunchError(
-            f"stages of {parts} parts each, but WORLD_SIZE is {num_ranks}",
-            remedy=f"launch with a multiple of {parts} processes, or parts= a divisor of "
-            f"{num_ranks}",
-        )
+    processes = num_ranks  # each computes one part of a stage
+    if num_ranks is not None and stages is None and num_ranks % parts:
+        message = f"stages of {parts} parts each, but WORLD_SIZE is {num_ranks}"
+        remedy = f"launch with a multiple of {parts} processes, or parts= a divisor of {num_ranks}"
+        raise LaunchError(message, remedy=remedy)
     num_ranks = there = None if num_ranks is None else num_ranks // parts
     if there is None and options.cluster != "auto":
         there = len(_cluster(options.cluster, 1, in_process=True).devices) // parts
     if isinstance(replicas, tuple):
         if stages not in (None, len(replicas)):
-            raise ConfigError(
-                f"stages={stages}, and replicas={replicas} are of {len(replicas)} stages",
-                remedy="leave stages out, or give one count a stage",
-            )
+            message = f"stages={stages}, and replicas={replicas} are of {len(replicas)} stages"
+            raise ConfigError(message, remedy="leave stages out, or give one count a stage")
         stages = len(replicas)
     dealt = _dealt(options, stages, there)
     if dealt is not None:
@@ -260,15 +256,14 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         ranks = there if there and replicas in SEARCHED else stages or there or 1
         stages = stages or ranks
     assert stages is not None
-    if num_ranks not in (None, ranks):
+    if num_ranks is not None and processes != ranks * parts:
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         shown += f" of {parts} parts" * (parts > 1)
-        raise LaunchError(
-            f"{shown}, but WORLD_SIZE is {num_ranks * parts}",
-            remedy=f"launch with torchrun --nproc-per-node={ranks * parts}"
-            + _or_leave_out(options)
-            + (_several(stages, num_ranks) if ranks == stages else ""),
-        )
+        remedy = f"launch with torchrun --nproc-per-node={ranks * parts}"
+        if processes == num_ranks * parts:  # else no number of stages would do
+            remedy += _or_leave_out(options)
+            remedy += _several(stages, num_ranks) if ranks == stages else ""
+        raise LaunchError(f"{shown}, but WORLD_SIZE is {processes}", remedy=remedy)
     return stages, ranks
 
 
@@ -344,10 +339,9 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
     most = max((given, *(options.microbatch_counts or ())))
     if splits and most > batch_size:
-        raise ConfigError(
-            f"{most} microbatches of a minibatch of {batch_size} samples",
-            remedy=f"microbatches={batch_size} or fewer, or a larger minibatch",
-        )
+        message = f"{most} microbatches of a minibatch of {batch_size} samples"
+        remedy = f"microbatches={batch_size} or fewer, or a larger minibatch"
+        raise ConfigError(message, remedy=remedy)
     return int(given if splits else most)  # several are refused where nothing splits
 
 

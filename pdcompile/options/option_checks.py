@@ -48,7 +48,7 @@ def _contradictions(options: Options) -> Iterator[Finding]:
         yield f"{message}that average as many minibatches as their stage has replicas", remedy
     if options.plan is None and options.parts == 1 and options.split != "auto":
         message = f"split={options.split!r} divides nothing: a stage has one part"
-        yield message, "say between how many ranks: parts=2; or leave split out"
+        yield message, "say between how many ranks: parts=2 (--parts 2); or leave split out"
     if options.allow_edited and options.sources is None:
         message = "allow_edited=True without sources= would have no effect"
         yield message, "give sources=, the folder that was edited"

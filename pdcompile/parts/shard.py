@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pdcompile.errors import PlanError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Split: TypeAlias = Literal["", "auto", "width", "width+sequence", "sequence", "context", "samples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Division:
     """
 
     parts: int = 1
-    split: str = ""
+    split: Split = ""
     shards: Mapping[str, Shard] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
     outputs: Mapping[str, Shard] = field(default_factory=dict)

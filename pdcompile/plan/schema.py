@@ -15,6 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError, ScheduleError, errors_as
 from pdcompile.files import read_limited
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, encode, loads
+from pdcompile.parts.shard import Split
 from pdcompile.plan.seal import check_seal, seal_of
 from pdcompile.plan.validate import depths, pipeline, validate
 from pdcompile.problem import PartitionProblem
@@ -193,7 +194,7 @@ class Training:
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
     #: ranks that compute each microbatch of a stage together; of each stage where they are unlike
     parts: int | tuple[int, ...] = 1
-    split: str = ""  # along what its ops are divided between them: a family of `passes.parts`
+    split: Split = ""  # along what its ops are divided between them: a family of `passes.parts`
 
     @property
     def most_parts(self) -> int:

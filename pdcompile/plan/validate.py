@@ -110,11 +110,8 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
             if most is not None and len(stages) > most:
                 message = f"rank {rank} holds stages {stages}; schedule "
                 message += f"{plan.training.schedule!r} runs {most} on a rank"
-                yield (
-                    path,
-                    message,
-                    f"give every rank to one stage, or use schedule {several_a_rank(len(stages))}",
-                )
+                others = several_a_rank(len(stages))
+                yield path, message, f"give every rank to one stage, or use schedule {others}"
     shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
     if shared:
         yield from _equal_replicas(plan, shared)
@@ -153,11 +150,8 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
             if count % places == 0:
                 remedy = f"under {kind.name!r} stages {kind.placed.name} share a rank: "
                 remedy += " and ".join(map(str, together))
-            yield (
-                f"stages[{stages[0]}].ranks",
-                message,
-                f"{remedy}; or use schedule {' or '.join(anywhere)}",
-            )
+            remedy += f"; or use schedule {' or '.join(anywhere)}"
+            yield f"stages[{stages[0]}].ranks", message, remedy
 
 
 def _fitting(plan: Plan) -> Iterator[Finding]:
@@ -284,6 +278,17 @@ def _cluster(plan: Plan) -> Iterator[Finding]:
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return
+    parts, joined = plan.training.parts, 1 if cluster.parts is None else cluster.parts.size
+    if parts != joined or (plan.training.split == "") != (joined == 1):
+        each = () if isinstance(parts, int) else parts
+        alike = len(each) == len(plan.stages) and all(
+            plan.parts_of_rank[rank] == each[s]
+            for s, ranks in enumerate(plan.ranks)
+            for rank in ranks
+        )
+        if {*each} != {1, joined} or not alike or not plan.training.split:
+            said = f"{parts} parts by {plan.training.split!r}, and the cluster joins {joined} each"
+            yield "training.parts", said, f"write {joined}, with a split from 2 on; or plan again"
     if plan.num_ranks > len(cluster.devices):
         message = f"{plan.num_ranks} ranks on a cluster of {len(cluster.devices)} devices"
         yield "cluster", message, "use a larger cluster, or fewer stages"

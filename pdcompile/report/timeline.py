@@ -6,13 +6,14 @@ drawing here takes either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rich.text import Text
 
 from pdcompile.passes.simulate import TimelineEvent
+from pdcompile.report import labels
 from pdcompile.report.palette import WORK
 from pdcompile.schedule.program import RecordedEvent
 
@@ -37,6 +38,7 @@ STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
 
 
 Event: TypeAlias = TimelineEvent | RecordedEvent
+Processes: TypeAlias = Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +98,17 @@ def idle(shown: Sequence[Bar]) -> float:
     return 1.0 - sum(bar.end - bar.start for bar in shown) / total if total else 0.0
 
 
-def text(events: Iterable[Event], *, width: int = 96) -> Text:
+def text(events: Iterable[Event], *, width: int = 96, of: Processes = lambda n: (n,)) -> Text:
     """One line a rank: ``F2--`` a forward of microbatch 2 (or minibatch 2, where each is one),
     ``B2====`` its backward (``I2==`` and ``W2~~`` where it is split), ``U`` an update, dots where
     the rank is idle; colours tell minibatches apart.
 
-    `width` is the number of characters of a line, the rank's name included.
+    `width` is the number of characters of a line, the rank's name included; `of`: the processes
+    of a rank, which compute the parts of its stages.
     """
     shown = bars(events)
-    rows = {f"rank {rank} ": rank for rank in sorted({bar.rank for bar in shown})}
+    named = {rank: of(rank) for rank in sorted({bar.rank for bar in shown})}
+    rows = {f"rank{'s' * (len(n) > 1)} {labels.ranks(n)} ": rank for rank, n in named.items()}
     margin = max(map(len, rows), default=0)
     total, columns = duration(shown), max(width - margin, 10)
     drawing = Text(no_wrap=True)
@@ -115,10 +119,10 @@ def text(events: Iterable[Event], *, width: int = 96) -> Text:
     return drawing
 
 
-def drawn(events: Iterable[Event], width: int) -> list[Text]:
+def drawn(events: Iterable[Event], width: int, of: Processes = lambda n: (n,)) -> list[Text]:
     """`text` and its legend."""
     listed = [*events]
-    made = text(listed, width=width)
+    made = text(listed, width=width, of=of)
     return [made, Text(legend(made, bars(listed)))]
 
 
@@ -128,8 +132,7 @@ def legend(drawing: Text, shown: Sequence[Bar]) -> str:
     Args:
         drawing: what `text` made of the events whose bars are `shown`.
     """
-    margin = max((len(f"rank {bar.rank} ") for bar in shown), default=0)
-    signs = {sign for line in drawing.plain.splitlines() for sign in line[margin:]}
+    signs = {sign for line in drawing.plain.splitlines() for sign in line.split(None, 2)[-1]}
     parts = [f"{LETTERS[kind]} {KIND_NAMES[kind]}" for kind in LETTERS if LETTERS[kind] in signs]
     parts += ["dots idle"] * ("·" in signs)
     number = f"; the number is the {numbered(shown)}" if any(map(str.isdigit, signs)) else ""

@@ -31,13 +31,14 @@ class Homes:
     """The parameters of a pipeline that are stepped whole, and this process's part in it.
 
     `of`: the part that is the home of each.  `wholes`: what the optimizer has in place of slices.
-    `guard`: context of steps that the user makes.
+    `stepping`: context of steps that the user makes, with gradients of these parameters.
     """
 
     def __init__(
-        self, state: State, of: Mapping[str, int], guard: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self.of, self._state, self._guard = of, state, guard
+        self, state: State, of: Mapping[str, int],
+        stepping: Callable[[Iterable[str]], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self.of, self._state, self._stepping = of, state, stepping
         self._slices = {fqn: one for fqn, one in state.named_parameters() if fqn in of}
         self._updating = False
         here = self._gathered({fqn: own.data for fqn, own in self._slices.items()})
@@ -128,13 +129,13 @@ class Homes:
         """Let what the user does with an optimizer, in a loop of theirs, mean slices too."""
         step, zero = one.step, one.zero_grad
         held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-        slices = [self._slices[fqn] for fqn, whole in self.wholes.items() if id(whole) in held]
+        slices = {fqn: self._slices[fqn] for fqn, one in self.wholes.items() if id(one) in held}
 
         def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
             if self._updating:
                 return step(*args, **kwargs)
-            given = [(own, own.grad) for own in slices if own.grad is not None]
-            with self._guard(), self.update(given) as wholes:
+            given = {f: (own, own.grad) for f, own in slices.items() if own.grad is not None}
+            with self._stepping(given), self.update(given.values()) as wholes:
                 for whole, gradient in wholes:
                     whole.grad = gradient
                 result = step(*args, **kwargs)
@@ -145,6 +146,6 @@ class Homes:
         def zeroed(_: Any, *args: Any, **kwargs: Any) -> None:
             zero(*args, **kwargs)
             if slices:
-                torch.optim.SGD(slices, lr=0.0).zero_grad(*args, **kwargs)
+                torch.optim.SGD(slices.values(), lr=0.0).zero_grad(*args, **kwargs)
 
         vars(one).update(step=MethodType(stepped, one), zero_grad=MethodType(zeroed, one))

@@ -70,13 +70,14 @@ def homes_of(build: Any, state: State) -> dict[str, int]:
             min(apart, key=lambda of: sum(wholes[f].nbytes for f in of)).append(fqn)
         homes |= {fqn: part for part, of in enumerate(apart) for fqn in of}
         units += [[fqn for fqn in names if fqn not in found], *apart]
-    refuse_coupled(build, wholes, units)
+    refuse_coupled(build, wholes, units, parts=beside is not None)
     return homes
 
 
 def refuse_coupled(
-    build: Any, parameters: Mapping[str, Tensor], stages: Sequence[Sequence[str]]
-) -> None:
+    build: Any, parameters: Mapping[str, Tensor], stages: Sequence[Sequence[str]],
+    *, parts: bool = False,
+) -> None:  # fmt: skip
     """Raise ConfigError when updates of different stages depend on one another.
 
     Args:
@@ -84,7 +85,8 @@ def refuse_coupled(
         parameters: of the whole model, by name; only shapes and dtypes matter.
         stages: the names that each stage updates, or each home of its own.
 
-    An optimizer that draws random numbers cannot be tried; a warning says so.
+    An optimizer that draws random numbers cannot be tried; a warning says so, but for `parts` of a
+    stage: what they have whole each draws for, and would not stay the same.
     """
     trained = [names for names in stages if names]
     if build is None or len(trained) < 2:
@@ -105,7 +107,11 @@ def refuse_coupled(
             return
     if apart is None or again is None:  # another optimizer than at the first call
         return
-    if _differing(whole, again):
+    if not all(torch.allclose(whole[n], one, 0.0, 0.0, True) for n, one in again.items()):
+        if parts:
+            message = "the optimizer draws random numbers, and parts of a stage would draw others"
+            remedy = "draw none in step, or use whole stages (parts=1)"
+            raise ConfigError(message, where="optimizer", remedy=remedy)
         warn(f"{_UNTRIED}, because it draws random numbers, in another order stage by stage")
         return
     found = _differing(whole, apart)

@@ -36,9 +36,10 @@ _BY_HAND = (
 )
 
 _ALIKE = (
-    "give both pipelines the same stages, schedule, replicas and group, so that they are cut "
-    "alike, and the first one a cut that suits both (constraints=[Pin(module, stage), …]); or have "
-    "the first one train a copy (keep_model=True) and bring values over by state dicts"
+    "start this pipeline first, if the other one has more of the model, which then takes its cut; "
+    "or give both the same stages, schedule, replicas and group, and the first one a cut that "
+    "suits both (constraints=[Pin(module, stage), …]); or have the first one train a copy "
+    "(keep_model=True) and bring values over by state dicts"
 )
 
 
@@ -49,9 +50,22 @@ class RefuseForward:
         raise ConfigError(
             f"{type(model).__name__}: this model is split over several ranks and has only this "
             "rank's parameters",
-            remedy="call pipe.predict(...) or pipe.eval_step(...), take pipe.to_model(), or give "
+            remedy="call pipe.predict(…) or pipe.eval_step(…), take pipe.to_model(), or give "
             "keep_model=True to compile",
         )
+
+
+class RefuseState:
+    """A hook before state_dict of the modules of such a model, and of copies of it."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
+            raise ConfigError(
+                f"{type(module).__name__}: its values are on other ranks, as the model is split",
+                remedy="pipe.full_state_dict(), whole on rank 0, or pipe.state_dict(), of each "
+                "rank's part: every rank calls them",
+            )
 
 
 def _refusals(model: nn.Module) -> list[tuple[nn.Module, int, RefuseForward]]:
@@ -85,6 +99,9 @@ def forward_allowed(model: nn.Module) -> Iterator[None]:
 
 def note_split(model: nn.Module, compiled: Compiled, group: Any) -> None:
     """The ranks of a pipeline hold the tensors of their own stages, and no others."""
+    model.register_forward_pre_hook(RefuseForward())
+    for module in model.modules():
+        module.register_state_dict_pre_hook(RefuseState())  # type: ignore[no-untyped-call]
     ranks = tuple(map(tuple, compiled.stream.spec.ranks))
     stages = holding_stages(compiled.interfaces)
     for fqn, slot in slots(model).items():

@@ -114,8 +114,10 @@ def _of_one(model: Any, _: Any) -> None:
 
 
 def _load(model: Any, _: Any) -> None:
-    model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v
-                           for k, v in model.state_dict().items()})  # fmt: skip
+    whole = Rich(tied=False).state_dict()  # on ranks the model gives none
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    model.load_state_dict({k: own[k] * 0.5 if v.is_floating_point() else own[k]
+                           for k, v in whole.items()})  # fmt: skip
 
 
 def _fixed(model: Any, _: Any) -> None:

@@ -62,6 +62,7 @@ def test_a_sequence_first_tensor_is_refused_with_its_path_and_remedy() -> None:
     assert caught.value.where == "y['seq'][0]"
     assert caught.value.remedy is not None
     assert "batch_dims={'y': None}" in caught.value.remedy
+    assert caught.value.remedy.startswith("give it 4 samples; or say where")
     assert resolve_batch(flat, {"y": 1}).dims["y['seq'][0]"] == 1
     assert resolve_batch(flat, {"y": {"seq": None}}).dims["y['seq'][0]"] is None
 

@@ -136,6 +136,46 @@ def test_what_has_no_home_and_what_is_refused(tmp_path: Path) -> None:
     assert "or of what other parts of its stage update" in run.output.splitlines()[2], run
 
 
+UNLIKE = """
+    import sys
+    import pdcompile
+    from examples.gpt import loss_fn
+    from tests.helpers.divided import OPTIMIZERS, batch_of, model_of
+
+    inputs, target = batch_of("gpt")
+    pipe = pdcompile.compile(
+        model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
+        optimizer=OPTIMIZERS["lamb"],
+    ).prepare(**inputs, target=target)
+    second = pipe._session.world.process == 1
+    try:
+        for _ in range(2):
+            pipe.forward_backward(**inputs, target=target)
+            if second and sys.argv[1] == "gradient":
+                pipe._session.homes._slices["blocks.0.attention.qkv.weight"].grad = None
+            if not second or sys.argv[1] == "gradient":
+                pipe.optimizer.step()
+    except pdcompile.errors.PdcompileError as error:
+        print(error.message)
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("step", "is in call 1, optimizer.step (minibatch 0); this rank is in call 2, forward_ba"),
+        ("gradient", "has gradients of other parameters than this rank"),
+    ],
+)
+def test_a_step_that_one_part_makes_otherwise_is_refused(
+    case: str, said: str, tmp_path: Path
+) -> None:
+    """Slices that parts exchange would else be taken for those of other parameters."""
+    run = processes(UNLIKE, 2, tmp_path, case)
+    assert f"rank 0 {said}" in run.output, run
+
+
 class ByShape(torch.optim.SGD):
     """Wants the true shapes."""
 

@@ -315,6 +315,9 @@ def test_processes_that_do_not_divide_into_parts_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"parts \(2, 1\) take 3 ranks|take 3 ranks"):
         machines(Options.given({"parts": (2, 1)}), 4)
     assert "--nproc-per-node=4" in str(caught.value)
+    with pytest.raises(LaunchError, match="2 stages of 2 parts, but WORLD_SIZE is 3") as caught:
+        machines(Options.given({"parts": 2, "stages": 2}), 3)
+    assert caught.value.remedy == "launch with torchrun --nproc-per-node=4"
 
 
 BY_HAND = """

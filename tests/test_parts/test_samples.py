@@ -15,8 +15,11 @@ from pdcompile.ir.execution import Lookup, execute
 from pdcompile.ir.graph import Affine
 from pdcompile.parts.conversions import Alone, in_turns, using
 from pdcompile.passes.codegen import stage_classes
+from pdcompile.passes.parts import in_parts
+from pdcompile.plan import Training
 from pdcompile.runtime.calls import check_sizes
 from tests.helpers import models
+from tests.helpers.generated import captured
 from tests.helpers.in_parts import run_part, written
 from tests.test_parts.test_written import (
     FP64,
@@ -105,6 +108,34 @@ class Pairs(nn.Module):
         return (y @ y.transpose(0, 1)).softmax(-1) @ y + y.mean(0)
 
 
+class Encoder(nn.Module):
+    """A layer of an encoder, samples first or not."""
+
+    def __init__(self, *sizes: int, batch_first: bool, **options: Any) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(*sizes, batch_first=batch_first, **options)
+        self.first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return self.layer(x)
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("dropout", "first"), [(0.0, True), (0.0, False), (0.5, True)])
+def test_torchs_attention_with_all_of_its_samples_or_where_they_lie(
+    dropout: float, first: bool
+) -> None:
+    """With dropout it is whole, and gives what lies otherwise: masks are drawn as that lies."""
+    torch.manual_seed(0)
+    model = Encoder(16, 4, 32, dropout=dropout, batch_first=first).double()
+    x, y = (torch.randn(4, 5, 16, dtype=torch.float64) for _ in range(2))
+    it = in_samples(model, x, y, F.mse_loss)
+    agree(it, FP64, lambda: F.mse_loss(model(x), y))
+    whole = [one.reason for one in it.layouts.stays]
+    assert whole == ["it draws random numbers"] * (dropout > 0)
+
+
 def test_samples_that_read_all_others() -> None:
     torch.manual_seed(0)
     model, x = Pairs().double(), torch.randn(4, 8).double()
@@ -126,6 +157,26 @@ def test_batch_norm_in_training_is_refused() -> None:
     with pytest.raises(ConfigError, match="norm normalises by statistics of all") as caught:
         in_samples(model, x, y, F.cross_entropy)
     assert "use split='width', replicas of the stage, or group norm" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("widths", "split", "remedy"),
+    [
+        ((4, 8, 4), "context", "use split='width' or 'width+sequence' or 'sequence'"),
+        ((4, 8, 4), "samples", "use split='width' or 'width+sequence' or 'sequence', replicas"),
+        ((5, 7, 3), "samples", "use parts=1, replicas"),
+        ((5, 7, 3), "auto", "use parts=3 or 5 or 7, or parts=1"),
+    ],
+)
+def test_other_splits_are_named_where_they_divide(
+    widths: tuple[int, int, int], split: Any, remedy: str
+) -> None:
+    one, two, three = widths
+    model = nn.Sequential(nn.Linear(one, two), nn.BatchNorm1d(two), nn.Linear(two, three))
+    *_, capture = captured(model, torch.randn(8, one), torch.randn(8, three), F.mse_loss)
+    with pytest.raises(ConfigError) as caught:
+        in_parts(capture, Training(parts=2, split=split, batch_size=8, num_microbatches=2))
+    assert (caught.value.remedy or "").startswith(remedy)
 
 
 def test_samples_that_do_not_divide_are_refused_where_they_are_cut() -> None:

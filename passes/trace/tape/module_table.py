@@ -142,7 +142,7 @@ def constructor_of(module: nn.Module) -> tuple[tuple[str, Argument], ...] | None
     wanted = _arguments(module)
     if wanted is None:
         return None
-    tensors = module.state_dict().values()
+    tensors = (*module.parameters(), *module.buffers())
     dtypes = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
     extra: dict[str, Any] = {}
     if len(dtypes) > 1:
