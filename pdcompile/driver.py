@@ -25,8 +25,10 @@ from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.value_checks import check_loss
+from pdcompile.layout_search import LayoutSearch, Planned
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure, joined
+from pdcompile.options.layouts import layouts
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.options.row import documented
 from pdcompile.options.table import ROWS, default_optimizer
@@ -158,21 +160,12 @@ def run_passes(
     """`build`, every pass run by `step`, which times it and writes its form; `wider`: the plan of a
     search over more settings, whose choices are the options."""
     apply_overrides(model)
-    options, layout, chosen = resolved(model, flat, options, num_ranks)
-    whole = step("graph", lambda: _captured(model, flat, layout, options, chosen, step.listener))
-    chosen = _with_outputs(chosen, whole.train, options)
-    chosen, captured = _in_parts(model, whole, options, chosen, step)
-    if options.plan is not None:
-        part = step.listener.part
-        plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
-    else:
-        placed = in_place(options, captured, chosen.training)
-        planner = Planner(model, captured, placed, chosen, step.listener)
-        plan = make_plan(planner, partial(resize, flat, layout), step)
-        if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
-            step.listener.told("captured again: microbatches are to be of one sample")
-            options = replace(options, **choices_of(plan))
-            return run_passes(model, flat, options, num_ranks, step, replan, wider=plan)
+    made = fastest(model, flat, options, num_ranks, step)
+    options, layout, chosen, whole, captured, plan = made
+    if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
+        step.listener.told("captured again: microbatches are to be of one sample")
+        options = replace(options, **choices_of(plan))
+        return run_passes(model, flat, options, num_ranks, step, replan, wider=plan)
     if replan is not None:
         plan = replan(plan, captured.train)
     proof = step("proof", lambda: check(plan))
@@ -241,6 +234,43 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
     )
 
 
+def fastest(
+    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None, step: PassRunner
+) -> Planned:
+    """The fastest plan, of the layouts of parts that are open: half of the time is for one plan of
+    each, the other half for that of the best layout."""
+    open_to = layouts(options, num_ranks)
+    search = LayoutSearch(len(open_to) > 1, step.listener)
+    for one in search.turns(open_to):
+        with search.trying(one):
+            search.add(_planned(model, flat, one, num_ranks, step, search))
+    return search.fastest()
+
+
+def _planned(
+    model: nn.Module,
+    flat: FlatCall,
+    options: Options,
+    num_ranks: int | None,
+    step: PassRunner,
+    search: LayoutSearch,
+) -> Planned:
+    """The plan for one layout of parts, which the user may give."""
+    options, layout, chosen = resolved(model, flat, options, num_ranks)
+    capturing = partial(_captured, model, flat, layout, options, chosen, step.listener)
+    whole = search.whole or step("graph", capturing)
+    chosen = _with_outputs(chosen, whole.train, options)
+    chosen, captured = _in_parts(model, whole, options, chosen, step)
+    if options.plan is not None:
+        part = step.listener.part
+        plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
+    else:
+        placed = in_place(options, captured, chosen.training)
+        planner = Planner(model, captured, placed, chosen, step.listener)
+        plan = make_plan(planner, partial(resize, flat, layout), step, search)
+    return Planned(options, layout, chosen, whole, captured, plan)
+
+
 def _in_parts(
     model: nn.Module, whole: Capture, options: Options, chosen: Configuration, step: PassRunner
 ) -> tuple[Configuration, Capture]:
@@ -273,9 +303,15 @@ def _first_cut(
     return boundaries.stages_or_last(whole.train, plan)
 
 
-def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: PassRunner) -> Plan:
+def make_plan(
+    planner: Planner,
+    microbatch: Callable[[int], FlatCall],
+    step: PassRunner,
+    search: LayoutSearch,
+) -> Plan:
     """The passes from a capture to a plan.  `microbatch`: one of the example's, by its size."""
     step("costs", planner.costs)
+    search.check(planner.least_step_seconds())
     step("problem", planner.problem)
     plan = step("plan", planner.plan)
     if why_not_timed(plan, planner.options, planner.model) is not None:
@@ -348,7 +384,7 @@ def compile(
     replicas: int | tuple[int, ...] | Literal["equal", "any"] | None = None,
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
-    parts: int | tuple[int, ...] | None = None,
+    parts: int | tuple[int, ...] | Literal["any"] | None = None,
     split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),

@@ -115,6 +115,14 @@ class Planner:
             refuse_mostly_estimated(first, self.model)
         return first
 
+    def least_step_seconds(self) -> float:
+        """Seconds that no step can take less than: all work, on all devices at once."""
+        costs = {m: [op.cost for op in graph.ops if op.cost is not None]
+                 for m, graph in self._graphs.items()}  # fmt: skip
+        work = (m * sum(one.forward_seconds + one.backward_seconds for one in each)
+                for m, each in costs.items())  # fmt: skip
+        return min(work) / sum(device.speed for device in self.cluster.devices)
+
     def problem(self) -> PartitionProblem:
         """The problem of the first number of microbatches."""
         return self._problem_at(self.space.microbatches[0])

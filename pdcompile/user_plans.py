@@ -25,6 +25,7 @@ from pdcompile.ir.graph import Capture, LeftOut, OpGraph, fingerprint, walk
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines
+from pdcompile.options.layouts import layouts
 from pdcompile.options.of_plan import completed, refuse_others
 from pdcompile.options.table import ROWS
 from pdcompile.passes import codegen
@@ -60,7 +61,7 @@ def check_user_files(model: nn.Module, options: Options) -> None:
         PdcompileError: a file cannot be read, contradicts another, or does not fit the model.
     """
     if not is_distributed(options):
-        machines(with_user_plan(options, model), None)
+        machines(layouts(with_user_plan(options, model), None)[0], None)
     if options.weights is not None:
         weights.check(model, weights.open_source(options.weights))
 
@@ -90,7 +91,7 @@ def check_here(options: Options, num_ranks: int | None) -> None:
     plan, local = options.plan, os.environ.get("LOCAL_WORLD_SIZE", "")
     on_this_host = int(local) if local.isdecimal() else None
     if plan is None:
-        _, cluster = machines(options, num_ranks)
+        _, cluster = machines(layouts(options, num_ranks)[0], num_ranks)
         here = cluster.devices[: None if num_ranks is None else on_this_host]
         for error in lacks_devices(here, alone=num_ranks is None, gpus=devices.gpus()):
             raise error

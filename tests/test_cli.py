@@ -223,7 +223,7 @@ def test_bad_targets_end_with_two(arguments: tuple[str, ...], message: str, call
         ("--microbatches", "many", "--microbatches many is not a valid value"),
         ("--optimizer", "Adomw", "no optimizer 'Adomw'"),
         ("--split", "samples", "split='samples' divides nothing: a stage has one part"),
-        ("--parts", "2,1", "parts=(2, 1) is not the same number for each of the stages"),
+        ("--parts", "2,4", "parts=(2, 4) has stages of 2 and of 4 parts"),
         ("--cluster", "local:none", "no number of stages"),
     ],
 )

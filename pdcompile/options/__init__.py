@@ -101,6 +101,12 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
         return new
 
     @property
+    def stage_parts(self) -> int | tuple[int, ...]:
+        """Parts of the stages, of one layout (see `layouts`)."""
+        assert self.parts != "any"
+        return self.parts
+
+    @property
     def searches(self) -> bool:
         """True if the planner decides more than the cut."""
         return "auto" in (self.schedule, self.recompute) or self.replicas != 1

@@ -101,14 +101,21 @@ def configure(
         sends_outputs=options.outputs in SENT,
         outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
-        parts=options.parts,
-        split=options.split if options.parts != 1 else "",
+        parts=options.stage_parts,
+        split=options.split if options.stage_parts != 1 else "",
     )
     several = devices > 1 and not (options.alone or cluster.in_process)
     return Configuration(
         cluster, stages, training, num_ranks is None, placement,
         outputs_open=training.outputs_by_size and several,
     )  # fmt: skip
+
+
+def innermost_devices(options: Options, num_ranks: int | None) -> int:
+    """Devices that the innermost level of links joins; 1 where no machines are described."""
+    if num_ranks is None and options.cluster == "auto":
+        return 1
+    return _cluster(options.cluster, num_ranks or 1, in_process=num_ranks is None).levels[0].size
 
 
 def joined(options: Options, chosen: Configuration) -> Configuration:
@@ -138,7 +145,7 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     """(number of stages, cluster with the user's limit of memory): see `configure`."""
     stages, ranks = _stages_and_ranks(options, num_ranks)
     unlike = _parts_of_ranks(options)
-    processes = sum(unlike) if unlike else ranks * cast(int, options.parts)
+    processes = sum(unlike) if unlike else ranks * cast(int, options.stage_parts)
     cluster = _cluster(options.cluster, processes, in_process=num_ranks is None)
     if cluster.parts is not None:
         raise ClusterError(
@@ -146,7 +153,7 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
             where="cluster",
             remedy=f"leave [parts] out, list all devices, and give parts={cluster.parts.size}",
         )
-    cluster = _limited(cluster.grouped(unlike or options.parts), options.memory)
+    cluster = _limited(cluster.grouped(unlike or options.stage_parts), options.memory)
     recomputation(options, stages)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
@@ -198,7 +205,7 @@ def _parts_of_ranks(options: Options) -> tuple[int, ...]:
     Raises:
         ConfigError: ranks are not given, or several stages share one.
     """
-    parts, replicas = options.parts, options.replicas
+    parts, replicas = options.stage_parts, options.replicas
     if isinstance(parts, int):
         return ()
     kind = kind_of(chosen_schedule(options))
@@ -220,7 +227,8 @@ def _parts_of_ranks(options: Options) -> tuple[int, ...]:
 def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int]:
     """(stages, ranks); where the planner decides, as many as there can be.  The parts of a stage
     count as one rank."""
-    stages, replicas, plan, parts = options.stages, options.replicas, options.plan, options.parts
+    stages, replicas, plan = options.stages, options.replicas, options.plan
+    parts = options.stage_parts
     if isinstance(plan, Plan):
         return stages or len(plan.stages), plan.num_ranks
     if unlike := _parts_of_ranks(options):
@@ -331,7 +339,8 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
-        parts = options.parts if isinstance(options.parts, int) else max(options.parts)
+        each = options.stage_parts
+        parts = each if isinstance(each, int) else max(each)
         if options.split == "samples" and batch_size % parts == 0:  # equal shares of each
             pieces = batch_size // parts
             return max(m for m in range(1, min(wanted, pieces) + 1) if pieces % m == 0)

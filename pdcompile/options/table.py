@@ -242,16 +242,21 @@ class MachineOptions:
         ),
     )
     #: a tuple of equal numbers becomes one (see `Options`)
-    parts: int | tuple[int, ...] = option(
+    parts: int | tuple[int, ...] | Literal["any"] = option(
         1,
         "Ranks that compute each stage together, every op divided between them (tensor, sequence "
         "and context parallelism); default: 1.",
         "A stage then takes replicas times parts ranks, and the parts of one follow each other. "
-        "(2, 1): the first of two stages in 2 parts, the second whole.",
+        "(2, 1): the first of two stages in 2 parts, the second whole; any: the planner chooses a "
+        "number for all stages, and the split where that is auto.",
         check=values.parts,
         plan="training.parts",
         compared=True,
-        flag=Flag("N|N,N,…", texts.counts, remedy="a number for all stages (2), or that of each"),
+        flag=Flag(
+            "N|N,N,…|any",
+            texts.parts,
+            remedy="a number for all stages (2), that of each (2,1), or any",
+        ),
     )
     split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = option(
         "auto",

@@ -38,6 +38,11 @@ def replicas(text: str) -> Any:
     return text if text in ("equal", "any") else counts(text)
 
 
+def parts(text: str) -> Any:
+    """``2``, ``2,1`` by stage, or ``any``."""
+    return text if text == "any" else counts(text)
+
+
 def microbatches(text: str) -> Any:
     """A number, ``auto``, or the numbers of ``4,8,16``, of which the planner chooses."""
     return text if text == "auto" else counts(text)

@@ -157,7 +157,10 @@ def replicas(name: str, given: Any) -> Iterator[Finding]:
 
 
 def parts(name: str, given: Any) -> Iterator[Finding]:
-    """Check for a number of parts, of all stages or of each, where others than whole ones agree."""
+    """Check for a number of parts, of all stages or of each, where others than whole ones agree;
+    "any": the planner chooses."""
+    if given == "any":
+        return
     many = given if isinstance(given, tuple) and given else (given,)
     for one in many:
         yield from count("1: stages whole")(name, one)

@@ -1,0 +1,154 @@
+"""The search over layouts of parts: each gets a plan, unless all of its work takes longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from pdcompile.batch import BatchLayout
+from pdcompile.errors import (
+    ClusterError,
+    ConfigError,
+    InfeasibleError,
+    LaunchError,
+    NotFoundError,
+    PdcompileError,
+)
+from pdcompile.ir.graph import Capture
+from pdcompile.options import Options
+from pdcompile.options.configuration import Configuration
+from pdcompile.options.layouts import named
+from pdcompile.pass_runner import Listener
+from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Alternative, Plan
+from pdcompile.units import format_seconds
+
+NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
+
+
+class Planned(NamedTuple):
+    """A plan for one layout, and what it was made of; `whole`: the capture of whole stages."""
+
+    options: Options
+    layout: BatchLayout
+    chosen: Configuration
+    whole: Capture
+    captured: Capture
+    plan: Plan
+
+
+class Slower(Exception):
+    """Raised where no plan of a layout can be as fast as the best one so far."""
+
+    def __init__(self, least_seconds: float) -> None:
+        super().__init__(f"all its work takes {format_seconds(least_seconds)} a step or more")
+        self.least_seconds = least_seconds
+
+
+@dataclass
+class LayoutSearch:
+    """Plans of the layouts that were tried.
+
+    `several`: one of them may be impossible.  `best_seconds`: of a step, by the forecast.
+    """
+
+    several: bool
+    listener: Listener
+    best: Planned | None = None
+    best_seconds: float = inf
+
+    def __post_init__(self) -> None:
+        self._objectives: dict[str, float] = {}  # of a step in each layout that has a plan
+        self._bounds: dict[str, float] = {}  # of those in each that was not impossible
+        self._first: PdcompileError | None = None
+        self._least = 0.0  # seconds that no step of the present layout can take less than
+
+    @property
+    def whole(self) -> Capture | None:
+        """The capture of whole stages, once there is one."""
+        return None if self.best is None else self.best.whole
+
+    def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
+        """Each layout with its share of one half of the time, then the best one with the other."""
+        if not self.several:
+            yield from layouts
+            return
+        total = layouts[0].time_limit
+        half = (DEFAULT_SECONDS if total is None else total) / 2
+        for one in layouts:
+            yield replace(one, time_limit=half / len(layouts))
+        if self.best is not None:
+            yield replace(self.best.options, time_limit=half)
+
+    @contextmanager
+    def trying(self, options: Options) -> Iterator[None]:
+        """Context of planning one layout: among several it may be impossible, or slower."""
+        try:
+            yield
+        except Slower as slower:
+            self._bounds[named(options)] = slower.least_seconds
+            self.listener.told(f"{named(options)}: {slower}")
+        except NOT_HERE as error:
+            if not self.several:
+                raise
+            if isinstance(error, NotFoundError):  # there may be one
+                self._bounds[named(options)] = self._least
+            self._first = self._first or error
+            self.listener.told(f"{named(options)}: {error.message}")
+
+    def check(self, least_seconds: float) -> None:
+        """Take the seconds that no step of the present layout can take less than.
+
+        Raises:
+            Slower: the best one so far takes no longer.
+        """
+        self._least = least_seconds
+        if least_seconds >= self.best_seconds:
+            raise Slower(least_seconds)
+
+    def add(self, found: Planned) -> None:
+        """Take a plan, which is the best one if its step is the shortest."""
+        if not self.several:
+            self.best = found
+            return
+        plan, name, scale = found.plan, named(found.options), _scale(found.plan)
+        seconds = (plan.forecast or simulate(plan).forecast).step_seconds
+        certificate = plan.certificate
+        self._objectives[name] = certificate.objective_seconds * scale
+        self._bounds[name] = max(self._bounds.get(name, 0.0), certificate.bound_seconds * scale)
+        self.listener.told(f"{name}: {format_seconds(seconds)} a step")
+        if seconds <= self.best_seconds:
+            self.best, self.best_seconds = found, seconds
+
+    def fastest(self) -> Planned:
+        """The best plan; its bound is the least of all layouts.
+
+        Raises:
+            PdcompileError: that of the first layout, where none has a plan.
+        """
+        if self.best is None:
+            assert self._first is not None
+            raise self._first
+        if not self.several:
+            return self.best
+        plan, own = self.best.plan, named(self.best.options)
+        bound, count = min(self._bounds.values()) / _scale(plan), len(self._bounds)
+        certificate = replace(
+            plan.certificate, bound_seconds=min(bound, plan.certificate.objective_seconds),
+            scope=f"{plan.certificate.scope}; {count} layouts of parts, alike on all stages",
+        )  # fmt: skip
+        if certificate.gap > 0:
+            certificate = replace(certificate, status="feasible")
+        others = sorted((s, name) for name, s in self._objectives.items() if name != own)
+        rows = [Alternative("parts", own, name, seconds) for seconds, name in others[:1]]
+        plan = replace(plan, certificate=certificate, alternatives=(*plan.alternatives, *rows))
+        return self.best._replace(plan=plan)
+
+
+def _scale(plan: Plan) -> float:
+    """Objectives of a plan in a step: 1, or as many as it has microbatches where nothing drains."""
+    return plan.training.num_microbatches if plan.training.kind.stream else 1

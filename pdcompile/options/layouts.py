@@ -1,0 +1,52 @@
+"""Layouts: numbers of parts and their splits among which the planner chooses (`parts="any"`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from pdcompile.errors import ClusterError, ConfigError, LaunchError
+from pdcompile.options import Options
+from pdcompile.options.configuration import innermost_devices, machines
+
+Split = Literal["width", "width+sequence", "sequence", "samples"]
+SPLITS: tuple[Split, ...] = ("width", "width+sequence", "sequence", "samples")  # in this order
+
+
+def layouts(options: Options, num_ranks: int | None) -> tuple[Options, ...]:
+    """The options with each layout that the machines have room for: whole stages, and stages in
+    2, 4, 8, … parts as far as the devices of the innermost level of links reach, by each split.
+
+    Raises:
+        ConfigError: there is none (ClusterError, LaunchError: where that is why).
+    """
+    if options.parts != "any":
+        return (options,)
+    found, first = list[Options](), None
+    for one in _tried(options, innermost_devices(options, num_ranks)):
+        try:
+            machines(one, num_ranks)
+            found.append(one)
+        except (ClusterError, ConfigError, LaunchError) as error:
+            first = first or error
+    if not found:
+        assert first is not None
+        raise first
+    return tuple(found)
+
+
+def named(options: Options) -> str:
+    """``whole stages``, or ``2 parts by width``."""
+    return "whole stages" if options.parts == 1 else f"{options.parts} parts by {options.split}"
+
+
+def _tried(options: Options, most: int) -> Iterator[Options]:
+    parts = 1
+    while parts <= most:
+        if parts == 1:
+            yield replace(options, parts=1, split="auto")
+        else:
+            for split in SPLITS if options.split == "auto" else (options.split,):
+                yield replace(options, parts=parts, split=split)
+        parts *= 2

@@ -1,0 +1,115 @@
+"""The planner chooses the number of parts of a stage, and along what they divide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from examples.gpt import GPT, loss_fn
+from pdcompile.batch.call import example_call
+from pdcompile.cluster import Cluster
+from pdcompile.compiled import Compiled
+from pdcompile.driver import build
+from pdcompile.errors import ConfigError, InfeasibleError, LaunchError
+from pdcompile.options import Options
+from pdcompile.options.layouts import SPLITS, layouts, named
+from tests.helpers.launch import processes
+from tests.test_parts.test_pipelines import COMMON, RANKS, agree
+
+#: two hosts of two devices each, with fast links inside
+TWO_HOSTS = """
+[[devices]]
+count = 4
+kind = "a100-80"
+{memory}
+[[levels]]
+name = "inside"
+size = 2
+bandwidth = "{inside}"
+[[levels]]
+name = "between"
+size = 2
+bandwidth = "12.5 GB/s"
+"""
+
+
+def two_hosts(inside: str = "100 GB/s", memory: str = "") -> Cluster:
+    return Cluster.from_toml(TWO_HOSTS.format(inside=inside, memory=memory))
+
+
+def planned(cluster: Cluster, width: int = 512, **options: Any) -> Compiled:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = GPT(2, width, 4, 256)
+        ids = torch.zeros(16, 256, dtype=torch.int64)
+    given = {"loss_fn": loss_fn, "costs": "estimated", "cluster": cluster, "microbatches": 2,
+             "verify": "off", "optimizer": torch.optim.SGD, "progress": False}  # fmt: skip
+    return build(model, example_call(model, ids, ids), Options.given({**given, **options}))
+
+
+def test_layouts_stay_inside_the_innermost_links() -> None:
+    found = layouts(
+        Options.given({"parts": "any", "cluster": two_hosts(), "replicas": "any"}), None
+    )
+    assert [named(one) for one in found] == [
+        "whole stages", *(f"2 parts by {split}" for split in SPLITS)
+    ]  # fmt: skip
+    given = Options.given({"parts": "any", "split": "context", "cluster": two_hosts()})
+    assert [named(one) for one in layouts(given, None)] == ["whole stages", "2 parts by context"]
+    assert [named(one) for one in layouts(Options.given({"parts": "any"}), None)] == [
+        "whole stages"
+    ]
+    two = Options.given({"parts": "any", "stages": 2, "cluster": two_hosts()})
+    assert {one.parts for one in layouts(two, 4)} == {2}
+    with pytest.raises((ConfigError, LaunchError)):
+        layouts(Options.given({"parts": "any", "stages": 3, "cluster": two_hosts()}), 4)
+
+
+def test_the_choice_is_the_fastest_of_all_that_can_be_named() -> None:
+    cluster = two_hosts()
+    chosen = planned(cluster, parts="any", replicas="any", time_limit=20.0).plan
+    tried = {}
+    for one in layouts(
+        Options.given({"parts": "any", "cluster": cluster, "replicas": "any"}), None
+    ):
+        given = {"parts": one.parts, "split": one.split} if one.parts != 1 else {}
+        plan = planned(cluster, replicas="any", **given).plan
+        assert plan.forecast is not None
+        tried[named(one)] = plan.forecast.step_seconds
+        assert chosen.certificate.bound_seconds <= plan.certificate.objective_seconds * 1.0001
+    assert chosen.forecast is not None
+    assert chosen.forecast.step_seconds <= min(tried.values()) * 1.01, tried
+    assert "layouts of parts, alike on all stages" in chosen.certificate.scope
+    assert any(row.choice == "parts" for row in chosen.alternatives)
+
+
+def test_memory_and_links_decide() -> None:
+    """Slow links inside of a host make stages whole; weights that fit nowhere else divide."""
+    whole = planned(two_hosts("1 GB/s"), parts="any", stages=2, replicas=2).plan
+    assert whole.training.parts == 1
+    tight = two_hosts(memory='memory = "150 MB"')
+    fixed = {"stages": 2, "width": 1024, "microbatches": 8}
+    with pytest.raises(InfeasibleError):
+        planned(tight, replicas=2, **fixed)
+    divided = planned(tight, parts="any", **fixed).plan.training
+    assert (divided.parts, divided.split) == (2, "width+sequence")
+
+
+@pytest.mark.slow
+def test_on_four_ranks_it_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    settings = [{"parts": "any", "replicas": "any"}, {"parts": "any", "stages": 2}]
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
+
+
+def test_in_a_process_alone_stages_are_whole() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(256, (8, 16))
+    pipe = pdcompile.compile(
+        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts="any"
+    )
+    assert pipe.plan.training.parts == 1
