@@ -292,14 +292,22 @@ def _first_cut(
     listener: Listener,
 ) -> Mapping[str, int]:
     """The stage of each op where stages have unlike numbers of parts: as the plan says that is
-    given, else as if the devices of a stage were one that is as fast and large as all of them."""
-    plan = options.plan
-    if plan is None:
-        chosen = joined(options, chosen)
-        placed = in_place(options, whole, chosen.training)
-        planner = Planner(model, whole, placed, chosen, listener)
+    given, else as if the devices of a stage were one, by as much faster than each of them as the
+    whole model takes longer than one of its parts."""
+    if options.plan is not None:
+        return boundaries.stages_or_last(whole.train, options.plan)
+
+    def costed(captured: Capture, chosen: Configuration) -> Planner:
+        placed = in_place(options, captured, chosen.training)
+        planner = Planner(model, captured, placed, chosen, listener)
         planner.costs()
-        plan = planner.plan()
+        return planner
+
+    training = replace(chosen.training, parts=chosen.training.most_parts)
+    divided = costed(in_parts(whole, training), replace(chosen, training=training))
+    one = costed(whole, joined(options, chosen, 1.0))
+    faster = one.work_seconds / divided.work_seconds
+    plan = costed(whole, joined(options, chosen, faster)).plan()
     return boundaries.stages_or_last(whole.train, plan)
 
 

@@ -117,11 +117,16 @@ class Planner:
 
     def least_step_seconds(self) -> float:
         """Seconds that no step can take less than: all work, on all devices at once."""
+        return self.work_seconds / sum(device.speed for device in self.cluster.devices)
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds of a step's work on one device of speed 1, at the best microbatch size."""
         costs = {m: [op.cost for op in graph.ops if op.cost is not None]
                  for m, graph in self._graphs.items()}  # fmt: skip
         work = (m * sum(one.forward_seconds + one.backward_seconds for one in each)
                 for m, each in costs.items())  # fmt: skip
-        return min(work) / sum(device.speed for device in self.cluster.devices)
+        return min(work)
 
     def problem(self) -> PartitionProblem:
         """The problem of the first number of microbatches."""

@@ -89,7 +89,7 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
         each = ", ".join(map(str, cast(tuple[int, ...], training.parts)))
         notes.append(
             f"stages of {each} parts: their cut was chosen as if the devices of a stage were one, "
-            "as fast and large as all, and is fixed; the certificate is of what else is open"
+            "as fast as its parts together, and is fixed; the certificate is of what else is open"
         )
     graph = replace(train.graph, notes=tuple(notes))
     return replace(capture, train=graph, eval=evaluation.graph, division=division)

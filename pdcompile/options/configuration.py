@@ -118,14 +118,15 @@ def innermost_devices(options: Options, num_ranks: int | None) -> int:
     return _cluster(options.cluster, num_ranks or 1, in_process=num_ranks is None).levels[0].size
 
 
-def joined(options: Options, chosen: Configuration) -> Configuration:
+def joined(options: Options, chosen: Configuration, faster: float) -> Configuration:
     """The configuration for stages of unlike numbers of parts where each rank is one device, as
-    fast and as large as all that its parts run on."""
-    pairs = zip(chosen.cluster.devices, _parts_of_ranks(options), strict=True)
+    large as all that its parts run on, and so many times as fast as one of several."""
     devices = tuple(
-        replace(one, speed=n * one.speed, memory_bytes=one.memory_bytes and n * one.memory_bytes)
-        for one, n in pairs
-    )
+        one if n == 1 else replace(
+            one, speed=faster * one.speed, memory_bytes=one.memory_bytes and n * one.memory_bytes
+        )
+        for one, n in zip(chosen.cluster.devices, _parts_of_ranks(options), strict=True)
+    )  # fmt: skip
     return replace(
         chosen, cluster=replace(chosen.cluster, devices=devices, parts=None),
         training=replace(chosen.training, parts=1, split=""),
