@@ -110,7 +110,7 @@ def test_segment_costs_never_overstate() -> None:
             continue
         model = build(problem)
         segments = Segments.build(model, all_ideals(model, 10_000) or [])
-        found = solve(segments, segments.load)
+        found = solve(segments, segments.load_of)
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         exact += found[0] >= best * (1 - 1e-9)

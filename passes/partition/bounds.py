@@ -51,7 +51,7 @@ def flush_bound(segments: Segments) -> Cost:
     final = last_transfer(segments) if linked else before
 
     def cost(stage: int) -> Matrix:
-        own = segments.compute(stage)
+        own = segments.compute(segments.stages[stage])
         result: Matrix = m * own
         if not linked:
             return result

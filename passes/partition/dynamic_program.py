@@ -10,15 +10,12 @@ by looking, for what is small.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.evaluate import Deployment
-from pdcompile.problem import StageLimits
 
 Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
 
@@ -99,33 +96,6 @@ def _within(segments: Segments, cost: Cost, stage: int, num_stages: int) -> Matr
     return np.where(segments.allowed(stage) if known else segments.nested, cost(stage), np.inf)
 
 
-def deployed(segments: Segments, on: Deployment, stages: Sequence[int]) -> list[Matrix]:
-    """Seconds for which a microbatch keeps each of these stages or its links busy, where it runs;
-    infinite where it lacks memory by the formula."""
-
-    def hop(a: int, b: int) -> StageLimits:
-        if on.ranks[a] == on.ranks[b]:
-            return StageLimits()
-        link, full = on.link(on.ranks[a][0], on.ranks[b][0]), not on.half_duplex[a]
-        return StageLimits(
-            bytes_per_second=link.bytes_per_second,
-            full_duplex=full,
-            latency_seconds=link.latency_seconds,
-        )
-
-    hops, found = [StageLimits(), *starmap(hop, pairwise(stages)), StageLimits()], []
-    for n, s in enumerate(stages):
-        busy = (segments.forward * (1 + on.recompute[s]) + segments.backward) / on.speeds[s]
-        busy = np.maximum(busy, segments.between(hops[n], hops[n + 1])) / len(on.ranks[s])
-        if (limit := on.limits[s]) is not None:
-            held = on.holdings[s]
-            updated = held.gradient_buffers + held.optimizer_factor
-            counts = held.versions, updated, held.saved, held.received, held.returned
-            busy = np.where(segments.bytes(*counts) <= limit, busy, np.inf)
-        found.append(busy)
-    return found
-
-
 def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
     """Costs whose minimax is a good start for the makespan (not bounds: see `bounds`).
 
@@ -138,12 +108,14 @@ def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -
     shorter: Matrix = np.minimum(segments.forward, segments.backward)
 
     def ramp(stage: int) -> Matrix:
-        result: Matrix = before[:, None] + m * segments.load(stage)
+        result: Matrix = before[:, None] + m * segments.load_of(stage)
         return result
 
     def drain(stage: int) -> Matrix:
         depth = max(0, min(model.in_flight(stage), m) - 1)
-        result: Matrix = before[-1] + (m - 1) * segments.compute(stage) - depth * shorter
+        result: Matrix = (
+            before[-1] + (m - 1) * segments.compute(segments.stages[stage]) - depth * shorter
+        )
         return result
 
     def both(stage: int) -> Matrix:
@@ -151,19 +123,21 @@ def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -
         return result
 
     def serial(stage: int) -> Matrix:
-        shorter_engine = np.minimum(segments.compute(stage), segments.transfer(stage))
+        shorter_engine = np.minimum(
+            segments.compute(segments.stages[stage]), segments.transfer(segments.stages[stage])
+        )
         result: Matrix = ramp(stage) + m * shorter_engine
         return result
 
     def shared(stage: int) -> Matrix:
         assert shares is not None
-        result: Matrix = segments.load(stage) / max(float(shares[stage]), 1e-9)
+        result: Matrix = segments.load_of(stage) / max(float(shares[stage]), 1e-9)
         return result
 
     if shares is not None:
         yield shared
     yield both
-    yield segments.load
+    yield segments.load_of
     yield serial
 
 

@@ -190,7 +190,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
     """
     model = search.model
     flush = search.problem.objective == "flush"
-    exact = flush_bound(segments) if flush else segments.load
+    exact = flush_bound(segments) if flush else segments.load_of
     found = dynamic_program.solve(segments, exact, budget)
     complete = segments.complete and segments.model is model
     if found is None:
@@ -232,7 +232,7 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
     if segments.model is not search.model or not segments.complete:
         return
     flush = search.problem.objective == "flush"
-    cost = flush_bound(segments) if flush else segments.load
+    cost = flush_bound(segments) if flush else segments.load_of
     upper = search.upper * (1 - 1e-9)
     if most is not None:
         some = islice(chains(segments, cost, lambda: upper), most + 1)

@@ -26,7 +26,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import deployed, evenest
+from pdcompile.passes.partition.dynamic_program import evenest
 from pdcompile.passes.partition.model import build, positions, single_moves
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
@@ -256,7 +256,7 @@ class Borders:
         on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
-        loads, own = deployed(segments, on, used), self.plan.times.loads(m)
+        loads, own = segments.loads(on, used), self.plan.times.loads(m)
         each = [*zip(loads, used, strict=True)]
         yield [ahead + m * load + once * owned / on.speeds[s] for load, s in each]
         yield [load / max(own[s], 1e-12) for load, s in each]

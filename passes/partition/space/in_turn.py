@@ -12,7 +12,7 @@ import numpy as np
 
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import chains, deployed, evenest, solve
+from pdcompile.passes.partition.dynamic_program import chains, evenest, solve
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
@@ -130,9 +130,8 @@ class StagesInTurn:
         bytes of each."""
         again = True in self.space.recompute if limits else False not in self.space.recompute
         on, stages = self.on(again=again), range(len(self.counts))
-        loads = deployed(
-            segments, replace(on, limits=[(limits or {}).get(s) for s in stages]), stages
-        )
+        on = replace(on, limits=[(limits or {}).get(s) for s in stages])
+        loads = segments.loads(on, stages)
         if shares is not None:
             loads = [load / share for load, share in zip(loads, shares, strict=True)]
         if (last := self.prepared.last(segments.model)) is not None:

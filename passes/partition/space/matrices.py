@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.cluster import ring_seconds
-from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.partition.segments import Coefficients, Matrix, Segments
 from pdcompile.passes.partition.space.candidates import holding
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.deployment import StageDeployment
@@ -85,11 +84,21 @@ class Matrices:
 
         Infinite where the stage is not allowed.
         """
-        r = option.replicas
-        load = self._compute(seats, p, option, rows) / r
-        traffic = self._transfer(seats, p, r)[rows] / r
-        load = np.maximum(load, traffic + self._reduction(seats, p, r, rows))
+        load = self.segments.load(self.on(seats, p, option), rows)
         return np.where(self._allowed(seats, p, option, rows), load, np.inf)
+
+    def on(self, seats: Seats, p: int, option: StageDeployment) -> Coefficients:
+        """Coefficients of a stage from position p on."""
+        r, m, kind = option.replicas, self.setting.num_microbatches, kind_of(self.setting.schedule)
+        into = seats.between(slice(0, p), slice(p, p + r))
+        out = seats.between(slice(p, p + r), slice(p + r, None))
+        depth, first = self.depth(seats, p, r), self.depth(seats, 0, 1)
+        held = holding(self.setting, option, depth, first, first if self.straight else depth)
+        ring = seats.ring(p, r) if r > 1 else None
+        return Coefficients(
+            seats.speed(p, r), option, into, out, into.full_duplex and out.full_duplex,
+            seats.memory(p, r), held, ring, m * kind.group(r),
+        )  # fmt: skip
 
     def bound(
         self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
@@ -100,7 +109,8 @@ class Matrices:
         those that are in flight.  With one seconds of the minibatch: what runs before, a
         replica's microbatches one after the other, the reduction or what runs after.
         """
-        r, own = option.replicas, self._compute(seats, p, option, rows)
+        r, on = option.replicas, self.on(seats, p, option)
+        own = self.segments.compute(on, rows)
         first_part = kind_of(self.setting.schedule).halves(1.0)[0]
         paths, v = self.segments.paths(first_part), seats.fastest
         before, behind, back = (
@@ -109,14 +119,14 @@ class Matrices:
         )
         share = option.share(self.setting.num_microbatches)
         depth = self.depth(seats, p, r, most=True)
-        f = self.segments.forward[rows] / seats.speed(p, r)
+        f = self.segments.forward[rows] / on.speed
         if kind_of(self.setting.schedule).stream:
             trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
             return trip
         # Until its first backward a replica does depth + 1 forwards, and at the end so many
         # backwards; in between one microbatch goes all the way to the end and back.  Nobody waits
         # for the second part of a split backward, which comes last.
-        reduction = self.setting.num_microbatches * self._reduction(seats, p, r, rows)
+        reduction = self.setting.num_microbatches * self.segments.reduction(on, rows)
         through = own + behind + (share - 1) * np.maximum(f, own - f)
         through = through + max(share - 1 - depth, 0) * np.minimum(f, own - f)
         result: Matrix = before + np.maximum(share * own, through)
@@ -124,30 +134,6 @@ class Matrices:
             result = result + back
         result = np.maximum(result, before + share * own + reduction)
         return np.where(np.isfinite(load), result, np.inf)
-
-    # -- seconds -----------------------------------------------------------------------------
-
-    def _compute(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
-        forward, backward = self.segments.forward[rows], self.segments.backward[rows]
-        result: Matrix = (option.forwards * forward + backward) / seats.speed(p, option.replicas)
-        return result
-
-    def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
-        """Seconds per microbatch of the stage's all-reduce."""
-        if r == 1:
-            return np.zeros((1, 1))
-        once = ring_seconds(seats.ring(p, r), self.segments.byte_tables[0][rows], r)
-        result: Matrix = once / (
-            self.setting.num_microbatches * kind_of(self.setting.schedule).group(r)
-        )
-        return result
-
-    def _transfer(self, seats: Seats, p: int, r: int) -> Matrix:
-        into = seats.between(slice(0, p), slice(p, p + r))
-        out = seats.between(slice(p, p + r), slice(p + r, None))
-        if not (into.full_duplex and out.full_duplex):
-            out = replace(out, full_duplex=False)
-        return self.segments.between(into, out)
 
     # -- memory and what is allowed --------------------------------------------------------------
 
@@ -161,18 +147,15 @@ class Matrices:
 
     def _allowed(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Bool:
         """True if J∖I may be the stage, with this row of its menu."""
-        r = option.replicas
-        allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
+        on = self.on(seats, p, option)
+        allowed = self.structure(seats, p, option.replicas, rows)
         spared = option.recompute and self.spares
-        if spared and limit is None and (self._monotone or not self.bounding):
+        if spared and on.limit is None and (self._monotone or not self.bounding):
             return np.zeros_like(allowed)
-        if limit is None:
-            return allowed
-        limit_bytes = limit * (1 + 1e-12) + 0.5
-        allowed &= self.bytes(seats, p, option, rows) <= limit_bytes
-        if spared and not self.bounding:
-            without = replace(option, recompute=False)
-            allowed &= self.bytes(seats, p, without, rows) > limit_bytes
+        allowed &= self.segments.fits(on, rows)
+        if spared and not self.bounding and on.limit is not None:
+            without = self.on(seats, p, replace(option, recompute=False))
+            allowed &= ~np.asarray(self.segments.fits(without, rows))
         return allowed
 
     @cached_property
@@ -182,15 +165,8 @@ class Matrices:
         Where several kinds of messages wait for a link, the first to come goes first, and
         seconds lost at one place can be won elsewhere.
         """
-        return self.straight and self.full_duplex and not self._ties
-
-    def bytes(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
-        """Memory of one rank of such a stage, at least."""
-        depth, first = self.depth(seats, p, option.replicas), self.depth(seats, 0, 1)
-        held = holding(self.setting, option, depth, first, first if self.straight else depth)
-        updated = held.gradient_buffers + held.optimizer_factor
-        counts = held.versions, updated, held.saved, held.received, held.returned
-        return self.segments.bytes(*counts, rows)
+        ties = any(parameter.trainable for parameter in self.segments.model.problem.shared)
+        return self.straight and self.full_duplex and not ties
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
         """True if J∖I may be the stage if memory does not matter."""
@@ -204,16 +180,3 @@ class Matrices:
     @cached_property
     def _nested(self) -> Bool:
         return self.segments.nested
-
-    @cached_property
-    def _ties(self) -> list[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:
-        """Shared trainable parameters: bytes, how many of their groups lie in each ideal."""
-        model = self.segments.model
-        group_of = {i: g for g, items in enumerate(model.members) for i in items}
-        found = []
-        for parameter in model.problem.shared:
-            ends = sorted({group_of[i] for i in parameter.items})
-            if parameter.trainable:
-                count = self.segments.inside[:, ends].sum(1)
-                found.append((parameter.bytes, count, np.array([len(ends)])))
-        return found

@@ -243,8 +243,9 @@ class Shares(Matrices):
 
     def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
         allowed = self.structure(seats, p, option.replicas, rows)
-        limit, needed = seats.memory(p, option.replicas), self.bytes(seats, p, option, rows)
-        share = needed * 0.0 if limit is None else needed / max(limit, 1)
+        on = self.on(seats, p, option)
+        needed = self.segments.bytes(on.holding, rows)
+        share = needed * 0.0 if on.limit is None else needed / max(on.limit, 1)
         return np.where(allowed, share, np.inf)
 
 
