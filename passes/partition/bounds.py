@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.model import Model, always_linked
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.makespan import Path, Timing, critical_path, warmup_of
+from pdcompile.plan.makespan import Path, warmup_of
+from pdcompile.plan.times import PipelineTimes
 from pdcompile.schedule.registry import kind_of
 
 Vector = NDArray[np.float64]
@@ -151,12 +152,14 @@ def seed_paths(model: Model) -> Iterator[Path]:
     schedule = model.problem.memory.schedule
     hops = {(s, s + 1): 1e-3 for s in range(n - 1)}
     back = {(s + 1, s): 1e-3 for s in range(n - 1)}
+    even = [1.0] * n
     for slow in range(n):
-        work = tuple(1.1 if s == slow else 1.0 for s in range(n))
-        yield critical_path(Timing(work, work, hops, back), warmup, m, schedule)
+        work = [1.1 if s == slow else 1.0 for s in range(n)]
+        times = PipelineTimes.of_hops(work, work, hops, back, schedule=schedule)
+        yield times.critical_path(warmup, m)
     for link in hops:
-        slow_link = Timing((1.0,) * n, (1.0,) * n, {**hops, link: 9.0}, back)
-        yield critical_path(slow_link, warmup, m, schedule)
+        times = PipelineTimes.of_hops(even, even, {**hops, link: 9.0}, back, schedule=schedule)
+        yield times.critical_path(warmup, m)
 
 
 def simple_bound(model: Model) -> float:

@@ -32,7 +32,6 @@ from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.makespan import makespan
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.units import format_bytes, format_seconds
 
@@ -284,7 +283,7 @@ def step_seconds(plan: Evaluation, update: Update | None) -> float:
         return seconds_of(plan)
     sizes = [sum(updated_sizes(plan.problem, plan.stage_of, s)) for s in plan.stages]
     updates = [update(size) / v for size, v in zip(sizes, on.speeds, strict=True)]
-    return makespan(plan.times.timing, plan.warmup, plan.m, on.schedule, updates)
+    return plan.times.makespan(plan.warmup, plan.m, updates)
 
 
 def sent_bytes(plan: Evaluation) -> int:
