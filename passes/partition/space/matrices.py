@@ -9,7 +9,7 @@ evaluator says, and equal for straight pipelines of values that go next door.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -74,6 +74,7 @@ class Matrices:
     last: int | None = None
     full_duplex: bool = False  # all links
     bounding: bool = True  # else depths are the likely ones, and stages recompute if they have to
+    _on: dict[tuple[int, StageDeployment], Coefficients] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -89,16 +90,19 @@ class Matrices:
 
     def on(self, seats: Seats, p: int, option: StageDeployment) -> Coefficients:
         """Coefficients of a stage from position p on."""
+        if (known := self._on.get((p, option))) is not None:
+            return known
         r, m, kind = option.replicas, self.setting.num_microbatches, kind_of(self.setting.schedule)
         into = seats.between(slice(0, p), slice(p, p + r))
         out = seats.between(slice(p, p + r), slice(p + r, None))
         depth, first = self.depth(seats, p, r), self.depth(seats, 0, 1)
         held = holding(self.setting, option, depth, first, first if self.straight else depth)
         ring = seats.ring(p, r) if r > 1 else None
-        return Coefficients(
+        self._on[p, option] = found = Coefficients(
             seats.speed(p, r), option, into, out, into.full_duplex and out.full_duplex,
             seats.memory(p, r), held, ring, m * kind.group(r),
         )  # fmt: skip
+        return found
 
     def bound(
         self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
