@@ -99,46 +99,29 @@ def _within(segments: Segments, cost: Cost, stage: int, num_stages: int) -> Matr
 def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
     """Costs whose minimax is a good start for the makespan (not bounds: see `bounds`).
 
-    m times the load, plus what runs before a stage's first microbatch and after its last; and
-    the load by the share of all work that each stage is to have, where these are given.
+    The load by the share of all work that each stage is to have, where these are given; and m times
+    the load, plus what runs before a stage's first microbatch and after its last.
     """
     model = segments.model
     m = model.problem.num_microbatches
     before: Matrix = (segments.forward + segments.backward)[0]
     shorter: Matrix = np.minimum(segments.forward, segments.backward)
 
-    def ramp(stage: int) -> Matrix:
-        result: Matrix = before[:, None] + m * segments.load_of(stage)
-        return result
-
-    def drain(stage: int) -> Matrix:
-        depth = max(0, min(model.in_flight(stage), m) - 1)
-        result: Matrix = (
-            before[-1] + (m - 1) * segments.compute(segments.stages[stage]) - depth * shorter
-        )
-        return result
-
-    def both(stage: int) -> Matrix:
-        result: Matrix = np.maximum(ramp(stage), drain(stage))
-        return result
-
-    def serial(stage: int) -> Matrix:
-        shorter_engine = np.minimum(
-            segments.compute(segments.stages[stage]), segments.transfer(segments.stages[stage])
-        )
-        result: Matrix = ramp(stage) + m * shorter_engine
-        return result
-
     def shared(stage: int) -> Matrix:
         assert shares is not None
         result: Matrix = segments.load_of(stage) / max(float(shares[stage]), 1e-9)
         return result
 
+    def whole(stage: int) -> Matrix:
+        depth = max(0, min(model.in_flight(stage), m) - 1)
+        ramp = before[:, None] + m * segments.load_of(stage)
+        own = segments.compute(segments.stages[stage])
+        result: Matrix = np.maximum(ramp, before[-1] + (m - 1) * own - depth * shorter)
+        return result
+
     if shares is not None:
         yield shared
-    yield both
-    yield segments.load_of
-    yield serial
+    yield whole
 
 
 def chains(
