@@ -93,8 +93,8 @@ def _neutral(graph: OpGraph, b: int) -> Iterator[tuple[int, str]]:
             yield i, CONSTANT
         elif view and not held:
             yield i, VIEW
-        elif view and not op.inputs and all(holders[fqn] == 1 for fqn in parameters & {*held}):
-            yield from [(i, WEIGHT)] * parameters.issuperset(held)
+        elif view and not op.inputs and all(f in parameters and holders[f] == 1 for f in held):
+            yield i, WEIGHT
 
 
 def _transfer(values: list[Value], b: int) -> tuple[int, int, int, int]:
