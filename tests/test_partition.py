@@ -15,8 +15,8 @@ import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.cpsat import IntegerProgram
-from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations

@@ -11,7 +11,7 @@ from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths
-from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.schedules import memory_rule, warmup

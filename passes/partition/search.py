@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition import dynamic_program
 from pdcompile.passes.partition.any_cut import AnyCut
-from pdcompile.passes.partition.bounds import flush_bound, seed_paths, simple_bound
+from pdcompile.passes.partition.bounds import flush_bound, flush_costs, seed_paths, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.chains import groups_of, straight_chains
+from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
-from pdcompile.passes.partition.dynamic_program import chains
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -191,7 +191,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
     model = search.model
     flush = search.problem.objective == "flush"
     exact = flush_bound(segments) if flush else segments.load_of
-    found = dynamic_program.solve(segments, exact, budget)
+    found = best_chain(segments, exact, budget)
     complete = segments.complete and segments.model is model
     if found is None:
         search.impossible |= complete  # the matrices never overstate what a stage needs
@@ -204,10 +204,10 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     if flush:
         shares = None if search.cut is None else search.cut.shares
-        for cost in dynamic_program.flush_costs(segments, shares):
+        for cost in flush_costs(segments, shares):
             if search.late and len(segments.ideals) > FIRST:
                 return
-            found = dynamic_program.solve(segments, cost, budget)
+            found = best_chain(segments, cost, budget)
             if found:
                 search.offer(found[1], segments.model)
 
@@ -233,15 +233,16 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
         return
     flush = search.problem.objective == "flush"
     cost = flush_bound(segments) if flush else segments.load_of
-    upper = search.upper * (1 - 1e-9)
+    chains = straight_chains(segments, cost, keep=True)
+    chains.solve()
     if most is not None:
-        some = islice(chains(segments, cost, lambda: upper), most + 1)
-        if sum(1 for _ in some) > most:
+        upper = search.upper * (1 - 1e-9)
+        if sum(1 for _ in islice(chains.enumerate(lambda: upper), most + 1)) > most:
             return
-    for groups in chains(segments, cost, lambda: search.upper * (1 - 1e-9)):
+    for _, chain in chains.enumerate(lambda: search.upper * (1 - 1e-9)):
         if search.late:
             return
-        search.offer(groups)
+        search.offer(groups_of(segments, chain))
     if search.best is None:
         search.impossible = True
         return

@@ -26,7 +26,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import evenest
+from pdcompile.passes.partition.chains import evenest
 from pdcompile.passes.partition.model import build, positions, single_moves
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
@@ -238,7 +238,7 @@ class Borders:
 
         for table in self._tables(segments, used):
             if found := evenest(segments, table):
-                offer(found[1])
+                offer(found)
         least = heap[0][0] if heap else 0.0
         while heap and heap[0][0] <= least * (1 + EQUAL):
             least, groups = heapq.heappop(heap)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import chains, evenest, solve
+from pdcompile.passes.partition.chains import evenest, groups_of, straight_chains
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
@@ -106,13 +106,13 @@ class StagesInTurn:
             for one in self._recomputing(self._cut(places, shares)):
                 yield one
                 yield from self._fitted(one, places)
-        loads, count = self._loads(segments), len(self.counts)
-        found = solve(segments, loads.__getitem__, stages=count) if self.prepared.complete else None
-        if found is not None:
-            most = MORE * found[0]
-            others = chains(segments, loads.__getitem__, lambda: most, stages=count)
-            for groups in islice(others, MAX_CUTS):
-                yield from self._recomputing(segments.model.items_of(groups))
+        if not self.prepared.complete:
+            return
+        loads = self._loads(segments)
+        chains = straight_chains(segments, loads.__getitem__, len(loads), keep=True)
+        most = MORE * chains.solve()
+        for _, chain in islice(chains.enumerate(lambda: most), MAX_CUTS):
+            yield from self._recomputing(segments.model.items_of(groups_of(segments, chain)))
 
     def on(self, *, again: bool = False) -> Deployment:
         """Deployment of the stages, all of them recomputing or none."""
@@ -142,7 +142,7 @@ class StagesInTurn:
     def _cut(self, segments: Segments, *how: Any) -> tuple[int, ...]:
         """The stage of every item where the largest of these loads is least; empty: none is."""
         found = evenest(segments, self._loads(segments, *how))
-        return () if found is None else segments.model.items_of(found[1])
+        return () if found is None else segments.model.items_of(found)
 
     def _fitted(self, candidate: Candidate, segments: Segments) -> Iterator[Candidate]:
         """Cuts whose stages share the memory of their ranks as those of the candidate do.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.chains import Chains, Piece
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -19,7 +20,6 @@ from pdcompile.passes.partition.model import (
 )
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
-from pdcompile.passes.partition.space.chains import Chains, Piece
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.path_bound import Path
 from pdcompile.passes.partition.space.seats import Seats
@@ -159,18 +159,17 @@ class Pipelines:
         self.prepared, self.setting, self.seats = prepared, setting, seats
         self.segments = prepared.positions if positions else prepared.segments
         self.decide, model = space.decides_recomputation, self.segments.model
+        numbered = model.num_stages == stages and stages is not None
         matrices = Matrices(
-            self.segments,
-            setting,
-            straight=all(option.replicas == 1 for option in menu),
+            self.segments, setting, seats, menu,
             spares=self.decide and len({option.recompute for option in menu}) > 1,
             last=prepared.last(model),
-            full_duplex=all(level.full_duplex for level in seats.cluster.levels),
+            stages=stages if numbered else None,
             bounding=not likely,
-        )
-        numbered = model.num_stages == stages and stages is not None
+            keep=stages is not None,
+        )  # fmt: skip
         self.chains = Chains(
-            matrices, seats, menu, stages, numbered, likely,
+            len(self.segments.ideals), len(seats.ranks), menu, matrices.costs, stages,
             recomputed=space.recomputed, widths=space.widths,
         )  # fmt: skip
 
