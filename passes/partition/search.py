@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.any_cut import AnyCut
@@ -228,19 +228,15 @@ def find_any(search: Search) -> None:
 
 
 def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
-    """Evaluates every assignment that the bound leaves, when they are at most `most`."""
+    """Evaluates every assignment that the bound leaves; if they are more than `most`, so many."""
     if segments.model is not search.model or not segments.complete:
         return
     flush = search.problem.objective == "flush"
     cost = flush_bound(segments) if flush else segments.load_of
     chains = straight_chains(segments, cost, keep=True)
     chains.solve()
-    if most is not None:
-        upper = search.upper * (1 - 1e-9)
-        if sum(1 for _ in islice(chains.enumerate(lambda: upper), most + 1)) > most:
-            return
-    for _, chain in chains.enumerate(lambda: search.upper * (1 - 1e-9)):
-        if search.late:
+    for n, (_, chain) in enumerate(chains.enumerate(lambda: search.upper * (1 - 1e-9))):
+        if search.late or n == most:
             return
         search.offer(groups_of(segments, chain))
     if search.best is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, starmap
 
 import numpy as np
@@ -69,7 +69,7 @@ class Coefficients:
         ]  # fmt: skip
 
 
-@dataclass(slots=True)
+@dataclass
 class Segments:
     """Matrices [I, J] for `ideals` (bit masks, the empty set first, the full set last)."""
 
@@ -81,15 +81,16 @@ class Segments:
     backward: Matrix
     _features: _Features
     complete: bool = False  # these are all ideals of the model
-    stages: list[Coefficients] = field(init=False)  # of the problem's own
     _links: dict[Rate, tuple[Matrix, ...]] = field(init=False, default_factory=dict)
     # by the two links, and whether they are full duplex
     _sent: dict[tuple[Rate, Rate, bool], Matrix] = field(init=False, default_factory=dict)
     _paths: dict[float, Paths] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def stages(self) -> list[Coefficients]:
+        """Coefficients of the problem's own stages."""
         problem = self.model.problem
-        self.stages = Coefficients.of(Deployment.straight(problem), range(len(problem.stages)))
+        return Coefficients.of(Deployment.straight(problem), range(len(problem.stages)))
 
     @staticmethod
     def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:
