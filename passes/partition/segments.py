@@ -197,7 +197,8 @@ class Segments:
     def allowed(self, stage: int) -> NDArray[np.bool_]:
         """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
         result = self.subset.copy() if self.model.problem.allow_empty else self.nested
-        result &= self.fits(self.stages[stage])
+        if self.model.problem.stages[stage].memory_bytes is not None:
+            result &= self.fits(self.stages[stage])
         low, high = np.array(self.model.lowest), np.array(self.model.highest)
         # A later stage's group is not in J, an earlier stage's group is in I.
         late: NDArray[np.bool_] = np.any(self.inside[:, low > stage], axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -98,14 +98,14 @@ class StagesInTurn:
         return (one for one in found if not violations(problem, cluster, one))
 
     def _made(self) -> Iterator[Candidate]:
-        """The cut that suits the order of tasks, and that of equal loads, at few places and at all,
-        with what fits of their kind; then of small problems those whose loads differ little."""
+        """The cut that suits the order of tasks, and that of equal loads, with what fits of their
+        kind; then of small problems those whose loads differ little."""
         segments = self.prepared.segments
         suits = self.cut.shares.clip(LEAST / len(self.counts))
-        for places, shares in product((self.prepared.positions, segments), (suits, None)):
-            for one in self._recomputing(self._cut(places, shares)):
+        for shares in (suits, None):
+            for one in self._recomputing(self._cut(segments, shares)):
                 yield one
-                yield from self._fitted(one, places)
+                yield from self._fitted(one)
         if not self.prepared.complete:
             return
         loads = self._loads(segments)
@@ -144,7 +144,7 @@ class StagesInTurn:
         found = evenest(segments, self._loads(segments, *how))
         return () if found is None else segments.model.items_of(found)
 
-    def _fitted(self, candidate: Candidate, segments: Segments) -> Iterator[Candidate]:
+    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
         """Cuts whose stages share the memory of their ranks as those of the candidate do.
 
         In proportion, as long as a rank's ledger exceeds its memory or comes close.
@@ -164,7 +164,7 @@ class StagesInTurn:
                 if min(parts.values()) >= 1:
                     break
                 limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
-                stage_of = self._cut(segments, None, limits)
+                stage_of = self._cut(self.prepared.segments, None, limits)
                 if not stage_of:
                     return
                 candidate = replace(candidate, stage_of=stage_of)
