@@ -26,9 +26,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_553),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_686,
+        9_450,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_581),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_547),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_295,

@@ -15,8 +15,8 @@ import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.cpsat import IntegerProgram
-from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
@@ -110,7 +110,7 @@ def test_segment_costs_never_overstate() -> None:
             continue
         model = build(problem)
         segments = Segments.build(model, all_ideals(model, 10_000) or [])
-        found = solve(segments, segments.load)
+        found = solve(segments, segments.load_of)
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         exact += found[0] >= best * (1 - 1e-9)

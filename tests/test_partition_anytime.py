@@ -17,7 +17,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
-from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments

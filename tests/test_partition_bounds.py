@@ -6,7 +6,7 @@ import pytest
 
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound
-from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound

@@ -11,14 +11,15 @@ from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths
-from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.plan.evaluate import Evaluation, path_of
-from pdcompile.plan.makespan import Path, Timing, critical_path, makespan, order_of, warmup_of
+from pdcompile.plan.makespan import Path, order_of, warmup_of
+from pdcompile.plan.times import PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.schedule.registry import DEFAULT
 from tests.helpers.problems import brute_force, chain_problem, evaluate, random_problem
@@ -35,11 +36,11 @@ def test_programs() -> None:
     assert picture(2, 3) == "F0 F1 F2 B0 B1 B2"
 
 
-def row(num_stages: int, seconds: float = 0.0) -> Timing:
+def row(num_stages: int, seconds: float = 0.0) -> PipelineTimes:
     """Stages of F = 1 and B = 2 in a row."""
     ahead = {(s, s + 1): seconds for s in range(num_stages - 1)}
     back = {(s + 1, s): seconds for s in range(num_stages - 1)}
-    return Timing((1.0,) * num_stages, (2.0,) * num_stages, ahead, back)
+    return PipelineTimes.of_hops((1.0,) * num_stages, (2.0,) * num_stages, ahead, back)
 
 
 @pytest.mark.sample(4)
@@ -48,38 +49,33 @@ def row(num_stages: int, seconds: float = 0.0) -> Timing:
 def test_balanced_stages_take_m_plus_n_minus_1(num_stages: int, m: int) -> None:
     """GPipe and 1F1B alike, when nothing is sent."""
     depth = warmup_of((), num_stages, m)
-    assert makespan(row(num_stages), depth, m) == 3 * (m + num_stages - 1)
-    assert makespan(row(num_stages), (m - 1,) * num_stages, m) == 3 * (m + num_stages - 1)
+    assert row(num_stages).makespan(depth, m) == 3 * (m + num_stages - 1)
+    assert row(num_stages).makespan((m - 1,) * num_stages, m) == 3 * (m + num_stages - 1)
 
 
 def test_deeper_warmup_hides_transfers() -> None:
     """F=1, B=2, 0.75 a transfer, four stages: 4.13 per microbatch, and 3 with twice the depth."""
-    slow = [makespan(row(4, 0.75), (3, 2, 1, 0), m) for m in (100, 200)]
-    fast = [makespan(row(4, 0.75), (6, 4, 2, 0), m) for m in (100, 200)]
+    slow = [row(4, 0.75).makespan((3, 2, 1, 0), m) for m in (100, 200)]
+    fast = [row(4, 0.75).makespan((6, 4, 2, 0), m) for m in (100, 200)]
     assert (slow[1] - slow[0]) / 100 == pytest.approx(4.125, abs=0.02)
     assert (fast[1] - fast[0]) / 100 == pytest.approx(3.0, abs=0.02)
 
 
 def test_half_duplex_shares_the_link() -> None:
-    timing = Timing((1.0, 1.0), (1.0, 1.0), {(0, 1): 5.0}, {(1, 0): 5.0})
-    half = replace(timing, full_duplex=False)
-    assert makespan(half, (1, 0), 4) > makespan(timing, (1, 0), 4)
+    timing = PipelineTimes.of_hops((1.0, 1.0), (1.0, 1.0), {(0, 1): 5.0}, {(1, 0): 5.0})
+    half = replace(timing, half_duplex=[True, True])
+    assert half.makespan((1, 0), 4) > timing.makespan((1, 0), 4)
 
 
 def test_too_little_warmup_is_noticed() -> None:
     with pytest.raises(ValueError, match="never ends"):
-        makespan(row(2), (0, 1), 3)
+        row(2).makespan((0, 1), 3)
 
 
-def sum_of(path: Path, timing: Timing) -> float:
-    tables = {
-        "forward": timing.forward_hops,
-        "backward": timing.backward_hops,
-        "final": timing.final_hops,
-    }
+def sum_of(path: Path, timing: PipelineTimes) -> float:
     work = sum(a * b for a, b in zip(path.forward, timing.forward, strict=True))
     work += sum(a * b for a, b in zip(path.backward, timing.backward, strict=True))
-    return work + sum(tables[kind][hop] * count for hop, kind, count in path.hops)
+    return work + sum(timing.hops[kind][hop] * count for hop, kind, count in path.hops)
 
 
 def test_a_path_of_one_timing_bounds_every_other() -> None:
@@ -88,8 +84,8 @@ def test_a_path_of_one_timing_bounds_every_other() -> None:
         n, m = r.randint(1, 5), r.randint(1, 6)
         depth = warmup_of(tuple(2 * (n - s) - 1 for s in range(n)), n, m)
 
-        def draw(r: random.Random = r, n: int = n) -> Timing:
-            return Timing(
+        def draw(r: random.Random = r, n: int = n) -> PipelineTimes:
+            return PipelineTimes.of_hops(
                 tuple(r.random() for _ in range(n)),
                 tuple(r.random() for _ in range(n)),
                 {(s, s + 1): r.random() for s in range(n - 1)},
@@ -97,12 +93,12 @@ def test_a_path_of_one_timing_bounds_every_other() -> None:
             )
 
         one, other = draw(), draw()
-        path = critical_path(one, depth, m)
-        assert sum_of(path, one) == pytest.approx(makespan(one, depth, m))
-        assert sum_of(path, other) <= makespan(other, depth, m) * (1 + 1e-9)
+        path = one.critical_path(depth, m)
+        assert sum_of(path, one) == pytest.approx(one.makespan(depth, m))
+        assert sum_of(path, other) <= other.makespan(depth, m) * (1 + 1e-9)
 
 
-def random_timing(r: random.Random, num_stages: int) -> Timing:
+def random_timing(r: random.Random, num_stages: int) -> PipelineTimes:
     """Hops that skip stages, some of them missing, and new weights of tied parameters."""
 
     def seconds() -> float:
@@ -110,7 +106,7 @@ def random_timing(r: random.Random, num_stages: int) -> Timing:
 
     far = [(a, b) for b in range(num_stages) for a in range(b)]
     pairs = [(a, b) for a, b in far if b == a + 1 or r.random() < 0.3]
-    return Timing(
+    return PipelineTimes.of_hops(
         tuple(seconds() for _ in range(num_stages)),
         tuple(seconds() for _ in range(num_stages)),
         {pair: seconds() for pair in pairs if r.random() < 0.9},
@@ -119,7 +115,7 @@ def random_timing(r: random.Random, num_stages: int) -> Timing:
     )
 
 
-def least_solution(timing: Timing, depth: tuple[int, ...], m: int) -> float | None:
+def least_solution(timing: PipelineTimes, depth: tuple[int, ...], m: int) -> float | None:
     """The makespan from "nothing starts before what it waits for", raised until it all holds.
 
     None where it never does.  Written apart from the walk: events are times by name.
@@ -138,7 +134,7 @@ def least_solution(timing: Timing, depth: tuple[int, ...], m: int) -> float | No
 
 
 def _waits(
-    timing: Timing, depth: tuple[int, ...], m: int
+    timing: PipelineTimes, depth: tuple[int, ...], m: int
 ) -> Iterator[tuple[tuple[object, ...], tuple[object, ...], float]]:
     for s, k in itertools.product(range(len(depth)), range(m)):
         if k:
@@ -147,8 +143,8 @@ def _waits(
         if k > depth[s]:
             yield ("B done", s, k - 1 - depth[s]), ("F", s, k), 0.0
         yield ("F done", s, min(k + depth[s], m - 1)), ("B", s, k), 0.0
-        tables = (("F", timing.forward_hops, timing.forward),
-                  ("B", timing.backward_hops, timing.backward))  # fmt: skip
+        tables = (("F", timing.hops["forward"], timing.forward),
+                  ("B", timing.hops["backward"], timing.backward))  # fmt: skip
         for kind, table, work in tables:
             before: tuple[object, ...] = (kind, s, k)
             gap = work[s]
@@ -172,7 +168,7 @@ def _waits(
                 before, gap = handed, 0.0
             yield before, (f"{kind} done", s, k), gap
         yield ("B done", s, m - 1), ("end",), 0.0
-    for (a, b), seconds in timing.final_hops.items():
+    for (a, b), seconds in timing.hops["final"].items():
         for end in (a, b):
             yield ("B done", end, m - 1), ("end",), seconds
 
@@ -185,7 +181,7 @@ def test_the_walk_is_the_least_solution_of_all_waits() -> None:
         timing = random_timing(r, n)
         depth = warmup_of(tuple(n - s + r.randint(-1, 2) for s in range(n)), n, m)
         try:
-            found = makespan(timing, depth, m)
+            found = timing.makespan(depth, m)
         except ValueError:
             endless += 1
             some = replace(timing, forward=(1.0,) * n, backward=(1.0,) * n)
@@ -193,15 +189,15 @@ def test_the_walk_is_the_least_solution_of_all_waits() -> None:
             continue
         compared += 1
         assert found == pytest.approx(least_solution(timing, depth, m), rel=1e-9), seed
-        path = critical_path(timing, depth, m)
+        path = timing.critical_path(depth, m)
         assert sum_of(path, timing) == pytest.approx(found)
-        hops = (timing.forward_hops, timing.backward_hops, timing.final_hops)
-        other = Timing(
+        hops = timing.hops.values()
+        other = PipelineTimes.of_hops(
             tuple(r.random() for _ in range(n)),
             tuple(r.random() for _ in range(n)),
             *({hop: r.random() for hop in table} for table in hops),
         )
-        assert sum_of(path, other) <= makespan(other, depth, m) * (1 + 1e-9)
+        assert sum_of(path, other) <= other.makespan(depth, m) * (1 + 1e-9)
     assert compared > 150
     assert endless > 3
 
@@ -230,7 +226,7 @@ def test_flush_bound_is_below_the_optimum(fast: bool) -> None:
 def test_seed_paths_bound_every_linked_plan() -> None:
     problem = chain_problem([1.0, 2.0, 3.0, 1.0, 2.0], 3, objective="flush", num_microbatches=4)
     found, _ = partition(problem)
-    timing = Evaluation(problem, found.stage_of).times.timing
+    timing = Evaluation(problem, found.stage_of).times
     paths = [*seed_paths(build(problem)), path_of(problem, found.stage_of)]
     assert max(sum_of(path, timing) for path in paths) == pytest.approx(found.objective)
 
@@ -314,6 +310,6 @@ def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: b
             found, _ = partition(problem, time_limit=0)
         except InfeasibleError:
             continue
-        timing = Evaluation(problem, found.stage_of).times.timing
+        timing = Evaluation(problem, found.stage_of).times
         path = path_of(problem, found.stage_of)
         assert sum_of(path, timing) <= found.objective * (1 + 1e-9) + 1e-12

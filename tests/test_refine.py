@@ -24,12 +24,10 @@ from pdcompile.passes.planning.refine import (
     LEAST,
     MOST,
     ROUNDS,
-    SMALL_SECONDS,
     compared,
     refine,
     rescale,
     rescaled,
-    two_factors,
 )
 from pdcompile.passes.profile.stage_times import StageTimes, measure_stages
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
@@ -65,26 +63,16 @@ def times_of(seconds: Sequence[float]) -> tuple[StageTimes, ...]:
     return tuple(StageTimes(s / 3, 2 * s / 3) for s in seconds)
 
 
-def test_small_and_large_ops_have_factors_of_their_own() -> None:
-    small, large = 0.2 * SMALL_SECONDS, 20 * SMALL_SECONDS
-    graph = costed([small] * 40 + [large, large] + [small] * 10 + [large])
-    cut = cut_at(graph, 40, 42)
-    truth = [40 * small * 2.0, 2 * large * 1.1, 10 * small * 2.0 + large * 1.1]
-    found = rescale(graph, cut, times_of(truth))
-    assert found.small > 1.5 > 1.2 > found.large > 1.0
-    before = compared(graph, cut, times_of(truth))
-    after = compared(rescaled(graph, found.of), cut, times_of(truth))
-    assert after.worst < before.worst / 4
-    assert "below 50 us" in str(found)
-
-
 seconds = st.floats(1e-6, 1e-2)
 
 
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6), st.floats(0.5, 2.0))
-def test_a_common_factor_is_found_exactly(work: list[tuple[float, float]], factor: float) -> None:
-    rows = [(s, g, factor * (s + g)) for s, g in work]
-    assert two_factors(rows) == pytest.approx((factor, factor), rel=1e-6)
+@given(st.lists(seconds, min_size=1, max_size=6), st.floats(0.5, 2.0))
+def test_a_common_factor_is_found_exactly(work: list[float], factor: float) -> None:
+    graph = costed(work)
+    found = rescale(graph, [(op.name,) for op in graph.ops], times_of([factor * s for s in work]))
+    assert found.common == pytest.approx(factor)
+    assert found.stages == pytest.approx((1.0,) * len(work))
+    assert str(found).startswith(f"x {found.common:.2f}, by stage x 1.00")
 
 
 @given(st.lists(st.tuples(seconds, st.floats(0.3, 3.0)), min_size=2, max_size=8))

@@ -14,7 +14,7 @@ from pdcompile.errors import ClusterError, ScheduleError
 from pdcompile.passes.schedules import make_stream, memory_rule
 from pdcompile.passes.simulate import Links, simulate, simulate_programs
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.plan.makespan import Timing, makespan
+from pdcompile.plan.times import PipelineTimes
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.schedules import chain, make_plan, microbatches
@@ -67,7 +67,7 @@ def test_bubble_of_1f1b_and_gpipe_in_closed_form(num_stages: int, count: int) ->
 
 
 @st.composite
-def flush_plans(draw: st.DrawFn) -> tuple[Plan, Timing]:
+def flush_plans(draw: st.DrawFn) -> tuple[Plan, PipelineTimes]:
     """A chain with skips, each (producer, consumer) pair at most one value."""
     n = draw(st.integers(1, 5))
     times = [draw(st.sampled_from([0.5, 1.0, 1.25, 2.0])) for _ in range(n)]
@@ -90,16 +90,16 @@ def flush_plans(draw: st.DrawFn) -> tuple[Plan, Timing]:
         seconds=[(time, 2 * time) for time in times],
     )
     backward = {(b, a): seconds for (a, b), seconds in forward.items()}
-    timing = Timing(tuple(times), tuple(2 * time for time in times), forward, backward)
+    timing = PipelineTimes.of_hops(times, [2 * time for time in times], forward, backward)
     return plan, timing
 
 
 @settings(max_examples=200)
 @given(flush_plans())
-def test_the_planner_calculates_the_same_makespan(case: tuple[Plan, Timing]) -> None:
+def test_the_planner_calculates_the_same_makespan(case: tuple[Plan, PipelineTimes]) -> None:
     plan, timing = case
     training = plan.training
-    expected = makespan(timing, training.warmup, training.num_microbatches)
+    expected = timing.makespan(training.warmup, training.num_microbatches)
     found = simulate(plan, links=links(1 / 8)).forecast.step_seconds
     assert found == pytest.approx(expected)
 

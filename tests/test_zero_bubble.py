@@ -14,7 +14,7 @@ from pdcompile.errors import InfeasibleError, ScheduleError
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound
-from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.passes.schedules import make_stream, memory_rule, warmup
 from pdcompile.passes.simulate import simulate

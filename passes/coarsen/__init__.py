@@ -15,7 +15,7 @@ from pdcompile.errors import ConfigError, CostError, some
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.coarsen.items import Assembly
-from pdcompile.passes.coarsen.neutral import Neutral
+from pdcompile.passes.coarsen.neutral import join_neutral
 from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans, join_users
 from pdcompile.passes.partition.space.no_plan import refuse_contradictions
 from pdcompile.problem import (
@@ -67,8 +67,7 @@ def coarsen(
     if own_ages:
         join_users(graph, groups)
     close_cycles(graph, groups)
-    neutral = Neutral(graph, groups, b, wishes.marks(groups))
-    neutral.run()
+    moved_seconds = join_neutral(graph, groups, b, wishes.marks(groups))
     assembly = Assembly.of(graph, groups, b)
     given = wishes.bind(assembly.item_of, len(stages), groups)
     output = (assembly.output_item, len(stages) - 1)
@@ -88,7 +87,7 @@ def coarsen(
         num_microbatches=num_microbatches,
         objective=objective,
         allow_empty=any(count < len(stages) for count in counts),
-        scope=_scope(graph, groups, neutral.moved_seconds, constraints),
+        scope=_scope(graph, groups, moved_seconds, constraints),
         forbidden=tuple(sorted({pair for wish in given for pair in wish.forbidden})),
         max_stages=min(counts, default=None),
         wishes=given,

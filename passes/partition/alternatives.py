@@ -16,7 +16,7 @@ from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Training
 from pdcompile.plan.evaluate import Deployment, Evaluation
-from pdcompile.plan.makespan import Path, critical_path
+from pdcompile.plan.makespan import Path
 from pdcompile.plan.times import round_trips
 from pdcompile.plan.wires import StagePair
 from pdcompile.problem import PartitionProblem
@@ -97,7 +97,7 @@ def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
     path = critical(plan)[0] if chained(plan) else None
     total = seconds_of(plan) / (m if on.flush else 1)
     computing = [(f + w) / len(r) for f, w, r in zip(forward, backward, on.ranks, strict=True)]
-    found, trips = [], round_trips(spent.timing)
+    found, trips = [], round_trips(spent)
     for s, ranks in enumerate(on.ranks):
         turn, trip, in_flight = _longest_trip(trips, s, on)
         links = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
@@ -176,9 +176,8 @@ def chained(plan: Evaluation) -> bool:
 
 def critical(plan: Evaluation) -> tuple[Path, float]:
     """The critical path under a flush, and its seconds on links."""
-    timing = plan.times.timing
-    path = critical_path(timing, plan.warmup, plan.m, plan.deployment.schedule)
-    return path, math.fsum(timing.of_kind(kind)[hop] * times for hop, kind, times in path.hops)
+    path, hops = plan.times.critical_path(plan.warmup, plan.m), plan.times.hops
+    return path, math.fsum(hops[kind][hop] * count for hop, kind, count in path.hops)
 
 
 def boundaries(

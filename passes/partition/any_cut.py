@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.budget import Late
-from pdcompile.plan.makespan import Path, Timing, critical_path
-from pdcompile.plan.wires import StagePair
+from pdcompile.plan.makespan import Path
+from pdcompile.plan.times import PipelineTimes
 
 Array = NDArray[np.float64]
 CLOSE = 1e-4  # relative: where the rounds end
@@ -50,16 +50,14 @@ class Row:
 
     def critical(self, forward: Array, backward: Array) -> Path:
         """A longest chain where the stages take so many seconds."""
-        there: dict[StagePair, float] = {}
-        back: dict[StagePair, float] = {}
-        for s, (ahead, home) in enumerate(self.hops):
-            if not self.ranks or self.ranks[s] != self.ranks[s + 1]:
-                there[s, s + 1], back[s + 1, s] = ahead, home
-        twice = tuple(forward.tolist()) if self.again else ()
+        there = {(s, s + 1): ahead for s, (ahead, _) in enumerate(self.hops)}
+        back = {(s + 1, s): home for s, (_, home) in enumerate(self.hops)}
         both = backward + forward if self.again else backward
-        seconds = tuple(forward.tolist()), tuple(both.tolist())
-        timing = Timing(*seconds, there, back, again=twice, ranks=self.ranks)
-        return critical_path(timing, self.warmup, self.num_microbatches, self.schedule)
+        times = PipelineTimes.of_hops(
+            forward.tolist(), both.tolist(), there, back, schedule=self.schedule,
+            again=forward.tolist() if self.again else (), ranks=self.ranks,
+        )  # fmt: skip
+        return times.critical_path(self.warmup, self.num_microbatches)
 
 
 @dataclass(frozen=True)

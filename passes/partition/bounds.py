@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.dynamic_program import Cost
+from pdcompile.passes.partition.chains import Cost
 from pdcompile.passes.partition.model import Model, always_linked
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.makespan import Path, Timing, critical_path, warmup_of
+from pdcompile.plan.makespan import Path, warmup_of
+from pdcompile.plan.times import PipelineTimes
 from pdcompile.schedule.registry import kind_of
 
 Vector = NDArray[np.float64]
@@ -51,7 +52,7 @@ def flush_bound(segments: Segments) -> Cost:
     final = last_transfer(segments) if linked else before
 
     def cost(stage: int) -> Matrix:
-        own = segments.compute(stage)
+        own = segments.compute(segments.stages[stage])
         result: Matrix = m * own
         if not linked:
             return result
@@ -151,12 +152,14 @@ def seed_paths(model: Model) -> Iterator[Path]:
     schedule = model.problem.memory.schedule
     hops = {(s, s + 1): 1e-3 for s in range(n - 1)}
     back = {(s + 1, s): 1e-3 for s in range(n - 1)}
+    even = [1.0] * n
     for slow in range(n):
-        work = tuple(1.1 if s == slow else 1.0 for s in range(n))
-        yield critical_path(Timing(work, work, hops, back), warmup, m, schedule)
+        work = [1.1 if s == slow else 1.0 for s in range(n)]
+        times = PipelineTimes.of_hops(work, work, hops, back, schedule=schedule)
+        yield times.critical_path(warmup, m)
     for link in hops:
-        slow_link = Timing((1.0,) * n, (1.0,) * n, {**hops, link: 9.0}, back)
-        yield critical_path(slow_link, warmup, m, schedule)
+        times = PipelineTimes.of_hops(even, even, {**hops, link: 9.0}, back, schedule=schedule)
+        yield times.critical_path(warmup, m)
 
 
 def simple_bound(model: Model) -> float:
@@ -185,3 +188,31 @@ def crude_upper(model: Model) -> float:
         for flow in model.flows
     )
     return (work / slowest + transfers) * (m + n) * 1.01 + 1e-250
+
+
+def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
+    """Costs whose minimax is a good start for the makespan (not bounds: those are above).
+
+    The load by the share of all work that each stage is to have, where these are given; and m times
+    the load, plus what runs before a stage's first microbatch and after its last.
+    """
+    model = segments.model
+    m = model.problem.num_microbatches
+    before: Matrix = (segments.forward + segments.backward)[0]
+    shorter: Matrix = np.minimum(segments.forward, segments.backward)
+
+    def shared(stage: int) -> Matrix:
+        assert shares is not None
+        result: Matrix = segments.load_of(stage) / max(float(shares[stage]), 1e-9)
+        return result
+
+    def whole(stage: int) -> Matrix:
+        depth = max(0, min(model.in_flight(stage), m) - 1)
+        ramp = before[:, None] + m * segments.load_of(stage)
+        own = segments.compute(segments.stages[stage])
+        result: Matrix = np.maximum(ramp, before[-1] + (m - 1) * own - depth * shorter)
+        return result
+
+    if shares is not None:
+        yield shared
+    yield whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Lists = list[list[int]]
 
@@ -116,43 +116,38 @@ def contracted(after: Sequence[Iterable[int]]) -> tuple[list[int], tuple[tuple[i
 
 
 def components(after: Sequence[Sequence[int]]) -> list[int]:
-    """The strongly connected component of every vertex (Tarjan 1972, without recursion).
+    """The strongly connected component of every vertex: of those not yet in one, what the last to
+    be finished in a walk along arcs reaches along them backwards (Kosaraju).
 
     Of our own, like `reduced`: networkx reduces 10,000 vertices in 21 s, and takes as long to
     import as a third of planning a published graph.
     """
-    n = len(after)
-    part, low, found = [-1] * n, [0] * n, [-1] * n
-    stack: list[int] = []
-    clock = parts = 0
-    for root in range(n):
-        if found[root] >= 0:
-            continue
-        walk = [(root, 0)]
+    before: Lists = [[] for _ in after]
+    for a, following in enumerate(after):
+        for b in following:
+            before[b].append(a)
+    walk: list[tuple[int, Iterator[int]]]
+    part, finished, seen = [-1] * len(after), list[int](), [False] * len(after)
+    for root in range(len(after)):
+        walk = [] if seen[root] else [(root, iter(after[root]))]
+        seen[root] = True
         while walk:
-            v, i = walk.pop()
-            if found[v] < 0:
-                found[v] = low[v] = clock
-                clock += 1
-                stack.append(v)
-            descended = False
-            for j in range(i, len(after[v])):
-                u = after[v][j]
-                if found[u] < 0:
-                    walk += [(v, j), (u, 0)]  # look at u once more when it is finished
-                    descended = True
-                    break
-                if part[u] < 0:
-                    low[v] = min(low[v], low[u])
-            if descended:
-                continue
-            if low[v] == found[v]:
-                while True:
-                    u = stack.pop()
-                    part[u] = parts
-                    if u == v:
-                        break
-                parts += 1
+            v, left = walk[-1]
+            u = next((u for u in left if not seen[u]), None)
+            if u is not None:
+                seen[u] = True
+                walk.append((u, iter(after[u])))
+            else:
+                finished.append(v)
+                walk.pop()
+    parts = 0
+    for root in reversed(finished):
+        waiting = [root] * (part[root] < 0)
+        parts += len(waiting)
+        while waiting:
+            v = waiting.pop()
+            part[v] = parts - 1
+            waiting += [u for u in before[v] if part[u] < 0]
     return part
 
 

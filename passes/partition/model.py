@@ -24,7 +24,7 @@ from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.problem import PartitionProblem
 
-RUN = 32  # groups that are moved over a boundary together, at most
+RUN = 64  # groups that are moved over a boundary together, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ def single_moves(
 def next_to(
     arcs: Sequence[tuple[int, int]], groups: tuple[int, ...], num_stages: int
 ) -> Iterator[tuple[int, ...]]:
-    """Assignments with one group on the next stage or the one before, or with 2, 4, 8, … groups
+    """Assignments with one group on the next stage or the one before, or with 2, 3, 5, 8, … groups
     at the end of a stage on the other side."""
     for v, s in single_moves(arcs, groups):
         if 0 <= s < num_stages:
@@ -316,7 +316,7 @@ def next_to(
                 moved = own.copy()
                 moved[held[-count:] if to > side else held[:count]] = to
                 yield tuple(moved.tolist())
-                count *= 2
+                count = (3 * count + 1) // 2
 
 
 def always_linked(model: Model, kind: str) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition import dynamic_program
 from pdcompile.passes.partition.any_cut import AnyCut
-from pdcompile.passes.partition.bounds import flush_bound, seed_paths, simple_bound
+from pdcompile.passes.partition.bounds import flush_bound, flush_costs, seed_paths, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.chains import groups_of, straight_chains
+from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
-from pdcompile.passes.partition.dynamic_program import chains
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -190,8 +190,8 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
     """
     model = search.model
     flush = search.problem.objective == "flush"
-    exact = flush_bound(segments) if flush else segments.load
-    found = dynamic_program.solve(segments, exact, budget)
+    exact = flush_bound(segments) if flush else segments.load_of
+    found = best_chain(segments, exact, budget)
     complete = segments.complete and segments.model is model
     if found is None:
         search.impossible |= complete  # the matrices never overstate what a stage needs
@@ -204,10 +204,10 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     if flush:
         shares = None if search.cut is None else search.cut.shares
-        for cost in dynamic_program.flush_costs(segments, shares):
+        for cost in flush_costs(segments, shares):
             if search.late and len(segments.ideals) > FIRST:
                 return
-            found = dynamic_program.solve(segments, cost, budget)
+            found = best_chain(segments, cost, budget)
             if found:
                 search.offer(found[1], segments.model)
 
@@ -228,20 +228,17 @@ def find_any(search: Search) -> None:
 
 
 def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
-    """Evaluates every assignment that the bound leaves, when they are at most `most`."""
+    """Evaluates every assignment that the bound leaves; if they are more than `most`, so many."""
     if segments.model is not search.model or not segments.complete:
         return
     flush = search.problem.objective == "flush"
-    cost = flush_bound(segments) if flush else segments.load
-    upper = search.upper * (1 - 1e-9)
-    if most is not None:
-        some = islice(chains(segments, cost, lambda: upper), most + 1)
-        if sum(1 for _ in some) > most:
+    cost = flush_bound(segments) if flush else segments.load_of
+    chains = straight_chains(segments, cost, keep=True)
+    chains.solve()
+    for n, (_, chain) in enumerate(chains.enumerate(lambda: search.upper * (1 - 1e-9))):
+        if search.late or n == most:
             return
-    for groups in chains(segments, cost, lambda: search.upper * (1 - 1e-9)):
-        if search.late:
-            return
-        search.offer(groups)
+        search.offer(groups_of(segments, chain))
     if search.best is None:
         search.impossible = True
         return

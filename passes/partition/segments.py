@@ -14,21 +14,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.cluster import Link, ring_seconds
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Model
+from pdcompile.plan.evaluate import Deployment, Holding
 from pdcompile.problem import Item, StageLimits
+from pdcompile.problem.deployment import StageDeployment
 
 Matrix = NDArray[np.float64]
-Link = tuple[float, float]  # bytes per second, latency
+Rate = tuple[float, float]  # bytes per second, latency
 MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
+ALL = slice(None)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Coefficients of a stage's features: where and how it runs, on which links and devices.
+
+    `limit`: bytes of a rank, which holds what `holding` says.  `updates`: microbatches of a
+    replica's update, for which its gradients go once around the `ring`.
+    """
+
+    speed: float
+    option: StageDeployment
+    into: Link
+    out: Link
+    full_duplex: bool
+    limit: int | None
+    holding: Holding
+    ring: Link | None = None
+    updates: int = 1
+
+    @staticmethod
+    def of(on: Deployment, stages: Sequence[int]) -> list[Coefficients]:
+        """Those of some stages of a deployment, which follow each other."""
+
+        def hop(a: int, b: int) -> Link:
+            same = on.ranks[a] == on.ranks[b]
+            return StageLimits() if same else on.link(on.ranks[a][0], on.ranks[b][0])
+
+        hops = [StageLimits(), *starmap(hop, pairwise(stages)), StageLimits()]
+        return [
+            Coefficients(
+                on.speeds[s], StageDeployment(len(on.ranks[s]), on.recompute[s]), into, out,
+                not on.half_duplex[s], on.limits[s], on.holdings[s],
+            )
+            for s, (into, out) in zip(stages, pairwise(hops), strict=True)
+        ]  # fmt: skip
+
+
+@dataclass
 class Segments:
     """Matrices [I, J] for `ideals` (bit masks, the empty set first, the full set last)."""
 
@@ -40,11 +81,16 @@ class Segments:
     backward: Matrix
     _features: _Features
     complete: bool = False  # these are all ideals of the model
-    _links: dict[Link, tuple[Matrix, ...]] = field(init=False, default_factory=dict)
-    # Stages are alike: by speed, and by the two links and whether they are full duplex.
-    _computed: dict[float, Matrix] = field(init=False, default_factory=dict)
-    _sent: dict[tuple[Link, Link, bool], Matrix] = field(init=False, default_factory=dict)
+    _links: dict[Rate, tuple[Matrix, ...]] = field(init=False, default_factory=dict)
+    # by the two links, and whether they are full duplex
+    _sent: dict[tuple[Rate, Rate, bool], Matrix] = field(init=False, default_factory=dict)
     _paths: dict[float, Paths] = field(init=False, default_factory=dict)
+
+    @cached_property
+    def stages(self) -> list[Coefficients]:
+        """Coefficients of the problem's own stages."""
+        problem = self.model.problem
+        return Coefficients.of(Deployment.straight(problem), range(len(problem.stages)))
 
     @staticmethod
     def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:
@@ -74,27 +120,52 @@ class Segments:
         """The stage of every item, of stages that end at these ideals."""
         return self.model.items_of((~self.inside[list(ends)]).sum(0).tolist())
 
-    def compute(self, stage: int) -> Matrix:
-        """Forward and backward seconds of one microbatch on the stage's device."""
-        speed = self.model.problem.stages[stage].speed
-        if speed not in self._computed:
-            self._computed[speed] = (self.forward + self.backward) / speed
-        return self._computed[speed]
+    def compute(self, on: Coefficients, rows: slice = ALL) -> Matrix:
+        """Seconds for which a microbatch keeps the devices of a stage busy, one after the other."""
+        found: Matrix = on.option.forwards * self.forward[rows] + self.backward[rows]
+        return found / on.speed
 
-    def transfer(self, stage: int) -> Matrix:
-        """Link seconds: the busier direction, or both on a half-duplex link."""
-        stages = self.model.problem.stages
-        return self.between(stages[max(stage - 1, 0)], stages[stage])
-
-    def between(self, into: StageLimits, out: StageLimits) -> Matrix:
-        """The same of a stage between two links."""
-        key = _link(out), _link(into), out.full_duplex
+    def transfer(self, on: Coefficients) -> Matrix:
+        """Link seconds of a microbatch: the busier direction, or both on a half-duplex link."""
+        key = _rate(on.out), _rate(on.into), on.full_duplex
         if key not in self._sent:
-            out_forward, out_backward, _, _, middle = self._at(out)
-            _, _, in_forward, in_backward, _ = self._at(into)
+            out_forward, out_backward, _, _, middle = self._at(on.out)
+            _, _, in_forward, in_backward, _ = self._at(on.into)
             sent, received = out_forward + in_backward, in_forward + out_backward + middle
-            self._sent[key] = np.maximum(sent, received) if out.full_duplex else sent + received
+            self._sent[key] = np.maximum(sent, received) if on.full_duplex else sent + received
         return self._sent[key]
+
+    def reduction(self, on: Coefficients, rows: slice = ALL) -> Matrix | float:
+        """Seconds per microbatch of the stage's all-reduce."""
+        if on.ring is None:
+            return 0.0
+        once = ring_seconds(on.ring, self.byte_tables[0][rows], on.option.replicas)
+        found: Matrix = once / on.updates
+        return found
+
+    def load(self, on: Coefficients, rows: slice = ALL) -> Matrix:
+        """Seconds per microbatch that a stage, or one of its links, is busy."""
+        r, traffic = on.option.replicas, self.transfer(on)[rows]
+        found: Matrix = np.maximum(
+            self.compute(on, rows) / r, traffic / r + self.reduction(on, rows)
+        )
+        return found
+
+    def load_of(self, stage: int) -> Matrix:
+        """The same of a stage of the problem."""
+        return self.load(self.stages[stage])
+
+    def loads(self, on: Deployment, stages: Sequence[int]) -> list[Matrix]:
+        """The same of stages of a deployment; infinite where one lacks memory."""
+        every = Coefficients.of(on, stages)
+        return [np.where(self.fits(one), self.load(one), np.inf) for one in every]
+
+    def fits(self, on: Coefficients, rows: slice = ALL) -> NDArray[np.bool_] | bool:
+        """True for what keeps the limit of a rank by the formula."""
+        if on.limit is None:
+            return True
+        found: NDArray[np.bool_] = self.bytes(on.holding, rows) <= on.limit * (1 + 1e-12) + 0.5
+        return found
 
     def paths(self, first_part: float) -> Paths:
         """Longest paths beside stages; `first_part` as in `Paths.of`."""
@@ -102,26 +173,10 @@ class Segments:
             self._paths[first_part] = Paths.of(self.model, self.inside, first_part)
         return self._paths[first_part]
 
-    def load(self, stage: int) -> Matrix:
-        return np.maximum(self.compute(stage), self.transfer(stage))
-
-    def memory(self, stage: int) -> Matrix:
-        """Bytes by `MemoryRule`'s formula."""
-        rule = self.model.problem.memory
-        updated = rule.buffers_of(stage) + rule.optimizer_factor
-        return self.bytes(rule.versions_of(stage), updated, *rule.counts(stage))
-
-    def bytes(
-        self,
-        versions: int,
-        updated: float,
-        saved: int,
-        received: int,
-        returned: int,
-        rows: slice = slice(None),
-    ) -> Matrix:
-        """Bytes of a stage that has so many of everything; `updated`: bytes per owned byte."""
-        counts = versions, updated, 1, saved, received, returned, 1
+    def bytes(self, held: Holding, rows: slice = ALL) -> Matrix:
+        """Bytes of one rank of a stage, by `Evaluation.memory`'s formula."""
+        updated = held.gradient_buffers + held.optimizer_factor
+        counts = held.versions, updated, 1, held.saved, held.received, held.returned, 1
         parts = (n * table[rows] for n, table in zip(counts, self.byte_tables, strict=True) if n)
         total: Matrix = sum(parts)  # type: ignore[assignment]
         return total
@@ -142,9 +197,8 @@ class Segments:
     def allowed(self, stage: int) -> NDArray[np.bool_]:
         """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
         result = self.subset.copy() if self.model.problem.allow_empty else self.nested
-        limit = self.model.problem.stages[stage].memory_bytes
-        if limit is not None:
-            result &= self.memory(stage) <= limit * (1 + 1e-12) + 0.5
+        if self.model.problem.stages[stage].memory_bytes is not None:
+            result &= self.fits(self.stages[stage])
         low, high = np.array(self.model.lowest), np.array(self.model.highest)
         # A later stage's group is not in J, an earlier stage's group is in I.
         late: NDArray[np.bool_] = np.any(self.inside[:, low > stage], axis=1)
@@ -156,9 +210,9 @@ class Segments:
             result &= held[None, :] <= held[:, None]
         return result
 
-    def _at(self, link: StageLimits) -> tuple[Matrix, ...]:
+    def _at(self, link: Link) -> tuple[Matrix, ...]:
         """(out forward, out backward, in forward, in backward, middle) seconds on a link."""
-        key = _link(link)
+        key = _rate(link)
         if key not in self._links:
             flows = self.model.flows
             f = np.array([flow.forward_seconds(link) for flow in flows])
@@ -167,8 +221,8 @@ class Segments:
         return self._links[key]
 
 
-def _link(stage: StageLimits) -> Link:
-    return stage.bytes_per_second, stage.latency_seconds
+def _rate(link: Link) -> Rate:
+    return link.bytes_per_second, link.latency_seconds
 
 
 @dataclass(slots=True)

@@ -26,13 +26,12 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import deployed, evenest
+from pdcompile.passes.partition.chains import evenest
 from pdcompile.passes.partition.model import build, positions, single_moves
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.makespan import makespan
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.units import format_bytes, format_seconds
 
@@ -239,7 +238,7 @@ class Borders:
 
         for table in self._tables(segments, used):
             if found := evenest(segments, table):
-                offer(found[1])
+                offer(found)
         least = heap[0][0] if heap else 0.0
         while heap and heap[0][0] <= least * (1 + EQUAL):
             least, groups = heapq.heappop(heap)
@@ -256,7 +255,7 @@ class Borders:
         on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
-        loads, own = deployed(segments, on, used), self.plan.times.loads(m)
+        loads, own = segments.loads(on, used), self.plan.times.loads(m)
         each = [*zip(loads, used, strict=True)]
         yield [ahead + m * load + once * owned / on.speeds[s] for load, s in each]
         yield [load / max(own[s], 1e-12) for load, s in each]
@@ -284,7 +283,7 @@ def step_seconds(plan: Evaluation, update: Update | None) -> float:
         return seconds_of(plan)
     sizes = [sum(updated_sizes(plan.problem, plan.stage_of, s)) for s in plan.stages]
     updates = [update(size) / v for size, v in zip(sizes, on.speeds, strict=True)]
-    return makespan(plan.times.timing, plan.warmup, plan.m, on.schedule, updates)
+    return plan.times.makespan(plan.warmup, plan.m, updates)
 
 
 def sent_bytes(plan: Evaluation) -> int:

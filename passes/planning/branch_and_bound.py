@@ -31,7 +31,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, solve
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
 from pdcompile.passes.partition.space.no_plan import no_plan, too_large
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, near, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
     branches,
@@ -178,7 +178,8 @@ class PlanSearch:
     def _next_to(self, best: Candidate) -> Iterator[Candidate]:
         prepared = self._prepared(best.setting.num_microbatches)
         decide = self.space.decides_recomputation
-        return neighbours(prepared, self.cluster, best, decide=decide)
+        yield from near(prepared, self.space, self.cluster, best)
+        yield from neighbours(prepared, self.cluster, best, decide=decide)
 
     def _unfinished(self, bound: float, branch: Branch | None, why: str) -> None:
         """Note that what was not tried may cost as little as its bound."""

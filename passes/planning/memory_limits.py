@@ -24,12 +24,38 @@ ATTEMPTS = 6
 CLOSE = 0.02  # relative: how near the least limit the search goes
 SECONDS = 10.0  # for all of it; a search that has begun is not broken off
 
-#: from a problem to the most bytes that a rank holds, by its ledger and by the formula, and whether
-#: all limits are kept; raises InfeasibleError
-Trial = Callable[[PartitionProblem], tuple[int, bool]]
+ROUNDS = 8
+OTHER_WAYS = "microbatches, schedule or recomputation"
+SCOPE = "memory by the planner's formula and by the schedule's ledger"
+LOOSER = "a bound by the formula alone"
+
+#: from a problem to a plan with a forecast, and the partition that it is made of
+Solve = Callable[[PartitionProblem], tuple[Plan, Partition]]
 
 
-def with_enough(error: InfeasibleError, problem: PartitionProblem, trial: Trial) -> InfeasibleError:
+def within_ledgers(problem: PartitionProblem, solve: Solve) -> Plan:
+    """The best plan found whose ledgers keep every stage's memory limit.
+
+    A plan without a forecast, of a schedule too long for ledgers, keeps the formula alone.
+
+    Args:
+        solve: raises InfeasibleError.
+
+    Raises:
+        InfeasibleError: no plan keeps the formula.
+        NotFoundError: none was found that keeps the ledgers as well; names the stage, its limit
+            and what its schedule needs.  Both name a limit under which a plan was found.
+    """
+    try:
+        plan, _ = _planned_within(problem, solve)
+        if plan.forecast is None or all(one.memory_bytes is None for one in problem.stages):
+            return plan
+        return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
+    except InfeasibleError as error:
+        raise _advised(error, problem, solve) from error.__cause__
+
+
+def _advised(error: InfeasibleError, problem: PartitionProblem, solve: Solve) -> InfeasibleError:
     """The refusal, with the least limit for which a plan was found, as ``20.9 MB`` on every limited
     stage, as its remedy; as it is where memory is not what is missing."""
     sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
@@ -37,16 +63,22 @@ def with_enough(error: InfeasibleError, problem: PartitionProblem, trial: Trial)
     budget, least = Budget(SECONDS), 0  # bytes with which there is none by the planner's formula
 
     def needed(limit: int | None) -> int | None:
-        """Bytes that the plan under a limit holds; None where it does not keep the limit."""
+        """Bytes that a rank of the plan under a limit holds at most, by its ledger and by the
+        formula; None where there is none that keeps it, or it has no ledger."""
         nonlocal least
+        changed = problem.with_memory(dict.fromkeys(limits, limit))
         try:
-            held, kept = trial(problem.with_memory(dict.fromkeys(limits, limit)))
+            plan, found = _planned_within(changed, solve)
         except NotFoundError:
             return None
         except InfeasibleError:
             least = max(least, limit or 0)
             return None
-        return held if kept else None
+        if plan.forecast is None or excess(changed, plan):
+            return None
+        ledgers = plan.forecast.ledgers
+        held = [ledgers[rank].total_bytes for stage in plan.stages for rank in stage.ranks]
+        return max(*held, *found.memory_bytes)
 
     most = needed(None) if limits else None
     if most is None:
@@ -69,69 +101,11 @@ def with_enough(error: InfeasibleError, problem: PartitionProblem, trial: Trial)
     return type(error)(error.message, where=error.where, remedy=remedy)
 
 
-ROUNDS = 8
-OTHER_WAYS = "microbatches, schedule or recomputation"
-SCOPE = "memory by the planner's formula and by the schedule's ledger"
-LOOSER = "a bound by the formula alone"
-
-
-def within_ledgers(
-    problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
-) -> Plan:
-    """The best plan found whose ledgers keep every stage's memory limit.
-
-    A plan without a forecast, of a schedule too long for ledgers, keeps the formula alone.
-
-    Args:
-        solve: from a problem to a plan with a forecast, and the partition that it is made of;
-            raises InfeasibleError.
-
-    Raises:
-        InfeasibleError: no plan keeps the formula.
-        NotFoundError: none was found that keeps the ledgers as well; names the stage, its limit
-            and what its schedule needs.  Both name a limit under which a plan was found.
-    """
-    try:
-        plan = planned_within(problem, solve)
-        if plan.forecast is None or all(one.memory_bytes is None for one in problem.stages):
-            return plan
-        return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
-    except InfeasibleError as error:
-        raise advised(error, problem, solve) from error.__cause__
-
-
-def advised(
-    error: InfeasibleError,
-    problem: PartitionProblem,
-    solve: Callable[[PartitionProblem], tuple[Plan, Partition]],
-) -> InfeasibleError:
-    """The refusal, with a limit on memory that was tried, where one would do."""
-
-    def trial(changed: PartitionProblem) -> tuple[int, bool]:
-        formula: tuple[int, ...] = ()
-
-        def solved(one: PartitionProblem) -> tuple[Plan, Partition]:
-            nonlocal formula
-            plan, partition = solve(one)
-            formula = partition.memory_bytes
-            return plan, partition
-
-        plan = planned_within(changed, solved)
-        if plan.forecast is None:  # too long a schedule for a ledger
-            raise error
-        held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
-        return max(*held, *formula), not excess(changed, plan)
-
-    return with_enough(error, problem, trial)
-
-
-def planned_within(
-    problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
-) -> Plan:
+def _planned_within(problem: PartitionProblem, solve: Solve) -> tuple[Plan, Partition]:
     """`within_ledgers` without its scope, and without advice in what it raises."""
     first, partition = solve(problem)
     if first.forecast is None or not excess(problem, first):
-        return first
+        return first, partition
     failure: InfeasibleError | None = None
     # What a ledger has beyond the formula is kept free, which converges in a few rounds; then a
     # limit falls by no more than the excess, which is slower, and gives less away.
@@ -150,7 +124,7 @@ def planned_within(
                 failure = error
                 break
             if not excess(problem, plan):
-                return replace(plan, certificate=_weaker(plan, first))
+                return replace(plan, certificate=_weaker(plan, first)), found
     raise _over_ledgers(problem, first, excess(problem, first)) from failure
 
 

@@ -1,9 +1,9 @@
 """Refine: planned stages are timed once, op costs rescaled by what was found, and solved again.
 
 A stage is not the sum of its ops: each op was measured alone, with its operands in the caches and
-one call of autograd to itself.  Two factors, for small ops and for the others, take out what all
-stages have in common.  What is left in one stage goes to that stage's ops as far as it is more
-than chance: nearly all of a large difference, little of a small one.
+one call of autograd to itself.  One factor takes out what all stages have in common.  What is left
+in one stage goes to that stage's ops as far as it is more than chance: nearly all of a large
+difference, little of a small one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.profile.stage_times import StageTimes
 from pdcompile.plan import Plan
 
-SMALL_SECONDS = 50e-6  # of one op, forward and backward
 TOLERANCE = 0.10  # of a stage's time: below it the costs are good enough
 ROUNDS = 2  # of measuring all stages
 COUNTS = 0.05  # of the slowest stage: errors of shorter stages decide nothing
 LEAST, MOST = 0.25, 4.0  # factors beyond are no calibration any more
 CHANCE = 0.10  # what two measurements of a stage may differ by
-RIDGE = 0.3  # pull of the two factors towards one common factor
 
 Measure = Callable[[Plan], Sequence[StageTimes]]
 Solve = Callable[[OpGraph], Plan]
@@ -31,20 +29,16 @@ Solve = Callable[[OpGraph], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors of op costs.
+    """Factors of op costs: of every op, of the ops of each measured stage besides, and `of` each op
+    by its name the product."""
 
-    `small` and `large` hold for every op below and above `SMALL_SECONDS`, `stages` besides for
-    the ops of each measured stage; `of` is the product, by op name.
-    """
-
-    small: float
-    large: float
+    common: float
     stages: tuple[float, ...]
     of: Mapping[str, float]
 
     def __str__(self) -> str:
         stages = ", ".join(f"{factor:.2f}" for factor in self.stages)
-        return f"x {self.small:.2f} below 50 us, x {self.large:.2f} above, by stage x {stages}"
+        return f"x {self.common:.2f}, by stage x {stages}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,56 +121,17 @@ def compared(graph: OpGraph, cut: Sequence[Sequence[str]], times: Sequence[Stage
 
 def rescale(graph: OpGraph, cut: Sequence[Sequence[str]], times: Sequence[StageTimes]) -> Scale:
     """Factors for the costs of a graph, from the measured stages of one cut."""
-    seconds = {op.name: op_seconds(op) for op in graph.ops}
-    rows = []
-    for names, one in zip(cut, times, strict=True):
-        small = math.fsum(seconds[n] for n in names if seconds[n] < SMALL_SECONDS)
-        large = math.fsum(seconds[n] for n in names if seconds[n] >= SMALL_SECONDS)
-        rows.append((small, large, one.seconds))
-    small, large = two_factors(rows)
-    stages = []
-    for s, g, measured in rows:
-        expected = small * s + large * g
-        stages.append(_beyond_chance(measured / expected) if expected and measured else 1.0)
+    found = compared(graph, cut, times)
+    pairs = [*zip(found.predicted_seconds, found.measured_seconds, strict=True)]
+    predicted, measured = map(math.fsum, zip(*pairs, strict=True))
+    common = _bounded(measured / predicted) if predicted and measured else 1.0
+    stages = [_beyond_chance(m / (common * p)) if p and m else 1.0 for p, m in pairs]
     of = {
-        name: _bounded((small if seconds[name] < SMALL_SECONDS else large) * factor)
+        name: _bounded(common * factor)
         for names, factor in zip(cut, stages, strict=True)
         for name in names
     }
-    return Scale(small, large, tuple(stages), of)
-
-
-def two_factors(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Factors of small and of large ops that come closest to all stages' measured times.
-
-    Least squares of the stages' errors, with a pull towards one factor for both, which decides
-    where the stages do not tell them apart.
-
-    Args:
-        rows: seconds of small ops, seconds of large ops, measured seconds, of each stage.
-    """
-    whole = math.fsum(t for _, _, t in rows)
-    sums = [math.fsum(row[i] for row in rows) for i in (0, 1)]
-    if not whole or not sum(sums):
-        return 1.0, 1.0
-    common = whole / sum(sums)
-    # Of each row what it says of the two factors, how much that counts, and what should come out.
-    equations = [(s / t, g / t, t / whole, 1.0) for s, g, t in rows if t > 0]
-    for i in (0, 1):
-        share = RIDGE * sums[i] / whole
-        one = (share, 0.0) if i == 0 else (0.0, share)
-        equations.append((*one, 1.0, share * common))
-    ss = math.fsum(w * a * a for a, _, w, _ in equations)
-    sg = math.fsum(w * a * b for a, b, w, _ in equations)
-    gg = math.fsum(w * b * b for _, b, w, _ in equations)
-    sy = math.fsum(w * a * y for a, _, w, y in equations)
-    gy = math.fsum(w * b * y for _, b, w, y in equations)
-    determinant = ss * gg - sg * sg
-    if determinant <= 1e-12 * max(ss, gg) ** 2:
-        return _bounded(common), _bounded(common)
-    small = (sy * gg - gy * sg) / determinant
-    large = (gy * ss - sy * sg) / determinant
-    return _bounded(small), _bounded(large)
+    return Scale(common, tuple(stages), of)
 
 
 def rescaled(graph: OpGraph, factors: Mapping[str, float]) -> OpGraph:

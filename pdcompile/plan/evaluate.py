@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from pdcompile.cluster import Link, slowest
-from pdcompile.plan.makespan import Path, critical_path, warmup_of
+from pdcompile.plan.makespan import Path, warmup_of
 from pdcompile.plan.times import Message, PipelineTimes, messages_of
 from pdcompile.problem import Partition, PartitionProblem
 
@@ -288,4 +288,4 @@ def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
 def path_of(problem: PartitionProblem, stage_of: Sequence[int]) -> Path:
     """The critical path of the assignment's flush schedule."""
     found = Evaluation(problem, stage_of)
-    return critical_path(found.times.timing, found.warmup, found.m, found.deployment.schedule)
+    return found.times.critical_path(found.warmup, found.m)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -28,7 +28,6 @@ from pdcompile.plan.wires import (
     StagePair,
     Wire,
     WireGroup,
-    by_distance,
 )
 from pdcompile.schedule.instruction import TO_WEIGHTS, Action
 from pdcompile.schedule.registry import (
@@ -40,34 +39,8 @@ from pdcompile.schedule.registry import (
     window,
 )
 
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "final")
 #: which of the rank's stages, what it does, which of its microbatches
 Turn: TypeAlias = tuple[int, Action, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """What one microbatch takes: seconds per stage, and per hop for all its values together.
-
-    `final_hops` happen once, after the sender's last backward: to an earlier stage the sum of a
-    tied gradient, on its way to the owner, to a later one the owner's new weights.
-    `again` is what `backward` has in it of forwards that run again; empty: nothing.  `ranks`: of
-    each stage, which share no hop where they are one; empty: each its own.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    forward_hops: Mapping[StagePair, float] = field(default_factory=dict)
-    backward_hops: Mapping[StagePair, float] = field(default_factory=dict)
-    final_hops: Mapping[StagePair, float] = field(default_factory=dict)
-    full_duplex: bool = True
-    again: tuple[float, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-    def of_kind(self, kind: Direction) -> Mapping[StagePair, float]:
-        if kind == "final":
-            return self.final_hops
-        return self.forward_hops if kind == "forward" else self.backward_hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,63 +79,6 @@ def order_of(
     ]
     place = {s: n for n, (s, *_) in enumerate(works)}
     return [(place[s], action, k) for s, action, _, k in kind_of(schedule).order(stages)]
-
-
-def makespan(
-    timing: Timing,
-    warmup: Sequence[int],
-    num_microbatches: int,
-    schedule: str = DEFAULT,
-    updates: Sequence[float] = (),
-) -> float:
-    """Seconds from the first forward to the last backward (or final hop) of one minibatch.
-
-    `updates`: seconds of the update of each stage, before it sends new weights; empty: none.
-
-    Raises:
-        ValueError: the stages wait for each other for ever (warm-up too small for the hops).
-    """
-    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=timing.full_duplex)
-    hops = sorted(timing.final_hops.items(), reverse=True)
-    finals = [(hop, hop, seconds) for hop, seconds in hops]
-    return walk.updated(updates or (0.0,) * len(timing.forward), None, finals)
-
-
-def critical_path(
-    timing: Timing, warmup: Sequence[int], num_microbatches: int, schedule: str = DEFAULT
-) -> Path:
-    """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
-
-    With the same warm-up and microbatches, every other partition whose stages have these hops
-    takes at least this path's sum of its own seconds, because the order of programs and links
-    is fixed.  Half-duplex links, where it is not, are treated as full duplex.
-    """
-    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=True)
-    return walk.path(*walk.last(timing))
-
-
-def _walk(
-    timing: Timing,
-    warmup: Sequence[int],
-    num_microbatches: int,
-    schedule: str,
-    *,
-    full_duplex: bool,
-) -> EventWalk:
-    ranks = [(rank,) for rank in timing.ranks or range(len(timing.forward))]
-    walk = EventWalk(
-        timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule,
-        again=timing.again,
-    )  # fmt: skip
-    for kind in DIRECTIONS[:2]:
-        table = timing.of_kind(kind)
-        hops = sorted(table, key=by_distance)
-        for a, b in hops:
-            shared = None if full_duplex else walk.shared
-            walk.join([Wire((a, b), kind, (table[a, b],), (min(a, b), max(a, b)), shared)])
-        walk.send_in_order(kind, hops)
-    walk.run()
-    return walk
 
 
 class EventWalk:
@@ -258,18 +174,18 @@ class EventWalk:
         at = wire.arrived[i]
         return (at, (wire, i)) if at > now else (now, because)
 
-    def last(self, timing: Timing) -> tuple[Event, tuple[StagePair, ...]]:
+    def last(self, finals: Mapping[StagePair, float]) -> tuple[Event, tuple[StagePair, ...]]:
         """The event that decides when the last stage or final hop is done, and the final hops."""
         no_hops: tuple[StagePair, ...] = ()
         ends = [
             (now, because, no_hops) for now, because in zip(self.done, self.because, strict=True)
         ]
-        sums = sorted((hop for hop in timing.final_hops if hop[0] > hop[1]), reverse=True)
+        sums = sorted((hop for hop in finals if hop[0] > hop[1]), reverse=True)
         for a, b in sums:
             now, event, hops = ends[a]
-            came = now + timing.final_hops[a, b], event, (*hops, (a, b))
+            came = now + finals[a, b], event, (*hops, (a, b))
             ends[b] = max(ends[b], came, key=lambda one: one[0])
-        for (a, b), seconds in timing.final_hops.items():
+        for (a, b), seconds in finals.items():
             if a < b:
                 now, event, hops = max(ends[a], ends[b], key=lambda one: one[0])
                 ends.append((now + seconds, event, (*hops, (a, b))))

@@ -7,16 +7,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdcompile.cluster import Cluster, Link, message_seconds, ring_seconds, slowest
-from pdcompile.plan.makespan import DIRECTIONS, EventWalk, Timing, makespan
-from pdcompile.plan.wires import Direction, StagePair, Wire
+from pdcompile.cluster import Cluster, Level, Link, message_seconds, ring_seconds, slowest
+from pdcompile.plan.makespan import EventWalk, Path
+from pdcompile.plan.wires import DIRECTIONS, Direction, StagePair, Wire, by_distance
 from pdcompile.schedule.registry import DEFAULT, kind_of
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
+
+
+SECONDS = Level("seconds", 1, 1.0)  # a link on which a message takes as long as it has bytes
 
 
 class Message(NamedTuple):
@@ -26,7 +29,7 @@ class Message(NamedTuple):
     kind: Direction
     source: int
     target: int
-    bytes: int
+    bytes: int  # seconds, where the link is `SECONDS`
 
 
 def messages_of(
@@ -82,15 +85,41 @@ class PipelineTimes:
     schedule: str = DEFAULT
     again: Sequence[float] = ()
 
-    @property
+    @staticmethod
+    def of_hops(
+        forward: Sequence[float],
+        backward: Sequence[float],
+        *hops: Mapping[StagePair, float],
+        schedule: str = DEFAULT,
+        again: Sequence[float] = (),
+        ranks: Sequence[int] = (),
+    ) -> PipelineTimes:
+        """Stages of one rank each, of which the seconds of hops are known: of forward, backward
+        and final ones; `ranks`: of each stage; empty: its own."""
+        count, listed = len(forward), list[Message]()
+        for kind, table in zip(DIRECTIONS, hops, strict=False):
+            listed += [Message(kind, *hop, seconds) for hop, seconds in table.items()]  # type: ignore[arg-type]
+        return PipelineTimes(
+            forward,
+            backward,
+            [(rank,) for rank in ranks or range(count)],
+            listed,
+            lambda a, b: SECONDS,
+            [False] * count,
+            [0] * count,
+            schedule=schedule,
+            again=again,
+        )
+
+    @cached_property
     def straight(self) -> bool:
         """Has every stage one rank of its own?"""
         alone = len(set(self.ranks)) == len(self.ranks)
         return alone and all(len(ranks) == 1 for ranks in self.ranks)
 
     @cached_property
-    def timing(self) -> Timing:
-        """One microbatch over the fastest ranks of each stage: all there is without replicas."""
+    def hops(self) -> dict[Direction, dict[StagePair, float]]:
+        """Seconds of a microbatch's messages on each hop, over the fastest ranks of its stages."""
         tables: dict[Direction, dict[StagePair, float]] = {kind: {} for kind in DIRECTIONS}
         between: dict[StagePair, list[Link]] = {}
         for kind, a, b, size in self.messages:
@@ -100,27 +129,12 @@ class PipelineTimes:
                 links = between[a, b] = list({id(one): one for one in every}.values())
             seconds = min(message_seconds(link, size) for link in links)
             tables[kind][a, b] = tables[kind].get((a, b), 0.0) + seconds
-        return Timing(
-            tuple(self.forward),
-            tuple(self.backward),
-            tables["forward"],
-            tables["backward"],
-            tables["final"],
-            not any(self.half_duplex),
-            tuple(self.again),
-        )
+        return tables
 
     def traffic(self, num_microbatches: int) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds per microbatch that each rank sends and receives."""
         sent: dict[int, float] = defaultdict(float)
         received: dict[int, float] = defaultdict(float)
-        if self.straight:
-            for kind in DIRECTIONS:
-                every = num_microbatches if kind == "final" else 1
-                for (a, b), seconds in self.timing.of_kind(kind).items():
-                    sent[self.ranks[a][0]] += seconds / every
-                    received[self.ranks[b][0]] += seconds / every
-            return sent, received
         for kind, a, b, size in self.messages:
             # Final messages concern each replica once a minibatch, microbatches one of them each.
             pairs, final = self._pairs(a, b), kind == "final"
@@ -161,51 +175,86 @@ class PipelineTimes:
         worst = max(self.loads(num_microbatches))
         if not in_flight:
             return worst
-        for (s, t), seconds in round_trips(self.timing).items():
+        for (s, t), seconds in round_trips(self).items():
             ahead = len(self.ranks[s]) * in_flight[s] - len(self.ranks[t]) * (in_flight[t] - 1)
             worst = max(worst, seconds / ahead)
         return worst
 
-    def makespan(self, warmup: Sequence[int], num_microbatches: int) -> float:
-        """Seconds of one minibatch with a flush.  Raises ValueError as `makespan` does."""
-        if self.straight and not self.clips:
-            return makespan(self.timing, warmup, num_microbatches, self.schedule)
+    def makespan(
+        self, warmup: Sequence[int], num_microbatches: int, updates: Sequence[float] = ()
+    ) -> float:
+        """Seconds of one minibatch with a flush, from the first forward to the last update and what
+        is sent after it.
+
+        `updates`: seconds of each stage's; empty: it only sums gradients.
+
+        Raises:
+            ValueError: the stages wait for each other for ever (warm-up too small for the hops).
+        """
+        walk = self._walk(warmup, num_microbatches)
+        finals = [
+            (hop, pair, seconds)
+            for hop, table in self._sent("final")
+            for pair, seconds in islice(table.items(), len(self.ranks[max(hop)]))
+        ]
+        norms = message_seconds(self._among(), 0.0) if self.clips else None
+        sums = updates or [self.reduction(s) for s in range(len(self.ranks))]
+        return walk.updated(sums, norms, finals)
+
+    def critical_path(self, warmup: Sequence[int], num_microbatches: int) -> Path:
+        """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
+
+        With the same warm-up and microbatches, every other partition whose stages have these hops
+        takes at least this path's sum of its own seconds, because the order of programs and links
+        is fixed.  Half-duplex links, where it is not, are treated as full duplex.
+        """
+        walk = self._walk(warmup, num_microbatches, fixed=True)
+        return walk.path(*walk.last(self.hops["final"]))
+
+    def _walk(
+        self, warmup: Sequence[int], num_microbatches: int, *, fixed: bool = False
+    ) -> EventWalk:
+        """The minibatch, followed to its end; `fixed`: no two hops share a link."""
         walk = EventWalk(
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
             self.again,
         )  # fmt: skip
         for kind in DIRECTIONS[:2]:
-            listed = [one for one in self._sent if one.kind == kind]
-            pairs: dict[StagePair, list[int]] = {}
-            for one in listed:
-                pairs.setdefault((one.source, one.target), []).append(one.bytes)
-            for (a, b), sizes in pairs.items():
+            sent, of_hop = (
+                self._sent(kind),
+                defaultdict[StagePair, list[Mapping[StagePair, float]]](list),
+            )
+            for hop, seconds in sent:
+                of_hop[hop].append(seconds)
+            for hop, listed in of_hop.items():
                 wires = []
-                for x, y in self._pairs(a, b):
-                    link = self.link(x, y)
-                    seconds = tuple(message_seconds(link, size) for size in sizes)
-                    half = any(self.half_duplex) and not link.full_duplex
-                    ends = (min(x, y), max(x, y)) if half else (x, y)
-                    shared = walk.shared if half or walk.shares(a, b) else None
-                    wires.append(Wire((a, b), kind, seconds, ends, shared))
+                for pair in listed[0]:
+                    half = any(self.half_duplex)
+                    half = half and (self.straight or not self.link(*pair).full_duplex)
+                    shared = not fixed and (half or walk.shares(*hop))
+                    ends = (min(pair), max(pair)) if half else pair
+                    each = tuple(one[pair] for one in listed)
+                    wires.append(Wire(hop, kind, each, ends, walk.shared if shared else None))
                 walk.join(wires)
-            walk.send_in_order(kind, [(one.source, one.target) for one in listed])
+            walk.send_in_order(kind, [hop for hop, _ in sent])
         walk.run()
-        return walk.updated(
-            [self.reduction(s) for s in range(len(self.ranks))],
-            message_seconds(self._among(), 0.0) if self.clips else None,
-            [
-                ((a, b), pair, message_seconds(self.link(*pair), size))
-                for kind, a, b, size in self._sent
-                if kind == "final"
-                for pair in self._pairs(a, b)[: len(self.ranks[max(a, b)])]
-            ],
-        )
+        return walk
 
-    @property
-    def _sent(self) -> list[Message]:
-        """Without what stays inside a rank."""
-        return [one for one in self.messages if self.ranks[one.source] != self.ranks[one.target]]
+    def _sent(self, kind: Direction) -> list[tuple[StagePair, dict[StagePair, float]]]:
+        """Messages in the order in which a stage sends them, without what stays inside a rank: the
+        stages, and seconds for each two ranks that take a microbatch, in turn.
+
+        Where each stage has a rank of its own all messages of a hop are one.
+        """
+        if self.straight:
+            table, final = self.hops[kind], kind == "final"
+            hops = sorted(table, reverse=True) if final else sorted(table, key=by_distance)
+            return [(hop, {self._pairs(*hop)[0]: table[hop]}) for hop in hops]
+        return [
+            ((a, b), {one: message_seconds(self.link(*one), size) for one in self._pairs(a, b)})
+            for k, a, b, size in self.messages
+            if k == kind and self.ranks[a] != self.ranks[b]
+        ]
 
     def reduction(self, s: int) -> float:
         """Ring all-reduce of the stage's gradients over the slowest level that it spans."""
@@ -262,7 +311,7 @@ def half_duplex(cluster: Cluster, ranks: Sequence[tuple[int, ...]]) -> list[bool
     ]
 
 
-def round_trips(timing: Timing) -> dict[StagePair, float]:
+def round_trips(times: PipelineTimes) -> dict[StagePair, float]:
     """Seconds from the begin of a microbatch's forward on stage s to the end of its backward
     there, by way of stage t and no later one, for all s <= t that a path joins.
 
@@ -272,10 +321,10 @@ def round_trips(timing: Timing) -> dict[StagePair, float]:
     cycle of the events is made of these and of one device's or one link's own.
     """
     found: dict[StagePair, float] = {}
-    back = {(b, a): seconds for (a, b), seconds in timing.backward_hops.items()}
-    for turn in range(len(timing.forward)):
-        up = _longest(turn, timing.forward, timing.forward_hops)
-        down = _longest(turn, timing.backward, back)
+    back = {(b, a): seconds for (a, b), seconds in times.hops["backward"].items()}
+    for turn in range(len(times.forward)):
+        up = _longest(turn, times.forward, times.hops["forward"])
+        down = _longest(turn, times.backward, back)
         found |= {(s, turn): up[s] + down[s] for s in up if s in down}
     return found
 

@@ -16,6 +16,7 @@ from pdcompile.schedule.instruction import Action
 
 StagePair: TypeAlias = tuple[int, int]  # sending and receiving stage
 Direction: TypeAlias = Literal["forward", "backward", "final"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "final")
 ComputeEvent: TypeAlias = tuple[int, Action, int]  # stage, what it does, microbatch
 Event: TypeAlias = Union[ComputeEvent, tuple["Wire", int], None]  # noqa: UP007  (a name in quotes)
 

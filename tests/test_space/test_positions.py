@@ -95,7 +95,7 @@ def cuts(
     for likely in (False, True):
         pipelines = Pipelines(
             prepared, space, setting, seats, space.menu(counts), stages=space.stages,
-            positions=True, likely=likely,
+            segments=prepared.positions, likely=likely,
         )  # fmt: skip
         if pipelines.bound() < float("inf"):
             first = next(pipelines.candidates(lambda: float("inf")))[1]

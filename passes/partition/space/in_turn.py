@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import chains, deployed, evenest, solve
+from pdcompile.passes.partition.chains import evenest, groups_of, straight_chains
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
@@ -98,21 +98,21 @@ class StagesInTurn:
         return (one for one in found if not violations(problem, cluster, one))
 
     def _made(self) -> Iterator[Candidate]:
-        """The cut that suits the order of tasks, and that of equal loads, at few places and at all,
-        with what fits of their kind; then of small problems those whose loads differ little."""
+        """The cut that suits the order of tasks, and that of equal loads, with what fits of their
+        kind; then of small problems those whose loads differ little."""
         segments = self.prepared.segments
         suits = self.cut.shares.clip(LEAST / len(self.counts))
-        for places, shares in product((self.prepared.positions, segments), (suits, None)):
-            for one in self._recomputing(self._cut(places, shares)):
+        for shares in (suits, None):
+            for one in self._recomputing(self._cut(segments, shares)):
                 yield one
-                yield from self._fitted(one, places)
-        loads, count = self._loads(segments), len(self.counts)
-        found = solve(segments, loads.__getitem__, stages=count) if self.prepared.complete else None
-        if found is not None:
-            most = MORE * found[0]
-            others = chains(segments, loads.__getitem__, lambda: most, stages=count)
-            for groups in islice(others, MAX_CUTS):
-                yield from self._recomputing(segments.model.items_of(groups))
+                yield from self._fitted(one)
+        if not self.prepared.complete:
+            return
+        loads = self._loads(segments)
+        chains = straight_chains(segments, loads.__getitem__, len(loads), keep=True)
+        most = MORE * chains.solve()
+        for _, chain in islice(chains.enumerate(lambda: most), MAX_CUTS):
+            yield from self._recomputing(segments.model.items_of(groups_of(segments, chain)))
 
     def on(self, *, again: bool = False) -> Deployment:
         """Deployment of the stages, all of them recomputing or none."""
@@ -130,9 +130,8 @@ class StagesInTurn:
         bytes of each."""
         again = True in self.space.recompute if limits else False not in self.space.recompute
         on, stages = self.on(again=again), range(len(self.counts))
-        loads = deployed(
-            segments, replace(on, limits=[(limits or {}).get(s) for s in stages]), stages
-        )
+        on = replace(on, limits=[(limits or {}).get(s) for s in stages])
+        loads = segments.loads(on, stages)
         if shares is not None:
             loads = [load / share for load, share in zip(loads, shares, strict=True)]
         if (last := self.prepared.last(segments.model)) is not None:
@@ -143,9 +142,9 @@ class StagesInTurn:
     def _cut(self, segments: Segments, *how: Any) -> tuple[int, ...]:
         """The stage of every item where the largest of these loads is least; empty: none is."""
         found = evenest(segments, self._loads(segments, *how))
-        return () if found is None else segments.model.items_of(found[1])
+        return () if found is None else segments.model.items_of(found)
 
-    def _fitted(self, candidate: Candidate, segments: Segments) -> Iterator[Candidate]:
+    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
         """Cuts whose stages share the memory of their ranks as those of the candidate do.
 
         In proportion, as long as a rank's ledger exceeds its memory or comes close.
@@ -165,7 +164,7 @@ class StagesInTurn:
                 if min(parts.values()) >= 1:
                     break
                 limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
-                stage_of = self._cut(segments, None, limits)
+                stage_of = self._cut(self.prepared.segments, None, limits)
                 if not stage_of:
                     return
                 candidate = replace(candidate, stage_of=stage_of)

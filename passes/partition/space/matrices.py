@@ -9,20 +9,21 @@ evaluator says, and equal for straight pipelines of values that go next door.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.cluster import ring_seconds
-from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.partition.segments import ALL, Coefficients, Matrix, Segments
 from pdcompile.passes.partition.space.candidates import holding
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
 
+MAX_KEPT = 20_000_000  # cells of costs
 Bool = NDArray[np.bool_]
 
 
@@ -66,57 +67,98 @@ def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> i
 
 @dataclass
 class Matrices:
-    """Costs of one setting; `last` is the group of the model's output, if it is pinned."""
+    """Costs of one setting on seats; `last` is the group of the model's output, if it is pinned.
+
+    `stages`: how many, where the model's pins are to stages by number.
+    """
 
     segments: Segments
     setting: Setting
-    straight: bool  # no row of the menu has replicas
-    spares: bool  # stages that recompute are to be chosen
+    seats: Seats
+    menu: tuple[StageDeployment, ...]
+    spares: bool = False  # stages that recompute are to be chosen
     last: int | None = None
-    full_duplex: bool = False  # all links
+    stages: int | None = None
     bounding: bool = True  # else depths are the likely ones, and stages recompute if they have to
+    keep: bool = False  # tables of all ideals
+    _on: dict[tuple[int, StageDeployment], Coefficients] = field(default_factory=dict)
+    _kept: dict[tuple[int, StageDeployment], tuple[Matrix, Matrix]] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        return len(self.segments.ideals)
+    def __post_init__(self) -> None:
+        self.straight = all(option.replicas == 1 for option in self.menu)
+        self.ranks = len(self.seats.ranks)
+        cells = self.ranks * len(self.menu) * len(self.segments.ideals) ** 2
+        self.keep &= not self.stages and cells <= MAX_KEPT
 
-    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
+    def costs(
+        self, left: int, u: int, option: StageDeployment, rows: slice
+    ) -> tuple[Matrix, Matrix]:
+        """Bound and load of a stage with so many stages left and ranks: see `Chains`."""
+        p = self.ranks - u
+        if rows == ALL and (known := self._kept.get((p, option))) is not None:
+            return known
+        load = self.load(p, option, rows)
+        if self.stages is not None:
+            load = np.where(self._pinned(self.stages - left)[rows], load, np.inf)
+        found = self.bound(p, option, rows, load) if self.bounding else load, load
+        if rows == ALL and self.keep:
+            self._kept[p, option] = found
+        return found
+
+    @cached_property
+    def _pinned(self) -> Callable[[int], Bool]:
+        return cache(self.segments.allowed)
+
+    def load(self, p: int, option: StageDeployment, rows: slice) -> Matrix:
         """Seconds per microbatch of a stage J∖I from position p on, at least.
 
         Infinite where the stage is not allowed.
         """
-        r = option.replicas
-        load = self._compute(seats, p, option, rows) / r
-        traffic = self._transfer(seats, p, r)[rows] / r
-        load = np.maximum(load, traffic + self._reduction(seats, p, r, rows))
-        return np.where(self._allowed(seats, p, option, rows), load, np.inf)
+        load = self.segments.load(self.on(p, option), rows)
+        return np.where(self._allowed(p, option, rows), load, np.inf)
 
-    def bound(
-        self, seats: Seats, p: int, option: StageDeployment, rows: slice, load: Matrix
-    ) -> Matrix:
+    def on(self, p: int, option: StageDeployment) -> Coefficients:
+        """Coefficients of a stage from position p on."""
+        if (known := self._on.get((p, option))) is not None:
+            return known
+        r, m, kind = option.replicas, self.setting.num_microbatches, kind_of(self.setting.schedule)
+        seats = self.seats
+        into = seats.between(slice(0, p), slice(p, p + r))
+        out = seats.between(slice(p, p + r), slice(p + r, None))
+        depth, first = self.depth(p, r), self.depth(0, 1)
+        held = holding(self.setting, option, depth, first, first if self.straight else depth)
+        ring = seats.ring(p, r) if r > 1 else None
+        self._on[p, option] = found = Coefficients(
+            seats.speed(p, r), option, into, out, into.full_duplex and out.full_duplex,
+            seats.memory(p, r), held, ring, m * kind.group(r),
+        )  # fmt: skip
+        return found
+
+    def bound(self, p: int, option: StageDeployment, rows: slice, load: Matrix) -> Matrix:
         """A lower bound of the objective of candidates with such a stage, given its `load`.
 
         Without a flush seconds per microbatch: its load, or a round trip of one microbatch over
         those that are in flight.  With one seconds of the minibatch: what runs before, a
         replica's microbatches one after the other, the reduction or what runs after.
         """
-        r, own = option.replicas, self._compute(seats, p, option, rows)
+        r, on = option.replicas, self.on(p, option)
+        own = self.segments.compute(on, rows)
         first_part = kind_of(self.setting.schedule).halves(1.0)[0]
-        paths, v = self.segments.paths(first_part), seats.fastest
+        paths, v = self.segments.paths(first_part), self.seats.fastest
         before, behind, back = (
             (table if len(table) == 1 else table[rows]) / v
             for table in (paths.before, paths.behind, paths.back)
         )
         share = option.share(self.setting.num_microbatches)
-        depth = self.depth(seats, p, r, most=True)
-        f = self.segments.forward[rows] / seats.speed(p, r)
+        depth = self.depth(p, r, most=True)
+        f = self.segments.forward[rows] / on.speed
         if kind_of(self.setting.schedule).stream:
             trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
             return trip
         # Until its first backward a replica does depth + 1 forwards, and at the end so many
         # backwards; in between one microbatch goes all the way to the end and back.  Nobody waits
         # for the second part of a split backward, which comes last.
-        reduction = self.setting.num_microbatches * self._reduction(seats, p, r, rows)
+        reduction = self.setting.num_microbatches * self.segments.reduction(on, rows)
         through = own + behind + (share - 1) * np.maximum(f, own - f)
         through = through + max(share - 1 - depth, 0) * np.minimum(f, own - f)
         result: Matrix = before + np.maximum(share * own, through)
@@ -125,54 +167,27 @@ class Matrices:
         result = np.maximum(result, before + share * own + reduction)
         return np.where(np.isfinite(load), result, np.inf)
 
-    # -- seconds -----------------------------------------------------------------------------
-
-    def _compute(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
-        forward, backward = self.segments.forward[rows], self.segments.backward[rows]
-        result: Matrix = (option.forwards * forward + backward) / seats.speed(p, option.replicas)
-        return result
-
-    def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
-        """Seconds per microbatch of the stage's all-reduce."""
-        if r == 1:
-            return np.zeros((1, 1))
-        once = ring_seconds(seats.ring(p, r), self.segments.byte_tables[0][rows], r)
-        result: Matrix = once / (
-            self.setting.num_microbatches * kind_of(self.setting.schedule).group(r)
-        )
-        return result
-
-    def _transfer(self, seats: Seats, p: int, r: int) -> Matrix:
-        into = seats.between(slice(0, p), slice(p, p + r))
-        out = seats.between(slice(p, p + r), slice(p + r, None))
-        if not (into.full_duplex and out.full_duplex):
-            out = replace(out, full_duplex=False)
-        return self.segments.between(into, out)
-
     # -- memory and what is allowed --------------------------------------------------------------
 
-    def depth(self, seats: Seats, p: int, r: int, *, most: bool = False) -> int:
+    def depth(self, p: int, r: int, *, most: bool = False) -> int:
         """Warm-up depth of the stage: the least (or most) that it can have."""
-        after = len(seats.ranks) - p - r
+        after = self.ranks - p - r
         if most:
             return most_depth(self.setting, r, after, self.straight)
-        guess = None if self.bounding else len(seats.ranks)
-        return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
+        guess = None if self.bounding else self.ranks
+        return least_depth(self.setting, r, after, self.ranks, self.straight, guess)
 
-    def _allowed(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Bool:
+    def _allowed(self, p: int, option: StageDeployment, rows: slice) -> Bool:
         """True if J∖I may be the stage, with this row of its menu."""
-        r = option.replicas
-        allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
+        on = self.on(p, option)
+        allowed = self.structure(p, option.replicas, rows)
         spared = option.recompute and self.spares
-        if spared and limit is None and (self._monotone or not self.bounding):
+        if spared and on.limit is None and (self._monotone or not self.bounding):
             return np.zeros_like(allowed)
-        if limit is None:
-            return allowed
-        limit_bytes = limit * (1 + 1e-12) + 0.5
-        allowed &= self.bytes(seats, p, option, rows) <= limit_bytes
-        if spared and not self.bounding:
-            without = replace(option, recompute=False)
-            allowed &= self.bytes(seats, p, without, rows) > limit_bytes
+        allowed &= self.segments.fits(on, rows)
+        if spared and not self.bounding and on.limit is not None:
+            without = self.on(p, replace(option, recompute=False))
+            allowed &= ~np.asarray(self.segments.fits(without, rows))
         return allowed
 
     @cached_property
@@ -182,38 +197,19 @@ class Matrices:
         Where several kinds of messages wait for a link, the first to come goes first, and
         seconds lost at one place can be won elsewhere.
         """
-        return self.straight and self.full_duplex and not self._ties
+        ties = any(parameter.trainable for parameter in self.segments.model.problem.shared)
+        full = all(level.full_duplex for level in self.seats.cluster.levels)
+        return self.straight and full and not ties
 
-    def bytes(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
-        """Memory of one rank of such a stage, at least."""
-        depth, first = self.depth(seats, p, option.replicas), self.depth(seats, 0, 1)
-        held = holding(self.setting, option, depth, first, first if self.straight else depth)
-        updated = held.gradient_buffers + held.optimizer_factor
-        counts = held.versions, updated, held.saved, held.received, held.returned
-        return self.segments.bytes(*counts, rows)
-
-    def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
+    def structure(self, p: int, r: int, rows: slice) -> Bool:
         """True if J∖I may be the stage if memory does not matter."""
         allowed = self._nested[rows].copy()
         if self.last is not None:
             held = self.segments.inside[:, self.last]
-            final = p + r == len(seats.ranks)
+            final = p + r == self.ranks
             allowed = allowed & (~held[rows, None] if final else ~held[None, :])
         return allowed
 
     @cached_property
     def _nested(self) -> Bool:
         return self.segments.nested
-
-    @cached_property
-    def _ties(self) -> list[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:
-        """Shared trainable parameters: bytes, how many of their groups lie in each ideal."""
-        model = self.segments.model
-        group_of = {i: g for g, items in enumerate(model.members) for i in items}
-        found = []
-        for parameter in model.problem.shared:
-            ends = sorted({group_of[i] for i in parameter.items})
-            if parameter.trainable:
-                count = self.segments.inside[:, ends].sum(1)
-                found.append((parameter.bytes, count, np.array([len(ends)])))
-        return found

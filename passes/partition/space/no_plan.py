@@ -18,10 +18,10 @@ import numpy as np
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.chains import Chains
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.search import any_assignment_of
 from pdcompile.passes.partition.segments import Matrix
-from pdcompile.passes.partition.space.chains import Chains
 from pdcompile.passes.partition.space.in_turn import SOME
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
@@ -241,10 +241,10 @@ def _rule(problem: PartitionProblem) -> str:
 class Shares(Matrices):
     """The same stages without limits, by the share of their devices' memory that they need."""
 
-    def load(self, seats: Seats, p: int, option: StageDeployment, rows: slice) -> Matrix:
-        allowed = self.structure(seats, p, option.replicas, rows)
-        limit, needed = seats.memory(p, option.replicas), self.bytes(seats, p, option, rows)
-        share = needed * 0.0 if limit is None else needed / max(limit, 1)
+    def load(self, p: int, option: StageDeployment, rows: slice) -> Matrix:
+        allowed, on = self.structure(p, option.replicas, rows), self.on(p, option)
+        needed = self.segments.bytes(on.holding, rows)
+        share = needed * 0.0 if on.limit is None else needed / max(on.limit, 1)
         return np.where(allowed, share, np.inf)
 
 
@@ -358,15 +358,14 @@ def _least_share(
         if budget.late:
             return best, what, False
         setting = Setting(schedule, m, extra, training.optimizer_factor, training.joint)
-        segments, decides = problems[m].segments, space.decides_recomputation
-        shares = Shares(
-            segments, setting, space.straight, decides, problems[m].last(segments.model)
-        )
+        segments, seats = problems[m].segments, Seats(alike, tuple(range(used)))
         menu = tuple(StageDeployment(r, again) for r in space.counts(used))
+        shares = Shares(
+            segments, setting, seats, menu, last=problems[m].last(segments.model), bounding=False
+        )
         chains = Chains(
-            shares, Seats(alike, tuple(range(used))), menu, space.stages, heuristic=True,
-            widths=space.widths,
-        )  # fmt: skip
+            len(segments.ideals), used, menu, shares.costs, space.stages, widths=space.widths
+        )
         if (found := chains.solve()) < best:
             best, what = found, f"{schedule}, {m} microbatches, {used} devices"
     return best, what, proved

@@ -23,8 +23,7 @@ beside it at so many boundaries, and nobody surely waits for that.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,6 +35,7 @@ from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.bounds import trips_in_turn
 from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.model import Flow, Model
+from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import ScheduleKind
 
@@ -130,12 +130,14 @@ def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]
     return tuple(path[n] for n in dict.fromkeys(marks.tolist()))
 
 
-@dataclass
-class StageRules(ABC):
-    """Stages of a setting, as its bound knows them; subclasses know where they run.
+@dataclass(frozen=True, slots=True)
+class StageRules:
+    """Stages of a setting, as its bound knows them.
 
     `fastest`: speed of the fastest device; `limit`: bytes of the largest, None where one has no
-    limit; `share`: microbatches that a replica takes, by its row of the menu.
+    limit; `share`: microbatches that a replica takes, by its row of the menu.  Of a row and the
+    ranks behind the stage: `deepest`, its most warm-up, and `held`, how often it holds what is
+    trained and what is saved, at least.  `ring`: the best link that so many replicas may have.
     """
 
     kind: ScheduleKind
@@ -145,19 +147,9 @@ class StageRules(ABC):
     menu: tuple[StageDeployment, ...]
     fastest: float
     limit: int | None
-
-    @abstractmethod
-    def deepest(self, option: StageDeployment, after: int) -> int:
-        """The most warm-up of a stage with so many ranks behind it."""
-
-    @abstractmethod
-    def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
-        """Times that it holds what is trained and what is saved, at least; `after` or more ranks
-        are behind it."""
-
-    @abstractmethod
-    def ring(self, replicas: int) -> Link:
-        """The best link that so many replicas may have."""
+    deepest: Callable[[StageDeployment, int], int]
+    held: Callable[[StageDeployment, int], tuple[float, int]]
+    ring: Callable[[int], Link] = lambda _: StageLimits()
 
 
 @dataclass

@@ -4,22 +4,25 @@ next to a candidate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import islice, pairwise
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.chains import Chains, Piece
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
     build,
     contracted,
+    fused,
     next_to,
     positions,
 )
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
-from pdcompile.passes.partition.space.chains import Chains, Piece
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.path_bound import Path
 from pdcompile.passes.partition.space.seats import Seats
@@ -35,6 +38,7 @@ from pdcompile.schedule.registry import kind_of
 
 MAX_IDEALS = 1_000
 POSITIONS = 128  # where first plans are cut
+CUTS = 3  # of one setting, menu and order of devices, of which one is tried that may be
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
@@ -148,29 +152,28 @@ class Pipelines:
         menu: tuple[StageDeployment, ...],
         *,
         stages: int | None = None,
-        positions: bool = False,
+        segments: Segments | None = None,
         likely: bool = False,
     ):
         """`menu`: rows that a stage may be; `stages`: how many.
 
-        `positions`: cuts at those alone, not at every ideal; `likely`: by load, with the depths
+        `segments`: where cuts may lie, if not at every ideal; `likely`: by load, with the depths
         that are likely, not by bound.
         """
         self.prepared, self.setting, self.seats = prepared, setting, seats
-        self.segments = prepared.positions if positions else prepared.segments
+        self.segments = prepared.segments if segments is None else segments
         self.decide, model = space.decides_recomputation, self.segments.model
+        numbered = model.num_stages == stages and stages is not None
         matrices = Matrices(
-            self.segments,
-            setting,
-            straight=all(option.replicas == 1 for option in menu),
+            self.segments, setting, seats, menu,
             spares=self.decide and len({option.recompute for option in menu}) > 1,
             last=prepared.last(model),
-            full_duplex=all(level.full_duplex for level in seats.cluster.levels),
+            stages=stages if numbered else None,
             bounding=not likely,
-        )
-        numbered = model.num_stages == stages and stages is not None
+            keep=stages is not None,
+        )  # fmt: skip
         self.chains = Chains(
-            matrices, seats, menu, stages, numbered, likely,
+            len(self.segments.ideals), len(seats.ranks), menu, matrices.costs, stages,
             recomputed=space.recomputed, widths=space.widths,
         )  # fmt: skip
 
@@ -305,6 +308,35 @@ def neighbours(
             if variant not in seen and not violations(prepared.problem, cluster, variant):
                 seen.add(variant)
                 yield variant
+
+
+def near(
+    prepared: PreparedProblem, space: SearchSpace, cluster: Cluster, candidate: Candidate
+) -> Iterator[Candidate]:
+    """The best cuts at any place near the boundaries of a candidate, on the same ranks."""
+    model, options = prepared.whole, candidate.options
+    if candidate.shared:
+        return
+    stages = [candidate.stage_of[members[0]] for members in model.members]
+    ends = [v for v, (a, b) in enumerate(pairwise(stages), start=1) if a != b]
+    reach = POSITIONS // max(len(ends), 1)
+    places = {p for end in ends for p in range(end - reach, end + reach) if 0 < p < len(stages)}
+    small = fused(model, sorted(places))
+    as_it_is = replace(
+        space, stages=len(options), in_order=False, placement=(),
+        replicas=tuple(option.replicas for option in options),
+    )  # fmt: skip
+    seats = Seats(cluster, tuple(rank for ranks in candidate.ranks for rank in ranks))
+    segments = Segments.build(small, positions(small))
+    menu = as_it_is.menu(as_it_is.counts(len(seats.ranks)))
+    for likely in (False, True):
+        pipelines = Pipelines(
+            prepared, as_it_is, candidate.setting, seats, menu, stages=len(options),
+            segments=segments, likely=likely,
+        )  # fmt: skip
+        if pipelines.bound() < math.inf:
+            found = islice(pipelines.candidates(lambda: math.inf), CUTS)
+            yield from islice((one for _, one in found if one is not None), 1)
 
 
 def _variants(

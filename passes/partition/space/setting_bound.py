@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 
 from pdcompile.cluster import Cluster, Link
 from pdcompile.passes.partition.budget import Late
@@ -16,39 +17,6 @@ from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 ROUGHLY = 1e-3  # relative: where the bisection of a bound ends
-
-
-@dataclass
-class SettingRules(StageRules):
-    """Stages of a setting on seats.
-
-    `widest`: of a number of replicas, the most that have as many microbatches each.
-    """
-
-    setting: Setting = field(kw_only=True)
-    seats: Seats = field(kw_only=True)
-    widest: dict[int, int] = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        self._straight = all(option.replicas == 1 for option in self.menu)
-        self._rings: dict[int, Link] = {}
-
-    def deepest(self, option: StageDeployment, after: int) -> int:
-        return most_depth(self.setting, option.replicas, after, self._straight)
-
-    def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
-        r = self.widest.get(option.replicas, option.replicas)
-        depth = least_depth(self.setting, r, after, self.ranks, self._straight, None)
-        held = holding(self.setting, replace(option, replicas=r), depth, depth, depth)
-        return held.versions + held.gradient_buffers + held.optimizer_factor, held.saved
-
-    def ring(self, replicas: int) -> Link:
-        if replicas not in self._rings:
-            self._rings[replicas] = min(
-                (self.seats.ring(q, replicas) for q in range(self.ranks - replicas + 1)),
-                key=lambda link: (-link.bytes_per_second, link.latency_seconds),
-            )
-        return self._rings[replicas]
 
 
 def shortened(
@@ -82,9 +50,25 @@ def setting_bound(
     kind, m = kind_of(setting.schedule), setting.num_microbatches
     if not kind.stream:
         menu, widest = shortened(menu, m, limited(cluster))
-    path = prepared.path(groups_told_apart(len(seats.ranks), len(menu)))
-    rules = SettingRules(
-        kind, kind.stream, m, len(seats.ranks), menu, seats.fastest, seats.largest,
-        setting=setting, seats=seats, widest=widest,
-    )  # fmt: skip
+    ranks, straight = len(seats.ranks), all(option.replicas == 1 for option in menu)
+
+    def deepest(option: StageDeployment, after: int) -> int:
+        return most_depth(setting, option.replicas, after, straight)
+
+    def held(option: StageDeployment, after: int) -> tuple[float, int]:
+        r = widest.get(option.replicas, option.replicas)
+        depth = least_depth(setting, r, after, ranks, straight, None)
+        rank = holding(setting, replace(option, replicas=r), depth, depth, depth)
+        return rank.versions + rank.gradient_buffers + rank.optimizer_factor, rank.saved
+
+    @cache
+    def ring(replicas: int) -> Link:
+        """The best of all rows of so many ranks."""
+        links = (seats.ring(q, replicas) for q in range(ranks - replicas + 1))
+        return min(links, key=lambda link: (-link.bytes_per_second, link.latency_seconds))
+
+    path = prepared.path(groups_told_apart(ranks, len(menu)))
+    rules = StageRules(
+        kind, kind.stream, m, ranks, menu, seats.fastest, seats.largest, deepest, held, ring
+    )
     return PathBound(path, rules, ROUGHLY).least(*within, late) * (1 - 1e-9)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from pdcompile.cluster import Link
 from pdcompile.passes.partition.any_cut import AnyCut, Row, any_cut
 from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.model import Model
@@ -26,41 +24,27 @@ from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import kind_of
 
 
-@dataclass
-class StraightRules(StageRules):
-    """Stages of a problem of one rank each: `path_bound`."""
+def rules_of(model: Model, depths: Sequence[int]) -> StageRules:
+    """Stages of a problem of one rank each, and of these warm-ups."""
+    problem, stages = model.problem, model.problem.stages
+    limits = [size for one in stages if (size := one.memory_bytes) is not None]
+    rule, kind, count = problem.memory, kind_of(problem.memory.schedule), model.num_stages
 
-    model: Model = field(kw_only=True)
+    def deepest(_: StageDeployment, after: int) -> int:
+        if kind.written is not None:  # its order is nobody's
+            return problem.num_microbatches
+        return max(depths[max(count - 1 - after, 0) :])
 
-    @staticmethod
-    def of(model: Model) -> StraightRules:
-        problem, stages = model.problem, model.problem.stages
-        limits = [size for one in stages if (size := one.memory_bytes) is not None]
-        return StraightRules(
-            kind_of(problem.memory.schedule), problem.objective == "bottleneck",
-            problem.num_microbatches, model.num_stages, (StageDeployment(),),
-            max(one.speed for one in stages), max(limits) if len(limits) == len(stages) else None,
-            model=model,
-        )  # fmt: skip
+    def held(_: StageDeployment, after: int) -> tuple[float, int]:
+        able = range(count - after)
+        trained = min(rule.versions_of(t) + rule.buffers_of(t) for t in able)
+        return trained + rule.optimizer_factor, min(rule.counts(t)[0] for t in able)
 
-    def deepest(self, option: StageDeployment, after: int) -> int:
-        if self.kind.written is not None:  # its order is nobody's
-            return self.num_microbatches
-        return max(self.depths[max(self.ranks - 1 - after, 0) :])
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """Warm-up of each stage."""
-        in_flight = self.model.problem.memory.in_flight
-        return warmup_of(in_flight, self.ranks, self.num_microbatches)
-
-    def held(self, option: StageDeployment, after: int) -> tuple[float, int]:
-        rule, stages = self.model.problem.memory, range(self.ranks - after)
-        trained = min(rule.versions_of(t) + rule.buffers_of(t) for t in stages)
-        return trained + rule.optimizer_factor, min(rule.counts(t)[0] for t in stages)
-
-    def ring(self, replicas: int) -> Link:
-        raise AssertionError("stages of a problem have one rank each")
+    return StageRules(
+        kind, problem.objective == "bottleneck", problem.num_microbatches, count,
+        (StageDeployment(),), max(one.speed for one in stages),
+        max(limits) if len(limits) == len(stages) else None, deepest, held,
+    )  # fmt: skip
 
 
 def straight_bound(
@@ -71,11 +55,13 @@ def straight_bound(
     `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
     on a chain: it is shorter by its hops, and by what they do beside the path.
     """
-    path, rules = Path(model, groups_told_apart(model.num_stages, 1)), StraightRules.of(model)
+    in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
+    depths = warmup_of(in_flight, model.num_stages, m)
+    path, rules = Path(model, groups_told_apart(model.num_stages, 1)), rules_of(model, depths)
     floors: list[float] = []
     if cut is not None:
         each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
-        floors, depths = [each.sum() + cut.hops], rules.depths
+        floors = [each.sum() + cut.hops]
         # What a stage without work waits for, its neighbours wait for too, if depths only fall.
         if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
             most = float((each / np.maximum(path.work, 1e-300)).max())

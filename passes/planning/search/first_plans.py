@@ -15,7 +15,12 @@ from itertools import count, islice, product, starmap
 from typing import NamedTuple
 
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.pipelines import (
+    CUTS,
+    Pipelines,
+    PreparedProblem,
+    simple_bound,
+)
 from pdcompile.passes.partition.space.search_branches import Branch, sharpened
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
@@ -33,7 +38,6 @@ SPARED = 3  # of these that are judged
 SETTLING = 0.6  # of the time, until plans of it are judged
 LEAST = 0.3  # of the memory, with which plans are sought
 FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
-CUTS = 3  # of one setting, menu and order of devices
 MOST_ORDERS = 6  # of unlike devices
 FEW = 8  # replicas of a stage, beyond which they divide the number of devices
 
@@ -192,8 +196,8 @@ class FirstPlans:
             if seats is None or (given and not both):
                 return
             pipelines = Pipelines(
-                prepared, space, case.setting, seats, menu, stages=space.stages, positions=True,
-                likely=likely,
+                prepared, space, case.setting, seats, menu, stages=space.stages,
+                segments=prepared.positions, likely=likely,
             )  # fmt: skip
             if pipelines.bound() < math.inf:
                 found = islice(pipelines.candidates(lambda: math.inf), CUTS)
