@@ -20,6 +20,7 @@ PACKAGE = ROOT / "pdcompile"
 # package that is not named here.
 DRIVER = {
     *("pdcompile.driver", "pdcompile.export", "pdcompile.user_plans", "pdcompile.planner"),
+    "pdcompile.layout_search",
 }
 # What was compiled goes to the runtime, which knows nothing of who made it.
 FRONT = {"pdcompile", "pdcompile.__main__", "pdcompile.compiled", *DRIVER}
