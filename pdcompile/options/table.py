@@ -245,10 +245,10 @@ class MachineOptions:
     parts: int | tuple[int, ...] | Literal["any"] = option(
         1,
         "Ranks that compute each stage together, every op divided between them (tensor, sequence "
-        "and context parallelism); default: 1.",
+        "and context parallelism); any: the planner chooses; default: 1.",
         "A stage then takes replicas times parts ranks, and the parts of one follow each other. "
-        "(2, 1): the first of two stages in 2 parts, the second whole; any: the planner chooses a "
-        "number for all stages, and the split where that is auto.",
+        "(2, 1): the first of two stages in 2 parts, the second whole; any: one number for all "
+        "stages, and their split where that is auto.",
         check=values.parts,
         plan="training.parts",
         compared=True,
