@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pdcompile
 from pdcompile.batch import flatten_call
@@ -313,44 +312,6 @@ def test_recurrent_layers_are_those_of_cudnn(
     assert not [one for one in recwarn if "opaque" in str(one.message)]
     assert list(dtypes(there)) == list(dtypes(planned(Recurrent(build(16, 16)), CPUS)))
     assert meta or "with the casts of cuda:bfloat16 (" in str(there.verification)
-
-
-class OfLengths(nn.Module):
-    """(b, 16) -> (b, 16), by a recurrent layer on one to three copies of each sample."""
-
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.layer, self.last = layer, nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = (x.detach().sum(-1).abs().long() % 3 + 1).cpu()
-        rows = x.unsqueeze(1).expand(-1, 3, -1)
-        packed = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
-        made, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=3)
-        found: Tensor = self.last(made[:, 0])
-        return found
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("build", "cluster", "dtype"),
-    [
-        (nn.GRU, GPUS, "float16"),
-        (nn.LSTM, GPUS, "float16"),
-        (nn.GRU, CPUS, "float32"),
-        (nn.RNN, CPUS, "bfloat16"),
-    ],
-)
-def test_packed_sequences_have_the_dtype_of_eager(
-    build: Callable[..., nn.RNNBase], cluster: pdcompile.Cluster, dtype: str
-) -> None:
-    found = planned(OfLengths(build(16, 16, batch_first=True)), cluster)
-    made = [one for name, one in dtypes(found).items() if name.startswith("pad_packed_sequence_")]
-    assert made == [dtype]
-    if cluster is CPUS:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            eager = build(16, 16)(pack_padded_sequence(torch.rand(3, 2, 16), torch.tensor([3, 2])))
-        assert str(eager[0].data.dtype) == f"torch.{dtype}"
 
 
 def test_a_forward_that_differentiates_is_refused_in_words() -> None:

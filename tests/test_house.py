@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_631),
-    "trace": (("passes/trace",), 7_016),
+    "trace": (("passes/trace",), 6_815),
     "costs": (("passes/costs", "passes/profile"), 3_553),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
@@ -31,10 +31,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_547),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_295,
+        5_268,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
-    "verify": (("passes/verify",), 1_594),
+    "verify": (("passes/verify",), 1_588),
     "parts": (("passes/parts", "pdcompile/parts"), 3_628),
     "runtime": (("runtime",), 9_298),
     "checkpoints and state": (

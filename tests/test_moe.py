@@ -264,15 +264,10 @@ def test_what_a_mask_chooses() -> None:
 
 
 @pytest.mark.slow
-def test_a_size_that_is_passed_on_stays_open() -> None:
-    found = faithful(model_of(Stack, way="baked"), tokens()["ids"])
-    assert not any(op.opaque for op in found.train.ops)
-
-
-@pytest.mark.slow
-def test_a_size_that_decides_something_stays_inside_of_an_opaque_module() -> None:
+@pytest.mark.parametrize("way", ["skip", "baked"])
+def test_a_size_that_python_reads_stays_inside_of_an_opaque_module(way: str) -> None:
     with pytest.warns(UserWarning, match="captured as opaque"):
-        found = faithful(model_of(Stack, way="skip"), tokens()["ids"])
+        found = faithful(model_of(Stack, way=way), tokens()["ids"])
     assert [op.module_path for op in found.train.ops if op.opaque] == [
         f"layers.{i}" for i in range(3)
     ]

@@ -92,27 +92,6 @@ def test_models_without_memory_are_compared_too() -> None:
     assert retraced(found, plan, generate(found, plan))[1] == []
 
 
-class Chooses(nn.Module):
-    """Asks for a size that depends on values, and passes it on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.lin(x)[x[:, 0] > 0]
-        return x + (chosen.sum(1) * torch.arange(chosen.shape[0])).sum()
-
-
-def test_a_size_that_depends_on_values_is_passed_on() -> None:
-    model = Chooses()
-    flat = example_call(model, torch.randn(6, 8))
-    found = capture(model, flat, resolve_batch(flat), None, microbatch_size=3)
-    assert "size" in [op.target for op in found.train.ops]
-    plan = cut(found, [len(found.train.ops) - 1])
-    assert retraced(found, plan, generate(found, plan))[1] == []
-
-
 class Mutation(ast.NodeTransformer):
     """Changes the nth place of a file where something of a forward can be changed; `said` tells
     what was, None where there are fewer places."""

@@ -90,7 +90,8 @@ def test_batch_norm_is_named_and_hides_no_wrong_reduction():
     inputs, target = models.batch_for(model, 6)
     notes, hints = told(model, inputs, target, models.class_loss)
     assert hints == ()
-    assert any("batch norm takes the statistics of each microbatch (bn1, bn2)" in n for n in notes)
+    expected = "batch norm takes the statistics of each microbatch, 2 of the minibatch's 6 samples"
+    assert any(f"{expected} (bn1, bn2)" in note for note in notes)
     assert any("buffers are written once a microbatch" in note for note in notes)
     _, hints = told(model, inputs, target, lambda o, t: F.cross_entropy(o, t, reduction="sum"))
     assert "loss_reduction='sum' would agree" in hints[0]

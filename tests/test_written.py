@@ -147,31 +147,33 @@ BAD = [
      "row 1, column 3", "once"),
     ("0F0,0B0\n2F0,2B0\n", ScheduleError, "there is a stage 2, and no stage 1", "row 2, column 1",
      "without gaps"),
-    ("0F0,0F1,0B0,0B1\n1F0,1B0\n", ScheduleError, "no forward of microbatch 1 on stage 1, and "
-     "stage 0 has 2 of them", "row 2, column 2", "every microbatch"),
-    ("0F0,0F1,,0B0,,0B1\n,1F1,1B0,1F2,1B1\n", ScheduleError, "no forward of microbatch 0 on "
-     "stage 1", "row 2, column 5", "every microbatch"),  # as torch draws 1F1B
-    ("0F0,0F2,0B0,0B2\n", ScheduleError, "no forward of microbatch 1 on stage 0", "row 1, column 4",
-     "every microbatch"),
-    ("0F0,0F1,0B0\n", ScheduleError, "no backward of microbatch 1 on stage 0",
-     "row 1, column 2", "add 0B1"),
-    ("0F0,0I0\n", ScheduleError, "no backward to the weights of microbatch 0 on stage 0",
-     "row 1, column 1", "add 0W0"),
-    ("0F0,0B0,0B1\n", ScheduleError, "a backward of microbatch 1 on stage 0, which has no forward",
-     "row 1, column 3", "add 0F1"),
-    ("0F0,0B0,,0W0\n", ScheduleError, "0W0 is a part of 0B0, which is there too, in row 1, column "
-     "2", "row 1, column 4", "either"),
-    ("0B0,0F0\n", ScheduleError, "0B0 comes before 0F0, which is in row 1, column 2",
-     "row 1, column 1", "move 0B0 behind 0F0"),
-    ("0F0,(0B1;0F1)OVERLAP_F_B,0B0\n", ScheduleError, "0B1 comes before 0F1", "row 1, column 2",
-     "move 0B1"),
-    ("0F0,0W0,0I0\n", ScheduleError, "0W0 comes before 0I0", "row 1, column 2", "move 0W0"),
+    ("0F0,0F1,0B0,0B1\n1F0,1B0\n", ScheduleError, "stage 1 has nothing of microbatch 1", "row 2, "
+     "column 2", "2 microbatches on every stage"),
+    ("0F0,0F1,,0B0,,0B1\n,1F1,1B0,1F2,1B1\n", ScheduleError, "stage 0 has nothing of microbatch 2",
+     "row 1, column 6", "3 microbatches"),  # as torch draws 1F1B
+    ("0F0,0F2,0B0,0B2\n", ScheduleError, "stage 0 has nothing of microbatch 1", "row 1, column 4",
+     "without gaps"),
+    ("0F0,0F1,0B0\n", ScheduleError, "stage 0 has 0F1 of microbatch 1, not one forward and one",
+     "row 1, column 2", "as F and B"),
+    ("0F0,0I0\n", ScheduleError, "stage 0 has 0F0, 0I0 of microbatch 0", "row 1, column 2",
+     "as F, I and W"),
+    ("0F0,0B0,0B1\n", ScheduleError, "stage 0 has 0B1 of microbatch 1", "row 1, column 3", "as F"),
+    ("0F0,0B0,,0W0\n", ScheduleError, "stage 0 has 0F0, 0B0, 0W0 of microbatch 0",
+     "row 1, column 4", "as F and B, or"),
+    ("0B0,0F0\n", DeadlockError, "0B0 (row 1, column 1) waits for 0F0, which comes after 0B0",
+     "row 1, column 1", "behind what it holds up"),
+    ("0F0,(0B1;0F1)OVERLAP_F_B,0B0\n", DeadlockError, "0B1 (row 1, column 2) waits for 0F1",
+     "row 1, column 2", "behind what it holds up"),
+    ("0F0,(0B0;0F1)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n", DeadlockError, "0B0 (row 1, "
+     "column 2) waits for 1B0", "row 1, column 2", "behind what it holds up"),
+    ("0F0,0W0,0I0\n", DeadlockError, "0W0 (row 1, column 2) waits for 0I0", "row 1, column 2",
+     "behind what it holds up"),
     ("0F1,0F0,0B0,0B1\n", ScheduleError, "0F1 comes where stage 0 is to go forward with "
-     "microbatch 0", "row 1, column 1", "number the microbatches"),
+     "microbatch 0", "row 1, column 1", "in which they are numbered"),
     ("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n", ScheduleError, "0B1 comes where stage 0 is to go "
-     "backward with microbatch 0", "row 1, column 3", "in the order of stage 1"),
+     "backward with microbatch 0", "row 1, column 3", "of stage 1"),
     ("0F0,0F1,0I0,0I1,0W1,0W0\n", ScheduleError, "0W1 comes where stage 0 is to go backward with "
-     "microbatch 0", "row 1, column 5", "do not depend on the stage"),
+     "microbatch 0", "row 1, column 5", "one order"),
     ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", DeadlockError, "deadlock: 0B0 (row 1, column 2) waits "
      "for 1B0, which comes after 1F1 (row 2, column 2) waits for 0F1, which comes after 0B0",
      "row 1, column 2", "behind what it holds up"),

@@ -113,7 +113,7 @@ MINE = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
         ({}, 4, LaunchError, "2 stages, but WORLD_SIZE is 4", "--nproc-per-node=2"),
         ({"cluster": "1x4"}, None, ConfigError, "2 stages on a cluster of 4 devices",
          "give a cluster of 2 devices"),
-        ({"schedule": "mine: 0F0"}, None, ScheduleError, "no backward of microbatch 0", "add 0B0"),
+        ({"schedule": "mine: 0F0"}, None, ScheduleError, "has 0F0 of microbatch 0", "as F and B"),
         ({"schedule": "none.csv"}, None, ScheduleError, "cannot read the schedule", "pdcompile"),
         ({"schedule": "mine"}, None, ConfigError, "'mine' is not available", "the path of a .csv"),
     ],

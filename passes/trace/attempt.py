@@ -77,6 +77,7 @@ class Attempts:
             self._recorded_for = recorded_for
             self._recordings.clear()
             subject = self._subject
+            subject.proofs.clear()
             self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
         try:
             return self._captured()

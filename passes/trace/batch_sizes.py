@@ -56,22 +56,6 @@ def probe_sizes(
 
 
 _MEASURED = ("flops", "saved_bytes")
-_CONTAINERS = (tuple, ListOf, DictOf, Slice)
-
-
-def merged(parts: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
-    """One argument for several of one form; `leaf` merges the parts that hold no others."""
-    first = parts[0]
-    if type(first) in _CONTAINERS and len(set(map(type, parts))) == 1:
-        match first:
-            case tuple() if len({len(part) for part in parts}) == 1:
-                return tuple(merged(items, leaf) for items in zip(*parts, strict=True))
-            case ListOf() | DictOf():
-                return type(first)(merged([part.items for part in parts], leaf))
-            case Slice():
-                ends = zip(*((p.start, p.stop, p.step) for p in parts), strict=True)
-                return Slice(*(merged(items, leaf) for items in ends))
-    return leaf(parts)
 
 
 class DiffersBySize(TraceError):
@@ -113,8 +97,17 @@ class SizeMerge:
         return found
 
     def any(self, parts: Sequence[Any], what: str, where: str | None = None) -> Any:
-        """The merged argument, which `what` names in errors."""
-        return merged(parts, lambda leaves: self._leaf(leaves, what, where))
+        """One argument for several of one form, which `what` names in errors."""
+        first, kinds = parts[0], set(map(type, parts))
+        match first:
+            case tuple() if len(kinds) == 1 and len({len(part) for part in parts}) == 1:
+                return tuple(self.any(items, what, where) for items in zip(*parts, strict=True))
+            case ListOf() | DictOf() if len(kinds) == 1:
+                return type(first)(self.any([part.items for part in parts], what, where))
+            case Slice() if len(kinds) == 1:
+                ends = zip(*((p.start, p.stop, p.step) for p in parts), strict=True)
+                return Slice(*(self.any(items, what, where) for items in ends))
+        return self._leaf(parts, what, where)
 
     def _leaf(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         first, kinds = parts[0], set(map(type, parts))

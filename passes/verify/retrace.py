@@ -220,7 +220,7 @@ class _Names:
         return to_argument(self._containers(value), self._tensor, META)
 
     def _containers(self, value: Any) -> Any:
-        if isinstance(value, tuple | dict | _Number) and id(value) in self.of:
+        if isinstance(value, tuple | dict) and id(value) in self.of:
             return self.of[id(value)]
         return with_parts(value, self._containers)
 
@@ -364,8 +364,6 @@ class _Follower(TorchFunctionMode):
         self._ran += 1
         if given and isinstance(given[0], Attr) and given[0].fqn in op.buffers_written:
             return args[0]  # which the stage holds on
-        if target == "size":  # one that depends on values; others are no ops
-            return self._names.give(_Number(1), Ref(op.name))
         return self._result(op.name)
 
     def _other_arguments(self, op: Op, given: Sequence[Any], named: Mapping[str, Any]) -> str:
@@ -432,10 +430,6 @@ class _Follower(TorchFunctionMode):
 
     def _unlike(self, instead: str) -> _Unlike:
         return _Unlike(self._op, f"{stage_line() or self._file} {instead}")
-
-
-class _Number(int):
-    """Stand-in for a number."""
 
 
 class _Items(tuple[Any, ...]):

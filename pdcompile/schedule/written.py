@@ -16,14 +16,13 @@ Sends, receives and updates are in no cell: they are added to every schedule by 
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +38,6 @@ _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _BOTH = re.compile(r"\((.*)\)OVERLAP_F_B")
 #: what torch's own lowering adds to a schedule, as pdcompile's adds its own
 _ADDED = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B)\d*")
-_WORDS = {
-    Action.FORWARD: "forward",
-    Action.BACKWARD: "backward",
-    Action.BACKWARD_INPUT: "backward to the inputs",
-    Action.BACKWARD_WEIGHT: "backward to the weights",
-}
 
 
 class Cell(NamedTuple):
@@ -57,17 +50,12 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.action.value}{self.microbatch}"
 
-    @property
-    def words(self) -> str:
-        return f"{_WORDS[self.action]} of microbatch {self.microbatch} on stage {self.stage}"
-
 
 class Place(NamedTuple):
-    """Place of a cell, counted from 1; and its part, where it has several tasks."""
+    """Place of a cell, counted from 1."""
 
     row: int
     column: int
-    part: int = 0
 
     def __str__(self) -> str:
         return f"row {self.row}, column {self.column}"
@@ -182,12 +170,7 @@ def named(schedule: Any) -> Any:
 
 def from_csv(text: str, where: str, name: str) -> Written:
     """Read the text of a file: see `read`."""
-    try:
-        rows = list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise ScheduleError(
-            f"the file is not CSV: {error}", where=where, remedy="one row a rank, such as 0F0,0B0"
-        ) from error
+    rows = [line.split(",") for line in text.splitlines()]
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     return read_rows(name, rows, where)
@@ -238,10 +221,10 @@ def read_rows(name: str, texts: Sequence[Sequence[str]], where: str) -> Written:
 def _row(number: int, texts: Iterable[str], where: str) -> Iterator[Placed]:
     for column, text in enumerate(texts, 1):
         both = _BOTH.fullmatch(text.strip())
-        for at, part in enumerate(both[1].split(";") if both else [text]):
+        for part in both[1].split(";") if both else [text]:
             if not part.strip() or _ADDED.fullmatch(part.strip()):
                 continue
-            place, match = Place(number, column, at), _CELL.fullmatch(part.strip())
+            place, match = Place(number, column), _CELL.fullmatch(part.strip())
             if match is None:
                 raise ScheduleError(
                     f"{text.strip()[:40]!r} is not a task",
@@ -282,58 +265,46 @@ def _ranks(rows: Sequence[Sequence[Placed]]) -> Iterator[Problem]:
 
 
 def _microbatches(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
-    """Microbatches that do not go forward, and then backward, once on a stage: backward whole, or
-    in both parts."""
-    forwards = [{c.microbatch for c in cells if c.action is Action.FORWARD} for cells in stages]
-    most = max(range(len(stages)), key=lambda stage: len(forwards[stage]))
-    count = len(forwards[most])
-    for stage, cells in enumerate(stages):
+    """Microbatches that do not go forward and backward once on a stage."""
+    number = attrgetter("microbatch")
+    by_number = [
+        {i: [*own] for i, own in groupby(sorted(cells, key=number), number)} for cells in stages
+    ]
+    count = max(map(len, by_number))
+    for stage, (cells, numbered) in enumerate(zip(stages, by_number, strict=True)):
         for i in range(count):
-            forward, whole, *halves = (Cell(stage, one, i) for one in COMPUTES)
-            parts = [one for one in halves if one in cells]
-            if whole in cells and parts:
-                message = f"{parts[0]} is a part of {whole}, which is there too, in {cells[whole]}"
-                yield cells[parts[0]], message, "either the whole backward, or its two parts"
-            due = (forward, *(halves if parts else [whole]))
-            for one in due:
-                if one not in cells:
-                    message = f"there is no {one.words}"
-                    if one == forward and stage != most:
-                        message += f", and stage {most} has {count} of them"
-                    remedy = f"add {one}: every microbatch, from 0 without gaps, once forward and "
-                    place = cells.get(forward, [*cells.values()][-1])
-                    yield place, message, f"{remedy}once backward on every stage"
-            for before, after in pairwise(due):
-                if cells[after] < cells[before]:
-                    message = f"{after} comes before {before}, which is in {cells[before]}"
-                    yield cells[after], message, f"move {after} behind {before}"
-        for cell, place in cells.items():
-            if cell.microbatch >= count:
-                forward = Cell(stage, Action.FORWARD, cell.microbatch)
-                message = f"a {cell.words}, which has no forward there"
-                yield place, message, f"add {forward} before it, or remove the cell"
+            found = numbered.get(i, [])
+            kinds = {cell.action for cell in found}
+            if kinds not in ({Action.FORWARD, Action.BACKWARD}, {*COMPUTES} - {Action.BACKWARD}):
+                there = ", ".join(map(str, found)) or "nothing"
+                message = f"stage {stage} has {there} of microbatch {i}, not one forward and one "
+                yield (
+                    cells[found[-1] if found else [*cells][-1]],
+                    f"{message}backward",
+                    f"{count} microbatches on every stage, from 0 without gaps, each once as F and "
+                    "B, or as F, I and W",
+                )
 
 
 def _order(stages: Sequence[dict[Cell, Place]]) -> Iterator[Problem]:
     """Forwards ascend; backwards have one order on all stages, which decides the sums."""
     order = [cell.microbatch for cell in stages[-1] if cell.action in TO_INPUTS]
-    backward = f"microbatches go backward in the order of stage {len(stages) - 1} on every stage: "
     rules = (
-        ("forward", frozenset((Action.FORWARD,)), sorted(order),
-         "number the microbatches in the order in which they go forward"),
-        ("backward", TO_INPUTS, order,
-         f"{backward}gradients arrive in the order in which they are sent"),
-        ("backward", TO_WEIGHTS, order,
-         "gradients of weights in the order of the other gradients: sums then do not depend on "
-         "the stage"),
-    )  # fmt: skip
+        ("forward", frozenset((Action.FORWARD,)), sorted(order), "in which they are numbered"),
+        ("backward", TO_INPUTS, order, f"of stage {len(stages) - 1}: gradients arrive as sent"),
+        ("backward", TO_WEIGHTS, order, "of the other gradients: sums then have one order"),
+    )
     for stage, cells in enumerate(stages):
         for what, actions, due, remedy in rules:
             found = [cell for cell in cells if cell.action in actions]
             for cell, microbatch in zip(found, due, strict=True):
                 if cell.microbatch != microbatch:
                     message = f"{cell} comes where stage {stage} is to go {what} with microbatch "
-                    yield cells[cell], f"{message}{microbatch}", remedy
+                    yield (
+                        cells[cell],
+                        f"{message}{microbatch}",
+                        f"microbatches go {what} in the order {remedy}",
+                    )
 
 
 def _begins(rows: Sequence[Row]) -> dict[Cell, int]:
@@ -351,11 +322,13 @@ def _begins(rows: Sequence[Row]) -> dict[Cell, int]:
 
 
 def _needed(cell: Cell) -> list[Cell]:
-    """The tasks of other stages of which one has to be done before, if it is there."""
+    """The tasks of which one has to be done before, if it is there."""
     stage, action, microbatch = cell
     if action is Action.FORWARD:
         return [Cell(stage - 1, action, microbatch)]
-    return [Cell(stage + 1, one, microbatch) for one in BACKWARDS if {one, action} <= TO_INPUTS]
+    own = Action.BACKWARD_INPUT if action is Action.BACKWARD_WEIGHT else Action.FORWARD
+    later = [Cell(stage + 1, one, microbatch) for one in BACKWARDS if {one, action} <= TO_INPUTS]
+    return [Cell(stage, own, microbatch), *later]
 
 
 def _deadlock(

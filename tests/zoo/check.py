@@ -26,6 +26,7 @@ from pdcompile.driver import make_plan
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
+from pdcompile.layout_search import LayoutSearch
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
 from pdcompile.pass_runner import PassRunner
@@ -221,7 +222,7 @@ def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
     microbatch = partial(resize, flat, layout) if layout.splits else lambda _: flat
     step = PassRunner()
     planner = Planner(case.model, found, own, chosen, step.listener)
-    return make_plan(planner, microbatch, step)
+    return make_plan(planner, microbatch, step, LayoutSearch(False, step.listener))
 
 
 def _run(

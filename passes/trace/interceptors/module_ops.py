@@ -16,7 +16,6 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.opaque.probe import CallKey, Made
-from pdcompile.passes.trace.selections import takes_packed
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
 from pdcompile.passes.trace.tape.results import with_items
@@ -33,7 +32,7 @@ class LeafModules(Interceptor):
         module = tape.table.modules[path]
         leaf = path and tape.region == "forward"
         leaf = leaf and tape.table.constructor(path, tape.training) is not None
-        if not leaf or takes_packed(module, args, kwargs):
+        if not leaf:
             return proceed(call, plain, args, kwargs)
         with tape.running(call):
             draw = tape.draw() if is_random_module(module) else None

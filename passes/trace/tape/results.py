@@ -11,7 +11,6 @@ import keyword
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -93,21 +92,14 @@ class Results:
             return item
         name, target = self._names.new(f"{op.name}_{key}"), "operator.getitem"
         index = self.call_index(op.module_path, target)
-        part = beside(op, name, "function", target, (Ref(op.name), key), call_index=index)
-        part = replace(part, variable=part_of(op.variable, key))
+        part = Op(
+            name=name, kind="function", target=target, args=(Ref(op.name), key),
+            module_path=op.module_path, call_index=index, module_call=op.module_call,
+            source=op.source, variable=part_of(op.variable, key), region=op.region,
+            grad_enabled=op.grad_enabled, autocast=op.autocast,
+        )  # fmt: skip
         self.ops.append(part)
         return self.deliver(part, item, written)
-
-
-def beside(
-    op: Op, name: str, kind: Any, target: str, args: tuple[Any, ...], *, call_index: int = 0
-) -> Op:
-    """An op at the line and under the modes of another one."""
-    return Op(
-        name=name, kind=kind, target=target, args=args, module_path=op.module_path,
-        call_index=call_index, module_call=op.module_call, source=op.source, region=op.region,
-        grad_enabled=op.grad_enabled, autocast=op.autocast,
-    )  # fmt: skip
 
 
 def with_items(result: Any, change: Callable[[Any, Any], Any]) -> Any:

@@ -27,7 +27,6 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Site
 from pdcompile.passes.trace.opaque.probe import CallKey, ObservedCall
-from pdcompile.passes.trace.selections import Packed
 from pdcompile.passes.trace.tape.arguments import (
     NO_OP_CASTS,
     open_autocast,
@@ -87,7 +86,6 @@ class Tape(TorchFunctionMode):
         self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
-        self._packed = Packed()
         self.interceptors = tuple(kind(self) for kind in interceptors)
         self._recorded = self._hooks("recorded")
         self._call = self._chain("call", self.call)
@@ -216,12 +214,7 @@ class Tape(TorchFunctionMode):
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``func(*args, **kwargs)`` on fakes."""
         with self.inside(), refusals.as_refusals(func, self.boundary):
-            given, named = self.fakes.faked(args), self.fakes.faked(kwargs)
-            result = self._packed.result(func, given, named, self.table.modules.get(self.path))
-            if result is None:
-                result = real_shapes.run(func, given, named)
-                self._packed.made(func, given, result)
-        return result
+            return real_shapes.run(func, self.fakes.faked(args), self.fakes.faked(kwargs))
 
     def record(
         self,
