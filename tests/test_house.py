@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_268,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
-    "verify": (("passes/verify",), 1_588),
+    "verify": (("passes/verify",), 1_545),
     "parts": (("passes/parts", "pdcompile/parts"), 3_628),
     "runtime": (("runtime",), 9_298),
     "checkpoints and state": (
