@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
     "verify": (("passes/verify",), 1_594),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_628),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_524),
     "runtime": (("runtime",), 9_298),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -120,24 +120,9 @@ def _divided(atom: Atom, first: Atom) -> Atom:
 def cut(run: Sequence[Atom], sizes: Sequence[Extent]) -> list[Run] | None:
     """The run in pieces of these sizes, atoms divided where a border is inside of one; None where
     a border does not divide."""
-    waiting, pieces = [*leaves(run)][::-1], []
-    for size in sizes:
-        piece: list[Atom] = []
-        while size != ONE:
-            if not waiting:
-                return None
-            atom = waiting.pop()
-            if atom.extent.divides(size):
-                size = size.over(atom.extent)
-            elif size.divides(atom.extent):
-                first = Atom(size)
-                waiting.append(_divided(atom, first))
-                atom, size = first, ONE
-            else:
-                return None
-            piece.append(atom)
-        pieces.append(tuple(piece))
-    return None if waiting else pieces
+    pieces = [fresh(size) for size in sizes]
+    joined = join(run, [atom for piece in pieces for atom in piece])
+    return [leaves(piece) for piece in pieces] if joined else None
 
 
 def whole_extent(run: Iterable[Atom]) -> Extent:

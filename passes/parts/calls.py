@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pdcompile.ir.graph import Affine, Attr, ListOf, Op, OpGraph, Ref, Size, walk
+from pdcompile.ir.graph import Affine, Attr, ListOf, Op, OpGraph, Ref, TensorInfo, Value, walk
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.atoms import Extent, extent
 
@@ -55,9 +55,8 @@ class Call:
 
     def role(self, position: int, name: str) -> int | None:
         """Number of the operand that is this argument; None where it is not given, or no tensor."""
-        wanted = {name} if self.op.kind == "module" and position else {position, name}
         for number, operand in enumerate(self.operands):
-            if operand.slot in wanted and (self.alone(operand.slot) or operand.of_model):
+            if operand.slot in (position, name) and (operand.of_model or self.alone(operand.slot)):
                 return number
         return None
 
@@ -71,47 +70,39 @@ class Call:
         given = self.op.args[slot] if isinstance(slot, int) else dict(self.op.kwargs).get(slot)
         return isinstance(given, Ref | Attr)
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, or one that the module was made with; lists are tuples."""
+    def argument(self, position: int, names: str, default: Any = None) -> Any:
+        """An argument, or one that the module was made with, by ``name|name``; lists are tuples."""
         known = dict(self.op.constructor) | dict(self.op.kwargs)
-        args = self.op.args
-        module = self.op.kind == "module"
-        given = args[position] if not module and position < len(args) else known.get(name, default)
+        args = () if self.op.kind == "module" else self.op.args
+        by_name = (known[name] for name in names.split("|") if name in known)
+        given = args[position] if position < len(args) else next(by_name, default)
         return given.items if isinstance(given, ListOf) else given
 
-    def shape(self, number: int) -> tuple[Size, ...]:
-        """Sizes of an operand."""
-        operand = self.operands[number]
-        if operand.of_model:
-            return self.graph.tensors[operand.name].shape
-        return self.graph.values[operand.name].shape
-
-    def dtype(self, number: int) -> str:
+    def about(self, number: int) -> Value | TensorInfo:
+        """An operand as it stands in the model."""
         operand = self.operands[number]
         known = self.graph.tensors if operand.of_model else self.graph.values
-        return known[operand.name].dtype
+        return known[operand.name]
 
     def rank(self, number: int) -> int:
-        return len(self.shape(number))
+        return len(self.about(number).shape)
 
     def extents(self, number: int) -> tuple[Extent, ...]:
         """Sizes of an operand, as extents."""
-        operand = self.operands[number]
-        if operand.of_model:
-            return tuple(map(extent, self.shape(number)))
-        return value_extents(self.graph, operand.name)
+        return extents(self.about(number))
 
     @property
     def out(self) -> tuple[Extent, ...]:
-        return value_extents(self.graph, self.op.name)
+        return extents(self.graph.values[self.op.name])
 
 
-def value_extents(graph: OpGraph, name: str) -> tuple[Extent, ...]:
-    """The sizes of a value."""
-    value = graph.values[name]
+def extents(about: Value | TensorInfo) -> tuple[Extent, ...]:
+    """The sizes of a value or tensor of the model."""
+    if isinstance(about, TensorInfo):
+        return tuple(map(extent, about.shape))
     return tuple(
-        extent(size, f"?{name}.{i}" if i in value.varies else "")
-        for i, size in enumerate(value.shape)
+        extent(size, f"?{about.name}.{i}" if i in about.varies else "")
+        for i, size in enumerate(about.shape)
     )
 
 

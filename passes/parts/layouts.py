@@ -116,7 +116,7 @@ def lay_out(
     """
     axes, cut = Axes(graph), cut or Cut()
     for name in cut.whole_ops:
-        axes.ops[name] = replace(axes.ops[name], loops=(), reason=WHOLE_STAGE)
+        axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)
     shown = _shown(graph, outputs) | cut.crossing(graph)
     shared = cut.shared(graph)
     choice, ops = _chosen(axes, family, parts, shown, shared)
@@ -174,7 +174,7 @@ def _chosen(
             return choice, ops
         reason = "no function does what this module does, on tensors in another layout"
         for op in stuck:
-            axes.ops[op.op.name] = replace(op, loops=(), reason=reason)
+            axes.ops[op.op.name] = replace(op, loops={}, reason=reason)
 
 
 def _has_others(op: OpAxes, way: Way, held: dict[str, Layout]) -> bool:
@@ -247,7 +247,7 @@ def _refuse(choice: Choice, found: Layouts) -> None:
 def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
     """Refuses batch norm in training where samples are split."""
     for op in ops:
-        samples = [a for loop in op.loops if loop.kind == "whole" for a in leaves(loop.run)
+        samples = [a for loop in op.loops.values() if loop.kind == "whole" for a in leaves(loop.run)
                    if a.extent.power]  # fmt: skip
         if samples and op.call.name.startswith("batchnorm"):
             raise ConfigError(

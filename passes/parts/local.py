@@ -168,7 +168,7 @@ def _built(call: Call, layout: Way, parts: int) -> dict[str, Any]:
             shape = call.graph.values[call.op.name].shape
             found[word] = layout.result.local(shape, parts)[dim]
         elif number is not None:
-            found[word] = layout.operands[number].local(call.shape(number), parts)[dim]
+            found[word] = layout.operands[number].local(call.about(number).shape, parts)[dim]
     return found
 
 

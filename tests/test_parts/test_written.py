@@ -248,6 +248,26 @@ class Viewed(nn.Module):
         return x + self.proj(mixed.transpose(1, 2).view(b, s, 64))
 
 
+class Scored(Viewed):
+    """Scores by hand, in a view whose two last dimensions are the same sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        qkv = (one.view(b, s, 4, 16).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        q, k, v = (one.reshape(b * 4, s, 16) for one in qkv)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(b, 4, s, s).softmax(-1)
+        mixed = torch.bmm(scores.view(b * 4, s, s), v).view(b, 4, s, 16)
+        return x + self.proj(mixed.transpose(1, 2).reshape(b, s, 64))
+
+
+@pytest.mark.parametrize("family", ["width", "context"])
+def test_a_view_of_scores_keeps_queries_and_keys_apart(family: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Scored().double(), torch.randn(4, 12, 64).double()
+    it = written(model, x, x, F.mse_loss, family=family)
+    agree(it, FP64, lambda: F.mse_loss(model(x), x))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["width", "sequence", "width+sequence"])
 def test_a_view_of_what_was_converted_does_not_ask_how_it_lies(family: Any) -> None:
