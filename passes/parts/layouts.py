@@ -16,8 +16,8 @@ from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
 from pdcompile.passes.parts.families import ATTENTION, Family, divides
-from pdcompile.passes.parts.functional import has_function
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
+from pdcompile.passes.parts.local import has_function
 
 
 @dataclass(frozen=True, slots=True)

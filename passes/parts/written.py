@@ -30,14 +30,11 @@ from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Operand, operands
-from pdcompile.passes.parts.functional import as_function
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout
 from pdcompile.passes.parts.layouts import Layouts
-from pdcompile.passes.parts.local import local_op
+from pdcompile.passes.parts.local import Kwargs, as_function, local_op
 from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.assemble import with_consumers
-
-Kwargs = tuple[tuple[str, Argument], ...]
 
 
 @dataclass(frozen=True)
@@ -247,15 +244,15 @@ class _Writer(_Layouts):
         drops_out = _drops_out(op) if plan.axis else ""
         forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
         local = local_op(self.graph, op, plan, self.parts)
-        if op.kind == "module" and local.kind != "module":  # a function of parts, for a module
+        if op.kind == "module" and local.target.startswith(PARTS):  # a function of parts, for a module
             op = replace(op, variable=op.variable or op.module_path.rpartition(".")[2])
-            local = replace(local, module_path=scope_of(op), variable=op.variable)
+            local = replace(local, variable=op.variable)
         if drops_out == "dropout":
             self._dropout(local, forms[0].given, plan.result)
             return
         if drops_out:
             local = self._attention(local, plan.result)
-        made = _renamed(local, read, forms, plan)
+        made = _renamed(local, read, forms)
         if plan.result == SUM:
             self._sum(op, made, plan, [forms[i].given for i in plan.added])
         else:
@@ -340,8 +337,12 @@ class _Writer(_Layouts):
         return converted or self.values[root].stride_order != ()
 
 
-def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: Way) -> Op:
+def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form]) -> Op:
     """The op of one part with its operands as they are given; a few may be left out of it."""
+    own = [one for one in zip(read, forms, strict=True) if one[0].of_model]
+    converted = {one.name for one, form in own if isinstance(form.given, Ref)}
+    if op.kind == "module" and converted:
+        op = as_function(op)
     waiting = iter(zip(read, forms, strict=True))
 
     def change(part: Any) -> Any:
@@ -351,16 +352,8 @@ def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: Way)
         return next(form.given for one, form in waiting if one.name == name)
 
     args = rewritten(op.args, change)
-    changed = replace(op, args=args, kwargs=rewritten(op.kwargs, change))
-    if op.kind != "module":
-        gone = {one.name for one, form in zip(read, forms, strict=True)
-                if one.of_model and isinstance(form.given, Ref)}  # fmt: skip
-        return replace(changed, parameters=tuple(f for f in op.parameters if f not in gone))
-    own = {i: forms[i].given for i, one in enumerate(read) if one.of_model}
-    if plan.added or any(isinstance(one, Ref) for one in own.values()):
-        tensors = {str(read[i].slot): one for i, one in own.items() if i not in plan.added}
-        return as_function(changed, tensors, scope_of(op))
-    return changed
+    left = tuple(fqn for fqn in op.parameters if fqn not in converted)
+    return replace(op, args=args, kwargs=rewritten(op.kwargs, change), parameters=left)
 
 
 def _drops_out(op: Op) -> str:
