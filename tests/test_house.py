@@ -34,8 +34,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_295,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
-    "verify": (("passes/verify",), 1_594),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_524),
+    "verify": (("passes/verify",), 1_586),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_503),
     "runtime": (("runtime",), 9_298),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

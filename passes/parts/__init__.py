@@ -13,8 +13,9 @@ from pdcompile.errors import ConfigError, PlanError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
 from pdcompile.passes.costs.costed_op import plain_name
+from pdcompile.passes.parts.axes import ATTENTION
 from pdcompile.passes.parts.choice import product_flops
-from pdcompile.passes.parts.families import ATTENTION, FAMILIES, Family
+from pdcompile.passes.parts.families import FAMILIES
 from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
@@ -70,10 +71,10 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
     parts, split = training.most_parts, training.split
     if split == "samples":
         _refuse_unequal(training)
-    evaluation = write(_laid_out(capture.eval, split, parts, cuts[1]))
-    layouts = _laid_out(capture.train, split, parts, cuts[0], outputs=training.keeps_outputs)
+    evaluation = write(lay_out(capture.eval, split, parts, cut=cuts[1]))
+    layouts = lay_out(capture.train, split, parts, outputs=training.keeps_outputs, cut=cuts[0])
     if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
-        layouts = _laid_out(capture.train, split, parts, cuts[0])
+        layouts = lay_out(capture.train, split, parts, cut=cuts[0])
     train = write(layouts)
     outputs = {
         ref.name: shard_of(ref.name, layouts.of(ref.name), parts)
@@ -164,7 +165,7 @@ def evaluated_in_parts(graph: OpGraph, usual: Capture, parts: int | tuple[int, .
     cut = Cut()
     if not isinstance(parts, int):
         cut = Cut.of(place_eval(replace(usual, eval=graph), division.stage_of), parts)
-    found = write(_laid_out(graph, division.split, division.parts, cut))
+    found = write(lay_out(graph, division.split, division.parts, cut=cut))
     _check_alike(found, division)
     return found.graph
 
@@ -181,7 +182,3 @@ def _check_alike(evaluation: Program, division: Division) -> None:
             where=unlike[0],
             remedy="another split, or parts=1",
         )
-
-
-def _laid_out(graph: OpGraph, split: str, parts: int, cut: Cut, *, outputs: bool = True) -> Layouts:
-    return lay_out(graph, cast(Family, split), parts, outputs=outputs, cut=cut)

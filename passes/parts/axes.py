@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdcompile.ir.graph import GRADIENT, Op, OpGraph
+from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Value
 from pdcompile.passes.parts.atoms import Atom, Extent, Run, cut, extent, fresh, leaves
 from pdcompile.passes.parts.calls import Call, Operand, extents
 from pdcompile.passes.parts.in_place import written_storages
@@ -25,6 +25,8 @@ from pdcompile.passes.parts.signature import (
     Whole,
     added_operands,
 )
+
+ATTENTION = "scaleddotproductattention"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,26 +194,26 @@ class Axes:
     def _refuse(self, call: Call) -> None:
         """Raise Whole where an op is whole whatever its rule says."""
         op, values = call.op, self.graph.values
-        if op.opaque:
-            raise Whole("an opaque module")
-        if op.target == GRADIENT or op.enables_grad:
-            raise Whole("it differentiates inside of forward")
-        if values[op.name].storage in self._written:
-            raise Whole("it writes in place, or what it makes is written")
-        if any(values[name].storage in self._written for name in op.mutates):
-            raise Whole("it writes in place")
-        if op.draw is not None and call.name not in ("dropout", "scaleddotproductattention"):
-            raise Whole("it draws random numbers")
-        if op.buffers_written and not call.name.startswith("batchnorm"):
-            raise Whole("it writes a buffer")
-        for operand in call.operands:
-            if not operand.of_model and values[operand.name].storage in self._written:
-                raise Whole("what it reads is written in place")
-        held = [one.name for one in call.operands if not one.of_model]
-        if any(not values[name].is_tensor for name in held) and not takes_item(op):
-            raise Whole("it takes a container")
-        if not values[op.name].is_tensor and not self._taken_apart(op):
-            raise Whole("its results are not taken apart")
+        made = values[op.name]
+        read = [values[operand.name] for operand in call.operands if not operand.of_model]
+        mutated = [values[name] for name in op.mutates]
+        draws = op.draw is not None
+        for refused, reason in (
+            (op.opaque, "an opaque module"),
+            (op.target == GRADIENT or op.enables_grad, "it differentiates inside of forward"),
+            (self._is_written(made), "it writes in place, or what it makes is written"),
+            (self._is_written(*mutated), "it writes in place"),
+            (draws and call.name not in ("dropout", ATTENTION), "it draws random numbers"),
+            (op.buffers_written and not call.name.startswith("batchnorm"), "it writes a buffer"),
+            (self._is_written(*read), "what it reads is written in place"),
+            (not (takes_item(op) or all(one.is_tensor for one in read)), "it takes a container"),
+            (not (made.is_tensor or self._taken_apart(op)), "its results are not taken apart"),
+        ):
+            if refused:
+                raise Whole(reason)
+
+    def _is_written(self, *values: Value) -> bool:
+        return any(value.storage in self._written for value in values)
 
     def _taken_apart(self, op: Op) -> bool:
         readers = [self._named[name] for name in self.graph.values[op.name].consumers]

@@ -14,11 +14,12 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from pdcompile.ir.graph import OpGraph
+from pdcompile.parts.shard import Split
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way, item_of, takes_item
-from pdcompile.passes.parts.families import Family, Kinds, divides
+from pdcompile.passes.parts.families import Kinds, divides
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
 
 UPDATED = 4.0  # of the bytes of a table: its weights, gradient and states, updated on every part
@@ -33,7 +34,7 @@ class Choice:
         ways: what was chosen for each op that is not whole.
     """
 
-    def __init__(self, axes: Axes, family: Family, parts: int, shown: frozenset[str]) -> None:
+    def __init__(self, axes: Axes, family: Split, parts: int, shown: frozenset[str]) -> None:
         self.axes, self.graph, self.parts = axes, axes.graph, parts
         self.kinds = Kinds.of(axes, family)
         every = product_flops(axes.graph)

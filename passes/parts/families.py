@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
+from pdcompile.parts.shard import Split
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import rule_of
 from pdcompile.passes.parts.atoms import Atom, Extent, leaves
-from pdcompile.passes.parts.axes import Axes, OpAxes, Way
+from pdcompile.passes.parts.axes import ATTENTION, Axes, OpAxes, Way
 from pdcompile.passes.parts.layout import SUM
 
-Family = Literal["width", "width+sequence", "sequence", "context", "samples"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 Kind = Literal["width", "sequence", "samples"]
 
-ATTENTION = "scaleddotproductattention"
-_ALLOWED: dict[Family, tuple[Kind, ...]] = {
+#: Kinds of axes by split, the one that is preferred first.
+FAMILIES: dict[Split, tuple[Kind, ...]] = {
     "width": ("width",),
     "width+sequence": ("width", "sequence"),
     "sequence": ("sequence", "width"),
@@ -30,12 +29,12 @@ _ALLOWED: dict[Family, tuple[Kind, ...]] = {
 class Kinds:
     """Kind of the axis of an atom: samples, weights of products, or else a sequence."""
 
-    family: Family
+    family: Split
     width: frozenset[Atom | None]
     names: dict[Atom, str]
 
     @staticmethod
-    def of(axes: Axes, family: Family) -> Kinds:
+    def of(axes: Axes, family: Split) -> Kinds:
         found: set[Atom | None] = set()
         names: dict[Atom, str] = {}
         weights = _of_the_model(axes)
@@ -56,7 +55,7 @@ class Kinds:
     @property
     def by_width(self) -> bool:
         """True if weights are divided first."""
-        return _ALLOWED[self.family][0] == "width"
+        return FAMILIES[self.family][0] == "width"
 
     def name(self, axis: Atom) -> str:
         """Name of the axis in messages."""
@@ -73,7 +72,7 @@ class Kinds:
 
     def allowed(self, op: OpAxes) -> list[Way]:
         """The ways of an op along axes of the family."""
-        kinds = _ALLOWED[self.family]
+        kinds = FAMILIES[self.family]
         ways = [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
         return [way for way in ways if self.by_width or way.axis is not op.classes]
 
@@ -88,13 +87,9 @@ class Kinds:
 
     def _rank(self, op: OpAxes, way: Way) -> int:
         assert way.axis is not None
-        kinds, kind = _ALLOWED[self.family], self.kind(way.axis)
+        kinds, kind = FAMILIES[self.family], self.kind(way.axis)
         apart = kind == "sequence" and self.family != "context" and not _alone(op, way)
-        if (
-            self.family == "sequence"
-            and op.call.name == ATTENTION
-            and self.name(way.axis) == "hidden"
-        ):
+        if (self.family, op.call.name, self.name(way.axis)) == ("sequence", ATTENTION, "hidden"):
             return len(kinds) + 1
         return len(kinds) if apart else kinds.index(kind)
 

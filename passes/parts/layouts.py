@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import ConfigError, some
 from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
-from pdcompile.parts.shard import Shard
+from pdcompile.parts.shard import Shard, Split
 from pdcompile.passes.parts.atoms import Atom, leaves
-from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way
+from pdcompile.passes.parts.axes import ATTENTION, WHOLE_STAGE, Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
-from pdcompile.passes.parts.families import ATTENTION, Family, divides
+from pdcompile.passes.parts.families import divides
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
 from pdcompile.passes.parts.local import has_function
 
@@ -74,7 +74,7 @@ class Layouts:
     stages are `stage_of`.
     """
 
-    family: Family
+    family: Split
     parts: int
     ops: dict[str, Way]
     axes: dict[str, str]
@@ -102,7 +102,7 @@ class Layouts:
 
 
 def lay_out(
-    graph: OpGraph, family: Family, parts: int, *, outputs: bool = True, cut: Cut | None = None
+    graph: OpGraph, family: Split, parts: int, *, outputs: bool = True, cut: Cut | None = None
 ) -> Layouts:
     """Chooses the layouts of a graph.
 
@@ -160,7 +160,7 @@ def _whole_vocabularies(choice: Choice, ops: Mapping[str, Way]) -> Iterator[Stay
 
 
 def _chosen(
-    axes: Axes, family: Family, parts: int, shown: frozenset[str], shared: Collection[str]
+    axes: Axes, family: Split, parts: int, shown: frozenset[str], shared: Collection[str]
 ) -> tuple[Choice, dict[str, Way]]:
     """The way of each op; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""

@@ -244,7 +244,9 @@ class _Writer(_Layouts):
         drops_out = _drops_out(op) if plan.axis else ""
         forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
         local = local_op(self.graph, op, plan, self.parts)
-        if op.kind == "module" and local.target.startswith(PARTS):  # a function of parts, for a module
+        if op.kind == "module" and local.target.startswith(
+            PARTS
+        ):  # a function of parts, for a module
             op = replace(op, variable=op.variable or op.module_path.rpartition(".")[2])
             local = replace(local, variable=op.variable)
         if drops_out == "dropout":

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -313,59 +314,55 @@ class _Turn(Alone):
     def __init__(self, part: int, count: int, function: Callable[[], Any]) -> None:
         super().__init__(count, part)
         self.at: At | None = None  # the conversion that it waits at
-        self.given, self.answer = torch.empty(0), torch.empty(0)
+        self.given = torch.empty(0)
         self.returned: Any = None
-        self._function = function
-        self._error: BaseException | None = None
-        self._over = self._ends = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._draws = _draws()
-        self._grad = torch.is_grad_enabled()
+        self._function, self._grad = function, torch.is_grad_enabled()
+        self.draws = _draws()
+        self._answers: SimpleQueue[Tensor | None] = SimpleQueue()  # None: it is to end
+        self._stops: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name=f"pdcompile part {part}", daemon=True
         )
         self._thread.start()
 
     def meet(self, x: Tensor, at: At) -> Tensor:
-        if not self._ends:
-            self.at, self.given = at, x
-            self._stopped.release()
-            self._go.acquire()
-        if self._ends:
-            raise _Ended
-        return self.answer
+        self.at, self.given = at, x
+        self._stops.put(None)
+        return self._answer()
 
-    def resume(self) -> None:
+    def _answer(self) -> Tensor:
+        answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)  # for whom a handler of the user's calls
+            raise _Ended
+        return answer
+
+    def resume(self, answer: Tensor) -> None:
         """Runs the part up to its next meeting or its end; raises what it raised."""
-        if self._over:
-            return
-        _set_draws(self._draws)
+        _set_draws(self.draws)
         self.at = None
-        self._go.release()
-        self._stopped.acquire()
-        self._draws = _draws()
-        if self._error is not None:
-            raise self._error
+        self._answers.put(answer)
+        error = self._stops.get()
+        self.draws = _draws()
+        if error is not None:
+            raise error
 
     def end(self) -> None:
         """Ends the part where it stands."""
-        self._ends = True
-        self._go.release()
+        self._answers.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         _turn.parts = self
-        self._go.acquire()
         try:
+            self._answer()
             # Backward stays in this thread: the one that a device has would wait for itself.
-            with torch.autograd.set_multithreading_enabled(False):
-                if not self._ends:
-                    with torch.set_grad_enabled(self._grad):
-                        self.returned = self._function()
+            alone = torch.autograd.set_multithreading_enabled(False)
+            with alone, torch.set_grad_enabled(self._grad):
+                self.returned = self._function()
         except BaseException as error:
-            self._error = error
-        self._over = True
-        self._stopped.release()
+            self._stops.put(error)
+        self._stops.put(None)
 
 
 def in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -379,20 +376,22 @@ def in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
         UnequalParts: they come to different conversions, or one ends while another waits.
     """
     turns = [_Turn(part, len(functions), one) for part, one in enumerate(functions)]
+    answers = [turn.given for turn in turns]
     try:
         while True:
-            for turn in turns:
-                turn.resume()
+            for turn, answer in zip(turns, answers, strict=True):
+                turn.resume(answer)
             if not any(turn.at for turn in turns):
                 return [turn.returned for turn in turns]
-            _meet(turns)
+            answers = _answers(turns)
     finally:
         for turn in turns:
             turn.end()
-        _set_draws(turns[0]._draws)
+        _set_draws(turns[0].draws)
 
 
-def _meet(turns: Sequence[_Turn]) -> None:
+def _answers(turns: Sequence[_Turn]) -> list[Tensor]:
+    """The results of the conversion that all parts have come to."""
     first, given = turns[0], [turn.given for turn in turns]
     for turn in turns[1:]:
         if _meeting(turn) != _meeting(first):
@@ -403,9 +402,7 @@ def _meet(turns: Sequence[_Turn]) -> None:
             )
     assert first.at is not None
     with torch.no_grad():  # before any goes on, and may write into what it gave
-        answers = [_result(first.at.step.kind, given, turn.part) for turn in turns]
-    for turn, answer in zip(turns, answers, strict=True):
-        turn.answer = answer
+        return [_result(first.at.step.kind, given, turn.part) for turn in turns]
 
 
 def _meeting(turn: _Turn) -> tuple[Any, ...]:
