@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from pdcompile.errors import ConfigError, some
-from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
+from pdcompile.ir.graph import OpGraph, Ref, walk
 from pdcompile.parts.shard import Shard, Split
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import ATTENTION, WHOLE_STAGE, Axes, OpAxes, Way
@@ -67,11 +68,9 @@ class Stays:
 class Layouts:
     """The layouts of one graph for a family of splits and a number of parts.
 
-    `shards` are the tensors of the model of which each part holds a slice, `summed` those that are
-    whole but whose gradients are sums over parts (R).  Every other tensor is I: an op that wants
-    it otherwise converts it, as it does with a value.  `axes` are the names of what ops are split
-    along, `shown` values that the caller reads, or that cross between stages of a `Cut`, whose
-    stages are `stage_of`.
+    `held` are those of tensors of the model.  An op that wants one otherwise converts it, as it
+    does with a value.  `axes` are the names of what ops are split along, `shown` values that the
+    caller reads, or that cross between stages of a `Cut`, whose stages are `stage_of`.
     """
 
     family: Split
@@ -79,8 +78,7 @@ class Layouts:
     ops: dict[str, Way]
     axes: dict[str, str]
     shown: frozenset[str]
-    shards: dict[str, Shard]
-    summed: frozenset[str]
+    held: dict[str, Layout]
     stays: tuple[Stays, ...]
     graph: OpGraph = field(repr=False, compare=False)
     stage_of: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
@@ -92,10 +90,18 @@ class Layouts:
 
     def tensor(self, fqn: str) -> Layout:
         """The layout of a tensor of the model."""
-        shard = self.shards.get(fqn)
-        if shard is not None:
-            return Layout("S", shard.dim, shard.sizes, shard.which)
-        return SPREAD if fqn in self.summed else WHOLE
+        return self.held.get(fqn, WHOLE)
+
+    @cached_property
+    def shards(self) -> dict[str, Shard]:
+        """The slices of tensors that each part holds."""
+        split = {f: one for f, one in self.held.items() if one.kind == "S"}
+        return {fqn: shard_of(fqn, one, self.parts) for fqn, one in split.items()}
+
+    @property
+    def summed(self) -> frozenset[str]:
+        """Tensors that are whole, and whose gradients are sums over parts."""
+        return frozenset(fqn for fqn, one in self.held.items() if one == SPREAD)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self)) + "\n"
@@ -118,19 +124,16 @@ def lay_out(
     for name in cut.whole_ops:
         axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)
     shown = _shown(graph, outputs) | cut.crossing(graph)
-    shared = cut.shared(graph)
-    choice, ops = _chosen(axes, family, parts, shown, shared)
+    choice = _chosen(axes, family, parts, shown, cut.shared(graph))
+    ops = choice.ways
     names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
-    held = _held(axes, ops, shared)
-    shards = {f: shard_of(f, one, parts) for f, one in held.items() if one.kind == "S"}
-    summed = frozenset(fqn for fqn, one in held.items() if one == SPREAD)
-    stays = tuple(
-        Stays(name, axes.ops[name].op.source, _why(choice, axes.ops[name]), flops)
-        for name, flops in choice.flops.items()
-        if flops and ops[name].axis is None
+    products = {name: flops for name, flops in choice.flops.items() if not ops[name].axis}
+    stays = [Stays(name, axes.ops[name].op.source, _why(choice, axes.ops[name]), flops)
+             for name, flops in products.items() if flops]  # fmt: skip
+    stays += _whole_vocabularies(choice)
+    found = Layouts(
+        family, parts, ops, names, shown, choice.held, tuple(stays), graph, cut.stage_of
     )
-    stays += tuple(_whole_vocabularies(choice, ops))
-    found = Layouts(family, parts, ops, names, shown, shards, summed, stays, graph, cut.stage_of)
     _refuse(choice, found)
     return found
 
@@ -142,58 +145,34 @@ def _shown(graph: OpGraph, outputs: bool) -> frozenset[str]:
     return frozenset(found & {op.name for op in graph.ops} | {graph.loss or ""})
 
 
-def _whole_vocabularies(choice: Choice, ops: Mapping[str, Way]) -> Iterator[Stays]:
+def _whole_vocabularies(choice: Choice) -> Iterator[Stays]:
     """Tables and losses that stay whole because their vocabulary is not to be divided."""
-    for name, op in choice.axes.ops.items():
-        if op.call.name not in ("embedding", "crossentropy") or ops[name].axis is not None:
+    for name, op in choice.axes.ops.items() if choice.kinds.by_width else ():
+        known = op.call.name in ("embedding", "crossentropy") and op.reason != WHOLE_STAGE
+        if not known or choice.ways[name].axis is not None:
             continue
         own, runs = op.classes, [run for dims in op.dims.values() for run in dims]
         uneven = own and own.extent.number > choice.parts and not divides(own, choice.parts)
         of_samples = any(atom.extent.power for run in runs for atom in leaves(run))
-        if (
-            op.reason != WHOLE_STAGE
-            and choice.kinds.by_width
-            and (op.reason or (uneven and of_samples))
-        ):
+        if op.reason or (uneven and of_samples):
             why = op.reason or f"{_sized(choice, own)} does not divide by {choice.parts}"
             yield Stays(name, op.op.source, why, 0)
 
 
 def _chosen(
     axes: Axes, family: Split, parts: int, shown: frozenset[str], shared: Collection[str]
-) -> tuple[Choice, dict[str, Way]]:
-    """The way of each op; a module that only runs as it is built stays whole, if it would have to
+) -> Choice:
+    """The ways of all ops; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""
     while True:
-        choice = Choice(axes, family, parts, shown)
-        ops = {name: choice.way(name) for name in axes.ops}
-        held = _held(axes, ops, shared)
-        modules = [op for op in axes.ops.values() if op.op.kind == "module"]
-        stuck = [op for op in modules if _has_others(op, ops[op.op.name], held)]
+        choice = Choice(axes, family, parts, shown, shared)
+        stuck = [op for op in axes.ops.values() if op.op.kind == "module" and choice.converts(op)
+                 and not has_function(op.op)]  # fmt: skip
         if not stuck:
-            return choice, ops
+            return choice
         reason = "no function does what this module does, on tensors in another layout"
         for op in stuck:
             axes.ops[op.op.name] = replace(op, loops={}, reason=reason)
-
-
-def _has_others(op: OpAxes, way: Way, held: dict[str, Layout]) -> bool:
-    """True if a module without a function wants a tensor in another layout than it is held in."""
-    pairs = zip(op.call.operands, way.operands, strict=True)
-    others = bool(way.added) or any(o.of_model and held[o.name] != want for o, want in pairs)
-    return others and not has_function(op.op)
-
-
-def _held(axes: Axes, ops: dict[str, Way], shared: Collection[str]) -> dict[str, Layout]:
-    """The layouts of tensors: that which all ops want; whole where they differ, in outputs, and
-    where they are shared."""
-    returned = [one.fqn for one in walk(axes.graph.output, Attr)]
-    wanted: dict[str, set[Layout]] = {fqn: {WHOLE} for fqn in (*returned, *shared)}
-    for name, op in axes.ops.items():
-        for operand, layout in zip(op.call.operands, ops[name].operands, strict=True):
-            if operand.of_model:
-                wanted.setdefault(operand.name, set()).add(layout)
-    return {fqn: found.pop() if len(found) == 1 else WHOLE for fqn, found in wanted.items()}
 
 
 def shard_of(fqn: str, layout: Layout, parts: int) -> Shard:

@@ -30,7 +30,7 @@ from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Operand, operands
-from pdcompile.passes.parts.layout import SUM, WHOLE, Layout
+from pdcompile.passes.parts.layout import SUM, WHOLE, Conversion, Layout, conversion
 from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import Kwargs, as_function, local_op
 from pdcompile.passes.stages.naming import scope_of
@@ -66,37 +66,6 @@ class Program:
 def write(layouts: Layouts) -> Program:
     """The program of one part."""
     return _Writer(layouts).write()
-
-
-class Conversion(NamedTuple):
-    """A conversion between two layouts: a function of `pdcompile.parts.conversions`."""
-
-    name: str
-    args: tuple[Argument, ...] = ()
-    kwargs: Kwargs = ()
-
-
-def conversion(have: Layout, want: Layout) -> Conversion | None:
-    """The conversion from one layout to another; None where the value is used as it is."""
-    if have == want or (have.kind, want.kind) in (("R", "I"), ("R", "R")):
-        return None
-    match have.kind, want.kind:
-        case "I", "R":
-            return Conversion("spread")
-        case "P", _ if want.kind != "S":
-            return Conversion("total")
-        case "S", "S":
-            old, new = _runs(have, "old_runs"), _runs(want, "new_runs")
-            return Conversion("swap", (have.dim, want.dim), (*old, *new))
-        case "S", _:
-            spread = (("spread", True),) if want.kind == "R" else ()
-            return Conversion("gather", (have.dim,), (*_runs(have), *spread))
-    name = "scatter" if have.kind == "P" else "own"
-    return Conversion(name, (want.dim,), _runs(want))
-
-
-def _runs(layout: Layout, word: str = "runs") -> Kwargs:
-    return () if layout.runs == 1 else ((word, layout.runs),)
 
 
 class _Form(NamedTuple):
@@ -209,10 +178,6 @@ class _Layouts:
         if op.name not in self.graph.values:
             self.belongs[op.name] = self._current
 
-    def _local_tensor(self, fqn: str) -> tuple[int, ...]:
-        shape, shard = self.graph.tensors[fqn].shape, self.layouts.shards.get(fqn)
-        return shape if shard is None else shard.local_shape(shape)
-
     def _fresh(self, wish: str) -> str:
         names = (wish if i == 0 else f"{wish}_{i}" for i in count())
         return next(n for n in names if n not in self.values and n not in self.graph.values)
@@ -228,9 +193,9 @@ class _Writer(_Layouts):
         ops = tuple(_counted(self.ops))
         names = [entry.name for entry in graph.inputs] + [op.name for op in ops]
         values = with_consumers(ops, {name: self.values[name] for name in names})
-        tensors = {
-            fqn: replace(info, shape=self._local_tensor(fqn)) for fqn, info in graph.tensors.items()
-        }
+        tensors = dict(graph.tensors)
+        for fqn, shard in layouts.shards.items():
+            tensors[fqn] = replace(tensors[fqn], shape=shard.local_shape(tensors[fqn].shape))
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
                           parts=self.parts)  # fmt: skip
         if layouts.family == "samples":
@@ -289,8 +254,10 @@ class _Writer(_Layouts):
         """Attention that drops out, with its share of what is drawn for the whole."""
         self.notes.append(f"{op.name} ({op.source}) drops out: attention is written out")
         inner = layout.dim < len(self.graph.values[op.name].shape) - 1
-        kwargs = (*op.kwargs, *((("split", layout.dim), *_runs(layout)) if inner else ()))
-        return replace(op, target=f"{PARTS}.scaled_dot_product_attention", kwargs=kwargs)
+        own = conversion(WHOLE, layout) if inner else None
+        split = () if own is None else (("split", layout.dim), *own.kwargs)
+        target = f"{PARTS}.scaled_dot_product_attention"
+        return replace(op, target=target, kwargs=(*op.kwargs, *split))
 
     def _dropout(self, op: Op, given: Ref | Attr, layout: Layout) -> None:
         """Drops out of a split value its share of what is dropped of ones, drawn for the whole."""

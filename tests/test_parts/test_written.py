@@ -20,8 +20,7 @@ from pdcompile.ir.graph import Affine, OpGraph
 from pdcompile.ir.records import CONVERSIONS
 from pdcompile.passes.codegen import write as dump
 from pdcompile.passes.costs import estimate
-from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
-from pdcompile.passes.parts.written import conversion
+from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout, conversion
 from tests.helpers.in_parts import InParts, compare, written
 from tests.helpers.launch import torchrun
 
