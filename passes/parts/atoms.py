@@ -117,14 +117,6 @@ def _divided(atom: Atom, first: Atom) -> Atom:
     return rest
 
 
-def cut(run: Sequence[Atom], sizes: Sequence[Extent]) -> list[Run] | None:
-    """The run in pieces of these sizes, atoms divided where a border is inside of one; None where
-    a border does not divide."""
-    pieces = [fresh(size) for size in sizes]
-    joined = join(run, [atom for piece in pieces for atom in piece])
-    return [leaves(piece) for piece in pieces] if joined else None
-
-
 def whole_extent(run: Iterable[Atom]) -> Extent:
     """The size of a dimension."""
     number, power = 1, 0

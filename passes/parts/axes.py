@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Value
-from pdcompile.passes.parts.atoms import Atom, Extent, Run, cut, extent, fresh, leaves
+from pdcompile.passes.parts.atoms import Atom, Run, extent, fresh, join, leaves
 from pdcompile.passes.parts.calls import Call, Operand, extents
 from pdcompile.passes.parts.in_place import written_storages
 from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
@@ -169,27 +169,24 @@ class Axes:
             self._items[op.name] = found.results
 
     def _divided(self, op: Op) -> OpAxes:
-        call, sizes = Call(op, self.graph), self._result_sizes(op)
+        call = Call(op, self.graph)
         try:
             self._refuse(call)
             if takes_item(op) and call.operands[0].name in self._items:
                 return self._item(call)
-            return self._bound(call, form_of(call), sizes)
+            return self._bound(call, form_of(call))
         except Whole as error:
-            whole = {i: tuple(map(fresh, one)) for i, one in sizes.items()}
-            return OpAxes(call, results=whole, reason=str(error))
+            return OpAxes(call, results=self._results(op), reason=str(error))
 
-    def _result_sizes(self, op: Op) -> dict[int, tuple[Extent, ...]]:
-        """Sizes of the result, or of those items of a container that are taken out of it."""
-        value = self.graph.values[op.name]
-        if value.is_tensor:
-            return {0: extents(self.graph.values[op.name])}
-        items = (self._named[name] for name in value.consumers)
-        return {
-            item_of(one): extents(self.graph.values[one.name])
-            for one in items
-            if takes_item(one) and self.graph.values[one.name].is_tensor
-        }
+    def _results(self, op: Op) -> dict[int, Dims]:
+        """New dimensions of the result, or of the items that are taken out of a container."""
+        values = self.graph.values
+        made = {0: values[op.name]}
+        if not made[0].is_tensor:
+            items = (self._named[name] for name in made[0].consumers)
+            made = {item_of(one): values[one.name] for one in items
+                    if takes_item(one) and values[one.name].is_tensor}  # fmt: skip
+        return {i: tuple(map(fresh, extents(value))) for i, value in made.items()}
 
     def _refuse(self, call: Call) -> None:
         """Raise Whole where an op is whole whatever its rule says."""
@@ -231,15 +228,16 @@ class Axes:
                  if any(letter in letters for letters in term[0])}  # fmt: skip
         return OpAxes(call, loops, dims, dims, term, term, reason=made.reason)
 
-    def _bound(self, call: Call, form: Form, sizes: Mapping[int, tuple[Extent, ...]]) -> OpAxes:
+    def _bound(self, call: Call, form: Form) -> OpAxes:
+        made = self._results(call.op)
         dims = {i: self._dims(operand) for i, operand in enumerate(call.operands)
                 if operand.of_model or self.graph.values[operand.name].is_tensor}  # fmt: skip
         if not form.signature:
-            return _viewed(call, dims, sizes[0])
-        bound = Binding(form, dims, sizes)
+            return _viewed(call, dims, made)
+        bound = Binding(form, dims, made)
         added = [form.operands[i] for i in added_operands(form.signature)]
         return OpAxes(
-            call, bound.loops, bound.results, dims, bound.reads, bound.makes,
+            call, bound.loops, made, dims, bound.reads, bound.makes,
             tuple(i for i in added if i is not None), vocabulary=form.vocabulary,
         )  # fmt: skip
 
@@ -247,15 +245,14 @@ class Axes:
         return self.tensors[operand.name] if operand.of_model else self.values[operand.name]
 
 
-def _viewed(call: Call, dims: Mapping[int, Dims], sizes: Sequence[Extent]) -> OpAxes:
+def _viewed(call: Call, dims: Mapping[int, Dims], results: Mapping[int, Dims]) -> OpAxes:
     """The axes of a view, with a loop for each atom."""
-    atoms = leaves([atom for run in dims[0] for atom in run])
-    made = cut(atoms, sizes)
-    if made is None:
+    read, made = ([atom for run in each[0] for atom in run] for each in (dims, results))
+    if not join(read, made):
         raise Whole
-    loops = {f"{i}": Loop((a,), "free") for i, a in enumerate(leaves(atoms))}
-    reads, makes = _lettered(dims[0], loops), _lettered(made, loops)
-    return OpAxes(call, loops, {0: tuple(made)}, dims, {0: reads}, {0: makes})
+    loops = {f"{i}": Loop((atom,), "free") for i, atom in enumerate(leaves(read))}
+    reads, makes = _lettered(dims[0], loops), _lettered(results[0], loops)
+    return OpAxes(call, loops, results, dims, {0: reads}, {0: makes})
 
 
 def _lettered(dims: Sequence[Run], names: Iterable[str]) -> Term:

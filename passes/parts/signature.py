@@ -122,13 +122,10 @@ class Binding:
     Attributes:
         reads: terms of the operands that are given, by their number among the call's.
         makes: terms of the results, by number.
-        results: the dimensions of the results.
     """
 
-    def __init__(
-        self, form: Form, dims: Mapping[int, Dims], sizes: Mapping[int, Sequence[Extent]]
-    ) -> None:
-        """`dims` are those of operands, `sizes` those of results.
+    def __init__(self, form: Form, dims: Mapping[int, Dims], results: Mapping[int, Dims]) -> None:
+        """`dims` are those of operands; both are joined where they are the same.
 
         Raises:
             Whole: a dimension has not the size that the signature asks for.
@@ -136,74 +133,58 @@ class Binding:
         self.loops: dict[str, Loop] = {}
         self.reads: dict[int, Term] = {}
         self.makes: dict[int, Term] = {}
-        self.results: dict[int, Dims] = {}
-        self._sizes = form.sizes
         inputs, outputs = map(_terms, form.signature.split("->"))
-        self._shown = {letter for term in outputs for one in term for letter in one}
-        self._meets = form.meets
+        self._form, self._shown = form, {c for term in outputs for one in term for c in one}
         for i, number in enumerate(form.operands):
             if number is not None:
                 self.reads[number] = _filled(inputs[i], len(dims[number]), f"~{i}")
-                self._read(self.reads[number], dims[number])
-        for number, each in sizes.items():
+                self._bind(self.reads[number], dims[number])
+        for number, each in results.items():
             term = _filled(outputs[min(number, len(outputs) - 1)], len(each), "")
             self.makes[number] = term
-            self.results[number] = tuple(map(self._write, term, each))
+            self._bind(term, each)
+            if any(
+                self._size(c) for one, run in zip(term, each, strict=True) if not run for c in one
+            ):
+                raise Whole  # of size one, and what is read is not
 
-    def _read(self, term: Term, dims: Dims) -> None:
+    def _bind(self, term: Term, dims: Dims) -> None:
         seen = set[str]()
         for letters, run in zip(term, dims, strict=True):
             if not leaves(run):
                 continue  # of size one: broadcast, if others have more
             pieces = [self._piece(letter, run, letters) for letter in letters]
-            if not join(run, [atom for piece in pieces for atom in piece]):
+            if not join([atom for piece in pieces for atom in piece], run):
                 raise Whole
             if not seen.isdisjoint(letters):
                 raise Whole  # a diagonal
             seen.update(letters)
 
     def _piece(self, letter: str, run: Run, letters: Letters) -> Run:
-        """The run of a letter, made where it has none yet."""
-        found = self.loops.get(letter)
-        if found is None or not leaves(found.run):
-            known = self._sizes.get(letter)
-            if known is None and len(letters) == 1:
-                made = tuple(run)
-            else:
-                made = fresh(known or self._left_over(letter, run, letters))
+        """The run of a letter, made where it has none yet: of the size that others leave over."""
+        if self._size(letter) is None:
+            size, known = whole_extent(run), self._form.sizes.get(letter)
+            for other in letters if known is None else ():
+                if other != letter:
+                    own = self._form.sizes.get(other) or self._size(other, ONE)
+                    if own is None or not own.divides(size):
+                        raise Whole
+                    size = size.over(own)
+            made = run if known is None and len(letters) == 1 else fresh(known or size)
             self.loops[letter] = Loop(made, self._kind(letter))
         return self.loops[letter].run
 
-    def _left_over(self, letter: str, run: Run, letters: Letters) -> Extent:
-        """The size of the one letter of a product that no other place tells."""
-        size = whole_extent(run)
-        for other in letters:
-            if other == letter:
-                continue
-            known = self._sizes.get(other)
-            if known is None and other in self.loops:
-                known = whole_extent(self.loops[other].run)
-            if known is None or not known.divides(size):
-                raise Whole
-            size = size.over(known)
-        return size
+    def _size(self, letter: str, one: Extent | None = None) -> Extent | None:
+        """The size of the loops that are known; of size one: `one`."""
+        found = self.loops.get(letter)
+        return None if found is None else (whole_extent(found.run) if leaves(found.run) else one)
 
     def _kind(self, letter: str) -> Kind:
-        if letter in self._meets:
+        if letter in self._form.meets:
             return "meet"
         if letter.isupper() or letter[0] in "&~":
             return "whole"
         return "free" if letter in self._shown or letter[0] == "*" else "sum"
-
-    def _write(self, letters: Letters, size: Extent) -> Run:
-        for letter in letters:
-            if letter not in self.loops:
-                known = self._sizes.get(letter, size if len(letters) == 1 else ONE)
-                self.loops[letter] = Loop(fresh(known), self._kind(letter))
-        run = tuple(atom for letter in letters for atom in self.loops[letter].run)
-        if whole_extent(run) != size:
-            raise Whole
-        return run
 
 
 def _filled(term: Term, count: int, own: str) -> Term:

@@ -22,7 +22,7 @@ from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import ListOf, Op, OpGraph, Ref, Slice
 from pdcompile.parts.conversions import in_turns
 from pdcompile.parts.shard import Shard
-from pdcompile.passes.parts.atoms import Extent, cut, leaves
+from pdcompile.passes.parts.atoms import Extent, fresh, join, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
 from pdcompile.passes.parts.families import divides
 from pdcompile.passes.parts.layout import SUM, Layout
@@ -311,7 +311,7 @@ def divided(found: OpAxes, draw: st.DataObject) -> None:
                 factors = [n for n in range(2, size) if size % n == 0]
                 if factors and draw.draw(st.booleans()):
                     outer = draw.draw(st.sampled_from(factors))
-                    assert cut((atom,), [Extent(outer), Extent(size // outer)]) is not None
+                    assert join((atom,), fresh(Extent(outer)) + fresh(Extent(size // outer)))
 
 
 def ways_of(found: OpAxes) -> Iterator[tuple[Way, int]]:
