@@ -41,7 +41,7 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         assert stage_of is not None
         placed = stage_of()
         each = placed, place_eval(capture, placed)
-        cuts = Cut.of(each[0], training.parts), Cut.of(each[1], training.parts)
+        cuts = Cut(each[0], training.parts), Cut(each[1], training.parts)
     first: ConfigError | None = None
     for split in ("width", "samples") if training.split == "auto" else (training.split,):
         try:
@@ -164,7 +164,7 @@ def evaluated_in_parts(graph: OpGraph, usual: Capture, parts: int | tuple[int, .
         return graph
     cut = Cut()
     if not isinstance(parts, int):
-        cut = Cut.of(place_eval(replace(usual, eval=graph), division.stage_of), parts)
+        cut = Cut(place_eval(replace(usual, eval=graph), division.stage_of), parts)
     found = write(lay_out(graph, division.split, division.parts, cut=cut))
     _check_alike(found, division)
     return found.graph

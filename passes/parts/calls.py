@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,12 +16,13 @@ from pdcompile.passes.parts.atoms import Extent, extent
 class Operand:
     """A tensor that an op reads: `name` is a value, or an FQN of the model's (`of_model`).
 
-    `slot` is the argument that it is, or is in: a position, a keyword, a module's own name for it.
+    `slot` is the argument that it is (`alone`) or is in: position, keyword, a module's name for it.
     """
 
     name: str
     slot: int | str
     of_model: bool = False
+    alone: bool = True
 
 
 def operands(op: Op) -> tuple[Operand, ...]:
@@ -31,7 +32,7 @@ def operands(op: Op) -> tuple[Operand, ...]:
     for slot, argument in given:
         for part in walk(argument, (Ref, Attr)):
             name = part.name if isinstance(part, Ref) else part.fqn
-            found.append(Operand(name, slot, isinstance(part, Attr)))
+            found.append(Operand(name, slot, isinstance(part, Attr), part is argument))
     if op.kind in ("module", "opaque"):
         own = dict.fromkeys((*op.parameters, *op.buffers_read, *op.buffers_written))
         found += [Operand(fqn, fqn.rpartition(".")[2], of_model=True) for fqn in own]
@@ -44,10 +45,10 @@ class Call:
 
     op: Op
     graph: OpGraph
-    operands: tuple[Operand, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "operands", operands(self.op))
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        return operands(self.op)
 
     @cached_property
     def name(self) -> str:
@@ -55,20 +56,12 @@ class Call:
 
     def role(self, position: int, name: str) -> int | None:
         """Number of the operand that is this argument; None where it is not given, or no tensor."""
-        for number, operand in enumerate(self.operands):
-            if operand.slot in (position, name) and (operand.of_model or self.alone(operand.slot)):
-                return number
-        return None
+        return next((i for i in self.inside(position, name) if self.operands[i].alone), None)
 
     def inside(self, position: int, name: str) -> tuple[int, ...]:
         """Numbers of the operands inside an argument."""
         found = enumerate(self.operands)
         return tuple(i for i, operand in found if operand.slot in (position, name))
-
-    def alone(self, slot: int | str) -> bool:
-        """True if the argument is a tensor, not a list of them."""
-        given = self.op.args[slot] if isinstance(slot, int) else dict(self.op.kwargs).get(slot)
-        return isinstance(given, Ref | Attr)
 
     def argument(self, position: int, names: str, default: Any = None) -> Any:
         """An argument, or one that the module was made with, by ``name|name``; lists are tuples."""

@@ -8,7 +8,7 @@ as its neighbours make it cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -190,18 +190,19 @@ class Choice:
         have, about = self.given(value), self.graph.values[value]
         if not about.is_tensor:
             return 0.0
-        wants = {self.ways[name].operands[i] if name in self.ways else WHOLE
-                 for name, i in self._readers.get(value, ())}  # fmt: skip
+        wants = self._wants(self._readers.get(value, ()))
         if value in self._shown:
             wants.add(WHOLE)
         size = about.bytes(self.graph.batch_size)
         return size * sum(wire(have, want, self.parts, about.needs_gradient) for want in wants)
 
+    def _wants(self, readers: Iterable[tuple[str, int]]) -> set[Layout]:
+        return {self.ways[n].operands[i] if n in self.ways else WHOLE for n, i in readers}
+
     def _of_table(self, fqn: str) -> float:
         """Bytes for a table: where it is not had in slices, all of it is updated on every part, and
         those who want a slice cut it anew for each microbatch."""
-        wants = {self.ways[name].operands[i] if name in self.ways else WHOLE
-                 for name, i in self._tables[fqn]}  # fmt: skip
+        wants = self._wants(self._tables[fqn])
         info, alike = self.graph.tensors[fqn], len(wants) == 1
         if alike and next(iter(wants)).kind == "S":
             return 0.0

@@ -26,16 +26,11 @@ class Cut:
     """Stages of which some are whole: values that cross between stages are whole then, and so are
     tensors that several stages hold.
 
-    `stage_of` each op; `whole_ops` are those of whole stages.
+    `stage_of` each op; `parts` of each stage.
     """
 
     stage_of: Mapping[str, int] = field(default_factory=dict)
-    whole_ops: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, stage_of: Mapping[str, int], parts: Sequence[int]) -> Cut:
-        """The cut of stages with these numbers of parts."""
-        return cls(stage_of, frozenset(op for op, s in stage_of.items() if parts[s] == 1))
+    parts: Sequence[int] = ()
 
     def crossing(self, graph: OpGraph) -> frozenset[str]:
         """Values that are read on another stage than they are made on."""
@@ -121,8 +116,9 @@ def lay_out(
         ConfigError: nothing of it divides in this way.
     """
     axes, cut = Axes(graph), cut or Cut()
-    for name in cut.whole_ops:
-        axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)
+    for name, stage in cut.stage_of.items():
+        if cut.parts[stage] == 1:
+            axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)
     shown = _shown(graph, outputs) | cut.crossing(graph)
     choice = _chosen(axes, family, parts, shown, cut.shared(graph))
     ops = choice.ways

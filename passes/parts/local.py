@@ -111,15 +111,12 @@ def _function(op: Op, target: str, args: tuple[Argument, ...], kwargs: Kwargs = 
 
 def _shared(op: Op, call: Call, layout: Way) -> Op:
     """The function by which parts share a vocabulary, or the mean over rows."""
-    numbers = [call.role(i, name) for i, name in enumerate(("input", "target"))]
-    if call.name == "embedding":
-        function, numbers[1] = "vocabulary_embedding", call.role(1, "weight")
-    else:
-        by_rows = all(
-            number is not None and layout.operands[number].kind == "S" for number in numbers
-        )
-        function = "mean_cross_entropy" if by_rows else "vocabulary_cross_entropy"
-    read = [call.operands[number] for number in numbers if number is not None]
+    names = ("input", "weight" if call.name == "embedding" else "target")
+    numbers = [n for i, name in enumerate(names) if (n := call.role(i, name)) is not None]
+    by_rows = all(layout.operands[number].kind == "S" for number in numbers)
+    function = f"{'mean' if by_rows else 'vocabulary'}_cross_entropy"
+    function = "vocabulary_embedding" if call.name == "embedding" else function
+    read = [call.operands[number] for number in numbers]
     kwargs = tuple(
         (word, found) for position, word, default in _SHARED[call.name]
         if (found := call.argument(position, word, default)) != default
@@ -183,8 +180,7 @@ def _of_sections(op: Op, call: Call, layout: Way, parts: int) -> Op:
     dim = call.argument(2, "dim", 0) % call.rank(0)
     if call.name == "tensorsplit" or layout.operands[0].dim != dim or len(op.args) < 2:
         return op
-    part = rewritten(op.args[1], lambda size: share(size, parts))
-    return replace(op, args=(op.args[0], part, *op.args[2:]))
+    return _given(op, 1, "", rewritten(op.args[1], lambda size: share(size, parts)))
 
 
 def _with_fewer_groups(op: Op, call: Call, layout: Way, parts: int) -> Op:
@@ -193,12 +189,16 @@ def _with_fewer_groups(op: Op, call: Call, layout: Way, parts: int) -> Op:
     groups = call.argument(position, word, 1)
     if data.kind != "S" or data.dim != 1 or layout.result.kind != "S" or groups == 1:
         return op
+    return _given(op, position, word, groups // parts)
+
+
+def _given(op: Op, position: int, name: str, value: Argument) -> Op:
+    """The op with another value for an argument."""
     if op.kind == "module":
-        return replace(op, constructor=_changed(op.constructor, **{word: groups // parts}))
+        return replace(op, constructor=_changed(op.constructor, **{name: value}))
     if position < len(op.args):
-        args = (*op.args[:position], groups // parts, *op.args[position + 1 :])
-        return replace(op, args=args)
-    return replace(op, kwargs=_changed(op.kwargs, **{word: groups // parts}))
+        return replace(op, args=(*op.args[:position], value, *op.args[position + 1 :]))
+    return replace(op, kwargs=_changed(op.kwargs, **{name: value}))
 
 
 def _built(call: Call, layout: Way, parts: int) -> dict[str, Any]:

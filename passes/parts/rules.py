@@ -234,15 +234,12 @@ def _expanded(call: Call) -> Form:
 
 def _repeated(call: Call) -> Form:
     times = whole_numbers(call.argument(1, "repeats"), call.op.args[2:])
-    rank, dims = call.rank(0), letters_with(call.rank(0))
-    if len(times) != len(call.out) or len(times) > 9:
+    dims = letters_with(call.rank(0))
+    if len(times) != len(call.out):
         raise Whole(_UNKNOWN)
-    copies, made = "RSTUVWXYZ", ""
-    for i, count in enumerate(times):
-        own = dims[i - len(times) + rank] if i >= len(times) - rank else ""
-        made += own if count == 1 and own else f"({copies[i]}{own})"
-    sizes = {copies[i]: extent(count) for i, count in enumerate(times)}
-    return Form(f"{dims}->{made}", sizes=sizes)
+    each = zip(times, dims.rjust(len(times), "1"), "RSTUVWXYZ", strict=False)
+    made = [own if count == 1 else f"({copy}{own.strip('1')})" for count, own, copy in each]
+    return Form(f"{dims}->{''.join(made)}")
 
 
 def _letters(rank: int, dim: Any) -> tuple[str, str]:
@@ -266,25 +263,18 @@ def _sections(call: Call) -> Form:
     """split and chunk: equal sections are a factor, which is needed whole; others stay whole."""
     names = "split_size_or_sections|chunks|indices_or_sections|split_size|split_sizes"
     given, (dims, own) = call.argument(1, names), _letters(call.rank(0), call.argument(2, "dim", 0))
-    each = _equal_section(call, given, call.extents(0)[dims.index(own)])
-    if each is not None:
+    size, whole = given, call.extents(0)[dims.index(own)]
+    if isinstance(given, tuple) and len(set(given)) == 1:
+        size = given[0]
+    if isinstance(size, int | Affine) and (each := extent(size)).divides(whole):
+        if size is given and call.name in ("chunk", "tensorsplit"):
+            each = whole.over(each)
         return Form(f"{dims.replace(own, f'(S{own})')}->{dims}", sizes={own: each})
     count = len(given) if isinstance(given, tuple) else 0
     if not 0 < count <= 15:
         raise Whole("its sections are unequal")
     made = [dims.replace(own, letter) for letter in LETTERS[-count:].upper()]
     return Form(f"{dims.replace(own, own.upper())}->{','.join(made)}")
-
-
-def _equal_section(call: Call, given: Any, whole: Extent) -> Extent | None:
-    if isinstance(given, tuple):
-        return extent(given[0]) if len(set(given)) == 1 and given else None
-    if not isinstance(given, int | Affine):
-        return None
-    size = extent(given)
-    if not size.divides(whole):
-        return None
-    return whole.over(size) if call.name in ("chunk", "tensorsplit") else size
 
 
 def _joined(call: Call) -> Form:
