@@ -42,16 +42,16 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         placed = stage_of()
         each = placed, place_eval(capture, placed)
         cuts = Cut(each[0], training.parts), Cut(each[1], training.parts)
-    first: ConfigError | None = None
+    errors: list[ConfigError] = []
     for split in ("width", "samples") if training.split == "auto" else (training.split,):
         try:
             found = _divided(capture, replace(training, split=split), cuts)
         except ConfigError as error:
-            first = first or error
+            errors.append(error)
             continue
-        notes = [f"parts share samples, for by width: {first.message}"] if first else []
+        notes = [f"parts share samples, for by width: {error.message}" for error in errors]
         return replace(found, train=replace(found.train, notes=(*found.train.notes, *notes)))
-    assert first is not None
+    first = errors[0]
     others = partial(_others, capture, training, cuts)
     remedy = re.sub("split='[^']+'", lambda _: others(), first.remedy or "")
     raise ConfigError(first.message, where=first.where, remedy=remedy) from first

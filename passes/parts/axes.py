@@ -23,7 +23,6 @@ from pdcompile.passes.parts.signature import (
     Loop,
     Term,
     Whole,
-    added_operands,
 )
 
 ATTENTION = "scaleddotproductattention"
@@ -158,15 +157,11 @@ class Axes:
             for alias in info.aliases:
                 self.tensors[alias] = self.tensors[fqn]
         for op in graph.ops:
-            self._visit(op)
-
-    def _visit(self, op: Op) -> None:
-        found = self._divided(op)
-        self.ops[op.name] = found
-        if self.graph.values[op.name].is_tensor:
-            self.values[op.name] = found.results[0]
-        else:
-            self._items[op.name] = found.results
+            found = self.ops[op.name] = self._divided(op)
+            if graph.values[op.name].is_tensor:
+                self.values[op.name] = found.results[0]
+            else:
+                self._items[op.name] = found.results
 
     def _divided(self, op: Op) -> OpAxes:
         call = Call(op, self.graph)
@@ -235,11 +230,8 @@ class Axes:
         if not form.signature:
             return _viewed(call, dims, made)
         bound = Binding(form, dims, made)
-        added = [form.operands[i] for i in added_operands(form.signature)]
-        return OpAxes(
-            call, bound.loops, made, dims, bound.reads, bound.makes,
-            tuple(i for i in added if i is not None), vocabulary=form.vocabulary,
-        )  # fmt: skip
+        return OpAxes(call, bound.loops, made, dims, bound.reads, bound.makes, bound.added,
+                      vocabulary=form.vocabulary)  # fmt: skip
 
     def _dims(self, operand: Operand) -> Dims:
         return self.tensors[operand.name] if operand.of_model else self.values[operand.name]

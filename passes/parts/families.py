@@ -37,16 +37,21 @@ class Kinds:
     def of(axes: Axes, family: Split) -> Kinds:
         found: set[Atom | None] = set()
         names: dict[Atom, str] = {}
-        weights = _of_the_model(axes)
+        weights: set[str] = set()  # made of the model's tensors alone: a transposed one
+        tensors = axes.graph.tensors
         calls = costed_ops(axes.graph, axes.graph.batch_size)
         for call, op in zip(calls, axes.ops.values(), strict=True):
+            read = op.call.operands
+            if read and all(tensors[one.name].kind == "parameter" if one.of_model
+                            else one.name in weights for one in read):  # fmt: skip
+                weights.add(op.op.name)
             if op.classes is not None:
                 names.setdefault(op.classes, "vocabulary")
             if not rule_of(call).product and op.call.name != "embedding":
                 continue
             _name(op, weights, names)
             for number, dims in op.dims.items():
-                operand = op.call.operands[number]
+                operand = read[number]
                 rows = op.call.name == "embedding" and number == op.call.role(0, "input")
                 if not rows and (operand.of_model or operand.name in weights):
                     found.update(atom for run in dims for atom in leaves(run))
@@ -60,10 +65,6 @@ class Kinds:
     def name(self, axis: Atom) -> str:
         """Name of the axis in messages."""
         return self.names.get(axis, "hidden") if axis in self.width else self.kind(axis)
-
-    def is_heads(self, axis: Atom | None) -> bool:
-        """True if an attention has the axis as its heads."""
-        return axis is not None and self.names.get(axis) == "heads"
 
     def kind(self, axis: Atom) -> Kind:
         if axis.extent.power:
@@ -116,16 +117,3 @@ def _alone(op: OpAxes, way: Way) -> bool:
     places = {i: sum(atom is way.axis for run in dims for atom in leaves(run))
               for i, dims in op.dims.items()}  # fmt: skip
     return all(many == (way.operands[i].kind == "S") for i, many in places.items())
-
-
-def _of_the_model(axes: Axes) -> set[str]:
-    """Values that are made of the model's tensors alone: a transposed weight."""
-    found: set[str] = set()
-    for name, op in axes.ops.items():
-        read = op.call.operands
-        if read and all(
-            axes.graph.tensors[one.name].kind == "parameter" if one.of_model else one.name in found
-            for one in read
-        ):
-            found.add(name)
-    return found

@@ -205,18 +205,14 @@ def _refuse(choice: Choice, found: Layouts) -> None:
         for way in ways:
             axes.setdefault(way.axis, f"{_sized(choice, way.axis)} of {_place(ops[one.op])}")
     if stays and uneven > sum(choice.flops.values()) / 2:
-        raise ConfigError(
-            f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide",
-            where=stays[0].source,
-            remedy=_other_parts(axes, last),
-        )
-    if stays and not found.axes.keys() & choice.flops.keys():
-        first = stays[0]
-        raise ConfigError(
-            f"split={found.family!r} divides nothing: {first.reason}",
-            where=first.source,
-            remedy=f"use {last}",
-        )
+        said = f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide"
+        remedy = _other_parts(axes, last)
+    elif stays and not found.axes.keys() & choice.flops.keys():
+        said = f"split={found.family!r} divides nothing: {stays[0].reason}"
+        remedy = f"use {last}"
+    else:
+        return
+    raise ConfigError(said, where=stays[0].source, remedy=remedy)
 
 
 def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
@@ -234,9 +230,10 @@ def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
 
 
 def _refuse_heads(choice: Choice, op: OpAxes, found: Layouts) -> None:
-    heads = [way.axis for way in choice.kinds.allowed(op) if choice.kinds.is_heads(way.axis)]
+    ways, names = choice.kinds.allowed(op), choice.kinds.names
+    heads = [way.axis for way in ways if way.axis and names.get(way.axis) == "heads"]
     if heads and found.axes.get(op.op.name, "hidden") == "hidden" and op.call.name == ATTENTION:
-        count = " x ".join(str(axis.extent) for axis in heads if axis)  # that keys have too
+        count = " x ".join(str(axis.extent) for axis in heads)  # that keys have too
         raise ConfigError(
             f"split='sequence': attention at {op.op.source} has {count} heads, which "
             f"{found.parts} parts cannot share",

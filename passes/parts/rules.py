@@ -98,7 +98,7 @@ def _einsum(call: Call) -> Form:
 
 def _normalised(call: Call) -> Form:
     """layer_norm and rms_norm: the last dimensions are needed whole."""
-    last = letters_with(len(whole_numbers(call.argument(1, "normalized_shape"))), capital="all")
+    last = letters_with(len(whole_numbers(call.argument(1, "normalized_shape")))).upper()
     return named(call, f"input *{last}, weight@2? {last}, bias@3? {last} -> *{last}")
 
 
@@ -145,7 +145,7 @@ def _along(call: Call, dims: Sequence[int], made: str) -> Form:
     if not dims or not call.operands or not call.rank(0):
         raise Whole(_UNKNOWN)
     rank = call.rank(0)
-    read = letters_with(rank, capital=dims)
+    read = letters_with(rank, dims)
     forms = {"kept": read, "new": LETTERS[-rank:][::-1].upper(), "one": "1" * rank}
     changed = forms.get(made, [""] * rank)
     result = [changed[i] if c.isupper() else c for i, c in enumerate(read)]
@@ -213,7 +213,7 @@ def _cross_entropy(call: Call) -> Form:
     target = call.role(1, "target")
     if target is None or not call.about(target).dtype.startswith(("int", "uint")):
         raise Whole("its targets are no numbers of classes")
-    rows = letters_with(call.rank(target), skip="v")
+    rows = letters_with(call.rank(target))
     reduction = call.argument(6, "reduction", "mean")
     text = f"input {rows[:1]}v{rows[1:]}, target {rows} -> {rows if reduction == 'none' else ''}"
     return named(call, text, vocabulary="v", meets="v" + rows * (reduction == "mean"))

@@ -92,11 +92,10 @@ def named(call: Call, text: str, **other: Any) -> Form:
 _NAMED = re.compile(r"(\+?)([\w|]+)(?:@(\d+))?(\??) ([^\s,]*)")
 
 
-def letters_with(count: int, *, capital: Sequence[int] | str = (), skip: str = "") -> str:
-    """So many letters, those of some dimensions (or of "all") as capitals."""
-    free = [letter for letter in LETTERS if letter not in skip][:count]
-    whole = range(count) if capital == "all" else {int(dim) % count for dim in capital if count}
-    return "".join(c.upper() if i in whole else c for i, c in enumerate(free))
+def letters_with(count: int, capital: Sequence[int] = ()) -> str:
+    """So many letters, those of some dimensions as capitals."""
+    whole = {int(dim) % count for dim in capital if count}
+    return "".join(c.upper() if i in whole else c for i, c in enumerate(LETTERS[:count]))
 
 
 @cache
@@ -110,18 +109,13 @@ def _terms(text: str) -> tuple[Term, ...]:
 _FACTORS = re.compile(r"\(\w*\)|[^+]")
 
 
-def added_operands(signature: str) -> tuple[int, ...]:
-    """Numbers of the terms that are added after a sum."""
-    terms = signature.partition("->")[0].split(",")
-    return tuple(i for i, term in enumerate(terms) if term.startswith("+"))
-
-
 class Binding:
     """The loops of a form over given operands, by letter, and the letters of these and of results.
 
     Attributes:
         reads: terms of the operands that are given, by their number among the call's.
         makes: terms of the results, by number.
+        added: operands that are added after a sum.
     """
 
     def __init__(self, form: Form, dims: Mapping[int, Dims], results: Mapping[int, Dims]) -> None:
@@ -134,6 +128,8 @@ class Binding:
         self.reads: dict[int, Term] = {}
         self.makes: dict[int, Term] = {}
         inputs, outputs = map(_terms, form.signature.split("->"))
+        marked = zip(form.signature.split(","), form.operands, strict=False)
+        self.added = tuple(i for term, i in marked if term[:1] == "+" and i is not None)
         self._form, self._shown = form, {c for term in outputs for one in term for c in one}
         for i, number in enumerate(form.operands):
             if number is not None:

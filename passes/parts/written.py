@@ -29,7 +29,7 @@ from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
-from pdcompile.passes.parts.calls import Operand, operands
+from pdcompile.passes.parts.calls import Call, Operand, operands
 from pdcompile.passes.parts.layout import SUM, WHOLE, Conversion, Layout, conversion
 from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import Kwargs, as_function, local_op
@@ -206,7 +206,7 @@ class _Writer(_Layouts):
 
     def _op(self, op: Op, plan: Way) -> None:
         read, self._current = operands(op), op.name
-        drops_out = _drops_out(op) if plan.axis else ""
+        drops_out = _drops_out(Call(op, self.graph)) if plan.axis else ""
         forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
         local = local_op(self.graph, op, plan, self.parts)
         if op.kind == "module" and local.target.startswith(
@@ -325,15 +325,13 @@ def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form]) -> Op:
     return replace(op, args=args, kwargs=rewritten(op.kwargs, change), parameters=left)
 
 
-def _drops_out(op: Op) -> str:
+def _drops_out(call: Call) -> str:
     """The name of an op that drops out some of its values; "" where it does not.
 
     In evaluation too, where its module says how much: so one body serves both modes.
     """
-    name, known = plain_name(op), {**dict(op.constructor), **dict(op.kwargs)}
-    at, word, default = (1, "p", 0.5) if name == "dropout" else (4, "dropout_p", 0.0)
-    given = op.args[at] if op.kind != "module" and at < len(op.args) else known.get(word, default)
-    return name if op.draw is not None and given != 0 else ""
+    share = (1, "p", 0.5) if call.name == "dropout" else (4, "dropout_p", 0.0)
+    return call.name if call.op.draw is not None and call.argument(*share) != 0 else ""
 
 
 def _calls_of_scopes(graph: OpGraph) -> dict[str, int]:
