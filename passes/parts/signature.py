@@ -138,19 +138,20 @@ class Binding:
         for number, each in results.items():
             term = _filled(outputs[min(number, len(outputs) - 1)], len(each), "")
             self.makes[number] = term
-            self._bind(term, each)
+            self._bind(term, each, made=True)
             if any(
                 self._size(c) for one, run in zip(term, each, strict=True) if not run for c in one
             ):
                 raise Whole  # of size one, and what is read is not
 
-    def _bind(self, term: Term, dims: Dims) -> None:
+    def _bind(self, term: Term, dims: Dims, *, made: bool = False) -> None:
         seen = set[str]()
         for letters, run in zip(term, dims, strict=True):
             if not leaves(run):
                 continue  # of size one: broadcast, if others have more
             pieces = [self._piece(letter, run, letters) for letter in letters]
-            if not join([atom for piece in pieces for atom in piece], run):
+            read = tuple(atom for piece in pieces for atom in piece)
+            if not (join(read, run) if made else join(run, read)):  # results have operands' atoms
                 raise Whole
             if not seen.isdisjoint(letters):
                 raise Whole  # a diagonal
