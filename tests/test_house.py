@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
     "verify": (("passes/verify",), 1_586),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_396),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_397),
     "runtime": (("runtime",), 9_296),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

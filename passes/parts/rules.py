@@ -237,9 +237,10 @@ def _repeated(call: Call) -> Form:
     dims = letters_with(call.rank(0))
     if len(times) != len(call.out):
         raise Whole(_UNKNOWN)
-    each = zip(times, dims.rjust(len(times), "1"), "RSTUVWXYZ", strict=False)
+    each = [*zip(times, dims.rjust(len(times), "1"), "RSTUVWXYZ", strict=False)]
     made = [own if count == 1 else f"({copy}{own.strip('1')})" for count, own, copy in each]
-    return Form(f"{dims}->{''.join(made)}")
+    sizes = {copy: extent(count) for count, _, copy in each}
+    return Form(f"{dims}->{''.join(made)}", sizes=sizes)
 
 
 def _letters(rank: int, dim: Any) -> tuple[str, str]:

@@ -149,6 +149,7 @@ CASES = [
     method("expand", "x:4,1,6", x, (2, 4, 8, 6), ways=4),
     method("expand_as", "x:4,1 y:2,4,6", x, y, ways=3),
     method("repeat", "x:4,6", x, 3, 1, 2, ways=2),
+    method("repeat", "x:1,6", x, 4, 1, ways=1),
     method("repeat_interleave", "x:4,6", x, 2, dim=1, ways=2),
     function("torch.narrow", "x:4,6", x, 1, 2, 3),
     method("select", "x:4,6", x, 1, 2),
