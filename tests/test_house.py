@@ -34,9 +34,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_268,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_350),
-    "verify": (("passes/verify",), 1_545),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_628),
-    "runtime": (("runtime",), 9_298),
+    "verify": (("passes/verify",), 1_537),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_397),
+    "runtime": (("runtime",), 9_296),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_586,

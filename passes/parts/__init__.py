@@ -13,8 +13,9 @@ from pdcompile.errors import ConfigError, PlanError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.parts.shard import Division
 from pdcompile.passes.costs.costed_op import plain_name
+from pdcompile.passes.parts.axes import ATTENTION
 from pdcompile.passes.parts.choice import product_flops
-from pdcompile.passes.parts.families import ATTENTION, FAMILIES, Family
+from pdcompile.passes.parts.families import FAMILIES
 from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
@@ -40,17 +41,17 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         assert stage_of is not None
         placed = stage_of()
         each = placed, place_eval(capture, placed)
-        cuts = Cut.of(each[0], training.parts), Cut.of(each[1], training.parts)
-    first: ConfigError | None = None
+        cuts = Cut(each[0], training.parts), Cut(each[1], training.parts)
+    errors: list[ConfigError] = []
     for split in ("width", "samples") if training.split == "auto" else (training.split,):
         try:
             found = _divided(capture, replace(training, split=split), cuts)
         except ConfigError as error:
-            first = first or error
+            errors.append(error)
             continue
-        notes = [f"parts share samples, for by width: {first.message}"] if first else []
+        notes = [f"parts share samples, for by width: {error.message}" for error in errors]
         return replace(found, train=replace(found.train, notes=(*found.train.notes, *notes)))
-    assert first is not None
+    first = errors[0]
     others = partial(_others, capture, training, cuts)
     remedy = re.sub("split='[^']+'", lambda _: others(), first.remedy or "")
     raise ConfigError(first.message, where=first.where, remedy=remedy) from first
@@ -70,10 +71,10 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
     parts, split = training.most_parts, training.split
     if split == "samples":
         _refuse_unequal(training)
-    evaluation = write(_laid_out(capture.eval, split, parts, cuts[1]))
-    layouts = _laid_out(capture.train, split, parts, cuts[0], outputs=training.keeps_outputs)
+    evaluation = write(lay_out(capture.eval, split, parts, cut=cuts[1]))
+    layouts = lay_out(capture.train, split, parts, outputs=training.keeps_outputs, cut=cuts[0])
     if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
-        layouts = _laid_out(capture.train, split, parts, cuts[0])
+        layouts = lay_out(capture.train, split, parts, cut=cuts[0])
     train = write(layouts)
     outputs = {
         ref.name: shard_of(ref.name, layouts.of(ref.name), parts)
@@ -163,8 +164,8 @@ def evaluated_in_parts(graph: OpGraph, usual: Capture, parts: int | tuple[int, .
         return graph
     cut = Cut()
     if not isinstance(parts, int):
-        cut = Cut.of(place_eval(replace(usual, eval=graph), division.stage_of), parts)
-    found = write(_laid_out(graph, division.split, division.parts, cut))
+        cut = Cut(place_eval(replace(usual, eval=graph), division.stage_of), parts)
+    found = write(lay_out(graph, division.split, division.parts, cut=cut))
     _check_alike(found, division)
     return found.graph
 
@@ -181,7 +182,3 @@ def _check_alike(evaluation: Program, division: Division) -> None:
             where=unlike[0],
             remedy="another split, or parts=1",
         )
-
-
-def _laid_out(graph: OpGraph, split: str, parts: int, cut: Cut, *, outputs: bool = True) -> Layouts:
-    return lay_out(graph, cast(Family, split), parts, outputs=outputs, cut=cut)

@@ -117,29 +117,6 @@ def _divided(atom: Atom, first: Atom) -> Atom:
     return rest
 
 
-def cut(run: Sequence[Atom], sizes: Sequence[Extent]) -> list[Run] | None:
-    """The run in pieces of these sizes, atoms divided where a border is inside of one; None where
-    a border does not divide."""
-    waiting, pieces = [*leaves(run)][::-1], []
-    for size in sizes:
-        piece: list[Atom] = []
-        while size != ONE:
-            if not waiting:
-                return None
-            atom = waiting.pop()
-            if atom.extent.divides(size):
-                size = size.over(atom.extent)
-            elif size.divides(atom.extent):
-                first = Atom(size)
-                waiting.append(_divided(atom, first))
-                atom, size = first, ONE
-            else:
-                return None
-            piece.append(atom)
-        pieces.append(tuple(piece))
-    return None if waiting else pieces
-
-
 def whole_extent(run: Iterable[Atom]) -> Extent:
     """The size of a dimension."""
     number, power = 1, 0

@@ -7,18 +7,25 @@ be split, each part computing its own share; what is whole may not, in this op.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdcompile.ir.graph import GRADIENT, Op, OpGraph
-from pdcompile.passes.parts.atoms import Atom, Extent, Run, cut, extent, fresh, leaves
-from pdcompile.passes.parts.calls import Call, Operand, value_extents
+from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Value
+from pdcompile.passes.parts.atoms import Atom, Run, extent, fresh, join, leaves
+from pdcompile.passes.parts.calls import Call, Operand, extents
 from pdcompile.passes.parts.in_place import written_storages
 from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
-from pdcompile.passes.parts.rules import RULES
-from pdcompile.passes.parts.signature import Form, Loop, Mismatch, Place, added_operands, bind
+from pdcompile.passes.parts.rules import form_of
+from pdcompile.passes.parts.signature import (
+    Binding,
+    Dims,
+    Form,
+    Loop,
+    Term,
+    Whole,
+)
 
-Dims = tuple[Run, ...]
+ATTENTION = "scaleddotproductattention"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,17 +59,20 @@ class Way:
 class OpAxes:
     """Axes of one op, and its ways to divide.  `reason`: why there are none, "" with a rule.
 
-    `added`: numbers of operands that are added after a sum.  `vocabulary`: what operands have
-    numbers of.
+    `reads` and `makes` are the loops, by letter, of the dimensions of operands and results, by
+    number.  `added`: numbers of operands that are added after a sum.  `vocabulary`: the letter of
+    what operands have numbers of.
     """
 
     call: Call
-    loops: tuple[Loop, ...] = ()
+    loops: Mapping[str, Loop] = field(default_factory=dict)
     results: Mapping[int, Dims] = field(default_factory=dict)
-    dims: Mapping[int, Dims] = field(default_factory=dict)  # of the operands, by number
+    dims: Mapping[int, Dims] = field(default_factory=dict)  # of the operands
+    reads: Mapping[int, Term] = field(default_factory=dict)
+    makes: Mapping[int, Term] = field(default_factory=dict)
     added: tuple[int, ...] = ()
     reason: str = ""
-    vocabulary: Loop | None = None
+    vocabulary: str = ""
 
     @property
     def op(self) -> Op:
@@ -71,7 +81,8 @@ class OpAxes:
     @property
     def classes(self) -> Atom | None:
         """The axis of its vocabulary, which parts may share."""
-        return next(iter(leaves(self.vocabulary.run)), None) if self.vocabulary else None
+        loop = self.loops.get(self.vocabulary)
+        return next(iter(leaves(loop.run)), None) if loop else None
 
     @property
     def whole(self) -> Way:
@@ -83,13 +94,13 @@ class OpAxes:
         Operands with the axis are S, others are read whole (R).
         """
         found = []
-        for loop in self.loops:
+        for letter, loop in self.loops.items():
             run = leaves(loop.run) if loop.kind != "whole" else ()
-            if loop is self.vocabulary:
+            if letter == self.vocabulary:
                 run = run[:1]  # of which each part has one run of numbers
-            for i, axis in enumerate(run):
-                read = _split(loop.operands, self.dims, run[:i])
-                made = _split(loop.results, self.results, run[:i])
+            for at, axis in enumerate(run):
+                read = self._split(letter, at, self.reads, self.dims)
+                made = self._split(letter, at, self.makes, self.results)
                 if read is None or made is None:
                     continue
                 added = self.added if loop.kind == "sum" else ()
@@ -99,23 +110,27 @@ class OpAxes:
                 found.append(Way(axis, wants, made, added, WHOLE if added else None))
         return found
 
+    def _split(
+        self, letter: str, at: int, terms: Mapping[int, Term], dims: Mapping[int, Dims]
+    ) -> dict[int, Layout] | None:
+        """The layouts of what an axis divides, the one in this place of a loop, by number; None
+        where a size cannot be written."""
+        found = {}
+        for number, term in terms.items():
+            for dim, letters in enumerate(term):
+                sizes = tuple(atom.extent.size for atom in leaves(dims[number][dim]))
+                if letter not in letters or not sizes:
+                    continue  # of size one: it broadcasts
+                written = tuple(size for size in sizes if size is not None)
+                if written != sizes:
+                    return None
+                before = letters[: letters.index(letter)]
+                which = at + sum(len(leaves(self.loops[one].run)) for one in before)
+                found[number] = Layout("S", dim, written, which)
+        return found
+
 
 WHOLE_STAGE = "its stage is whole"  # the reason of an op that is not to divide
-
-
-def _split(
-    places: Mapping[int, Place], dims: Mapping[int, Dims], before: Run
-) -> dict[int, Layout] | None:
-    """The layouts of what an axis divides, by number; None where a size cannot be written."""
-    found = {}
-    for number, place in places.items():
-        sizes = tuple(atom.extent.size for atom in leaves(dims[number][place.dim]))
-        written = tuple(size for size in sizes if size is not None)
-        if written != sizes:
-            return None
-        which = len(leaves(place.before)) + len(before)
-        found[number] = Layout("S", place.dim, written, which)
-    return found
 
 
 class Axes:
@@ -136,82 +151,61 @@ class Axes:
         self._named = {op.name: op for op in graph.ops}
         self._written = written_storages(graph)
         for entry in graph.inputs:
-            self.values[entry.name] = tuple(map(fresh, value_extents(graph, entry.name)))
+            self.values[entry.name] = tuple(map(fresh, extents(graph.values[entry.name])))
         for fqn, info in graph.tensors.items():
             self.tensors[fqn] = tuple(fresh(extent(size)) for size in info.shape)
             for alias in info.aliases:
                 self.tensors[alias] = self.tensors[fqn]
         for op in graph.ops:
-            self._visit(op)
-
-    def _visit(self, op: Op) -> None:
-        found = self._divided(op)
-        self.ops[op.name] = found
-        if self.graph.values[op.name].is_tensor:
-            self.values[op.name] = found.results[0]
-        else:
-            self._items[op.name] = found.results
+            found = self.ops[op.name] = self._divided(op)
+            if graph.values[op.name].is_tensor:
+                self.values[op.name] = found.results[0]
+            else:
+                self._items[op.name] = found.results
 
     def _divided(self, op: Op) -> OpAxes:
         call = Call(op, self.graph)
-        sizes = self._result_sizes(op)
-        reason = self._refused(call)
-        if not reason and takes_item(op) and call.operands[0].name in self._items:
-            return self._item(call)
-        rule = RULES.get(call.name)
-        if not reason:
-            reason = "no rule" if rule is None else ""
-        if not reason and not call.operands:
-            reason = "it makes a tensor of no other"
-        if not reason and rule is not None:
-            try:
-                form = rule(call)
-                if not isinstance(form, str):
-                    return self._bound(call, form, sizes)
-                reason = form
-            except Mismatch:
-                reason = "its sizes do not divide alike"
-            except (LookupError, TypeError, ValueError):
-                reason = "its arguments are of a form without a rule"
-        whole = {i: tuple(map(fresh, one)) for i, one in sizes.items()}
-        return OpAxes(call, results=whole, reason=reason)
+        try:
+            self._refuse(call)
+            if takes_item(op) and call.operands[0].name in self._items:
+                return self._item(call)
+            return self._bound(call, form_of(call))
+        except Whole as error:
+            return OpAxes(call, results=self._results(op), reason=str(error))
 
-    def _result_sizes(self, op: Op) -> dict[int, tuple[Extent, ...]]:
-        """Sizes of the result, or of those items of a container that are taken out of it."""
-        value = self.graph.values[op.name]
-        if value.is_tensor:
-            return {0: value_extents(self.graph, op.name)}
-        items = (self._named[name] for name in value.consumers)
-        return {
-            item_of(one): value_extents(self.graph, one.name)
-            for one in items
-            if takes_item(one) and self.graph.values[one.name].is_tensor
-        }
+    def _results(self, op: Op) -> dict[int, Dims]:
+        """New dimensions of the result, or of the items that are taken out of a container."""
+        values = self.graph.values
+        made = {0: values[op.name]}
+        if not made[0].is_tensor:
+            items = (self._named[name] for name in made[0].consumers)
+            made = {item_of(one): values[one.name] for one in items
+                    if takes_item(one) and values[one.name].is_tensor}  # fmt: skip
+        return {i: tuple(map(fresh, extents(value))) for i, value in made.items()}
 
-    def _refused(self, call: Call) -> str:
-        """Why an op is whole whatever its rule says."""
+    def _refuse(self, call: Call) -> None:
+        """Raise Whole where an op is whole whatever its rule says."""
         op, values = call.op, self.graph.values
-        if op.opaque:
-            return "an opaque module"
-        if op.target == GRADIENT or op.enables_grad:
-            return "it differentiates inside of forward"
-        if values[op.name].storage in self._written:
-            return "it writes in place, or what it makes is written"
-        if any(values[name].storage in self._written for name in op.mutates):
-            return "it writes in place"
-        if op.draw is not None and call.name not in ("dropout", "scaleddotproductattention"):
-            return "it draws random numbers"
-        if op.buffers_written and not call.name.startswith("batchnorm"):
-            return "it writes a buffer"
-        for operand in call.operands:
-            if not operand.of_model and values[operand.name].storage in self._written:
-                return "what it reads is written in place"
-        held = [one.name for one in call.operands if not one.of_model]
-        if any(not values[name].is_tensor for name in held) and not takes_item(op):
-            return "it takes a container"
-        if not values[op.name].is_tensor and not self._taken_apart(op):
-            return "its results are not taken apart"
-        return ""
+        made = values[op.name]
+        read = [values[operand.name] for operand in call.operands if not operand.of_model]
+        mutated = [values[name] for name in op.mutates]
+        draws = op.draw is not None
+        for refused, reason in (
+            (op.opaque, "an opaque module"),
+            (op.target == GRADIENT or op.enables_grad, "it differentiates inside of forward"),
+            (self._is_written(made), "it writes in place, or what it makes is written"),
+            (self._is_written(*mutated), "it writes in place"),
+            (draws and call.name not in ("dropout", ATTENTION), "it draws random numbers"),
+            (op.buffers_written and not call.name.startswith("batchnorm"), "it writes a buffer"),
+            (self._is_written(*read), "what it reads is written in place"),
+            (not (takes_item(op) or all(one.is_tensor for one in read)), "it takes a container"),
+            (not (made.is_tensor or self._taken_apart(op)), "its results are not taken apart"),
+        ):
+            if refused:
+                raise Whole(reason)
+
+    def _is_written(self, *values: Value) -> bool:
+        return any(value.storage in self._written for value in values)
 
     def _taken_apart(self, op: Op) -> bool:
         readers = [self._named[name] for name in self.graph.values[op.name].consumers]
@@ -222,54 +216,41 @@ class Axes:
         name, index = call.operands[0].name, item_of(call.op)
         made = self.ops[name]
         if index not in self._items[name]:
-            whole = {i: tuple(map(fresh, one)) for i, one in self._result_sizes(call.op).items()}
-            return OpAxes(call, results=whole, reason=made.reason or "it takes a container")
-        dims = self._items[name][index]
-        loops = [
-            Loop(loop.run, "free" if loop.kind == "sum" else loop.kind, {0: place}, {0: place})
-            for loop in made.loops
-            if (place := loop.results.get(index)) is not None
-        ]
-        return OpAxes(call, tuple(loops), {0: dims}, {0: dims}, reason=made.reason)
+            raise Whole(made.reason or "it takes a container")
+        term, dims = {0: made.makes.get(index, ())}, {0: self._items[name][index]}
+        loops = {letter: Loop(loop.run, "free" if loop.kind == "sum" else loop.kind)
+                 for letter, loop in made.loops.items()
+                 if any(letter in letters for letters in term[0])}  # fmt: skip
+        return OpAxes(call, loops, dims, dims, term, term, reason=made.reason)
 
-    def _bound(self, call: Call, form: Form, sizes: Mapping[int, tuple[Extent, ...]]) -> OpAxes:
+    def _bound(self, call: Call, form: Form) -> OpAxes:
+        made = self._results(call.op)
         dims = {i: self._dims(operand) for i, operand in enumerate(call.operands)
                 if operand.of_model or self.graph.values[operand.name].is_tensor}  # fmt: skip
         if not form.signature:
-            loops, results = viewed(dims[0], sizes[0])
-            return OpAxes(call, loops, {0: results}, dims)
-        terms = {term: i for term, i in enumerate(form.operands) if i is not None}
-        given = {term: dims[i] for term, i in terms.items()}
-        found, made = bind(form.signature, given, sizes, form.sizes)
-        for loop in found.values():
-            loop.operands = {terms[term]: place for term, place in loop.operands.items()}
-        added = tuple(terms[i] for i in added_operands(form.signature) if i in terms)
-        for letter in form.meets:
-            if letter in found:
-                found[letter].kind = "meet"
-        loops, vocabulary = tuple(found.values()), found.get(form.vocabulary)
-        return OpAxes(call, loops, made, dims, added, vocabulary=vocabulary)
+            return _viewed(call, dims, made)
+        bound = Binding(form, dims, made)
+        return OpAxes(call, bound.loops, made, dims, bound.reads, bound.makes, bound.added,
+                      vocabulary=form.vocabulary)  # fmt: skip
 
     def _dims(self, operand: Operand) -> Dims:
         return self.tensors[operand.name] if operand.of_model else self.values[operand.name]
 
 
-def viewed(dims: Dims, sizes: Sequence[Extent]) -> tuple[tuple[Loop, ...], Dims]:
-    """The loops of a view, one for each atom, and the dimensions of its result.
+def _viewed(call: Call, dims: Mapping[int, Dims], results: Mapping[int, Dims]) -> OpAxes:
+    """The axes of a view, with a loop for each atom."""
+    read, made = ([atom for run in each[0] for atom in run] for each in (dims, results))
+    if not join(read, made):
+        raise Whole
+    loops = {f"{i}": Loop((atom,), "free") for i, atom in enumerate(leaves(read))}
+    reads, makes = _lettered(dims[0], loops), _lettered(results[0], loops)
+    return OpAxes(call, loops, results, dims, {0: reads}, {0: makes})
 
-    Raises:
-        Mismatch: a border of the result is where no product divides.
-    """
-    made = cut([atom for run in dims for atom in run], sizes)
-    if made is None:
-        raise Mismatch
-    before = {atom: Place(i, run[:k]) for i, run in enumerate(map(leaves, dims))
-              for k, atom in enumerate(run)}  # fmt: skip
-    loops = []
-    for i, run in enumerate(map(leaves, made)):
-        for k, atom in enumerate(run):
-            loops.append(Loop((atom,), "free", {0: before[atom]}, {0: Place(i, run[:k])}))
-    return tuple(loops), tuple(made)
+
+def _lettered(dims: Sequence[Run], names: Iterable[str]) -> Term:
+    """Dimensions whose atoms have these names, in order."""
+    each = iter(names)
+    return tuple(tuple(next(each) for _ in leaves(run)) for run in dims)
 
 
 def item_of(op: Op) -> int:

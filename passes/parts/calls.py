@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pdcompile.ir.graph import Affine, Attr, ListOf, Op, OpGraph, Ref, Size, walk
+from pdcompile.ir.graph import Affine, Attr, ListOf, Op, OpGraph, Ref, TensorInfo, Value, walk
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.atoms import Extent, extent
 
@@ -16,12 +16,13 @@ from pdcompile.passes.parts.atoms import Extent, extent
 class Operand:
     """A tensor that an op reads: `name` is a value, or an FQN of the model's (`of_model`).
 
-    `slot` is the argument that it is, or is in: a position, a keyword, a module's own name for it.
+    `slot` is the argument that it is (`alone`) or is in: position, keyword, a module's name for it.
     """
 
     name: str
     slot: int | str
     of_model: bool = False
+    alone: bool = True
 
 
 def operands(op: Op) -> tuple[Operand, ...]:
@@ -31,7 +32,7 @@ def operands(op: Op) -> tuple[Operand, ...]:
     for slot, argument in given:
         for part in walk(argument, (Ref, Attr)):
             name = part.name if isinstance(part, Ref) else part.fqn
-            found.append(Operand(name, slot, isinstance(part, Attr)))
+            found.append(Operand(name, slot, isinstance(part, Attr), part is argument))
     if op.kind in ("module", "opaque"):
         own = dict.fromkeys((*op.parameters, *op.buffers_read, *op.buffers_written))
         found += [Operand(fqn, fqn.rpartition(".")[2], of_model=True) for fqn in own]
@@ -44,10 +45,10 @@ class Call:
 
     op: Op
     graph: OpGraph
-    operands: tuple[Operand, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "operands", operands(self.op))
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        return operands(self.op)
 
     @cached_property
     def name(self) -> str:
@@ -55,63 +56,46 @@ class Call:
 
     def role(self, position: int, name: str) -> int | None:
         """Number of the operand that is this argument; None where it is not given, or no tensor."""
-        wanted = {name} if self.op.kind == "module" and position else {position, name}
-        for number, operand in enumerate(self.operands):
-            if operand.slot in wanted and (self.alone(operand.slot) or operand.of_model):
-                return number
-        return None
+        return next((i for i in self.inside(position, name) if self.operands[i].alone), None)
 
     def inside(self, position: int, name: str) -> tuple[int, ...]:
         """Numbers of the operands inside an argument."""
         found = enumerate(self.operands)
         return tuple(i for i, operand in found if operand.slot in (position, name))
 
-    def alone(self, slot: int | str) -> bool:
-        """True if the argument is a tensor, not a list of them."""
-        given = self.op.args[slot] if isinstance(slot, int) else dict(self.op.kwargs).get(slot)
-        return isinstance(given, Ref | Attr)
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, or one that the module was made with; lists are tuples."""
+    def argument(self, position: int, names: str, default: Any = None) -> Any:
+        """An argument, or one that the module was made with, by ``name|name``; lists are tuples."""
         known = dict(self.op.constructor) | dict(self.op.kwargs)
-        args = self.op.args
-        module = self.op.kind == "module"
-        given = args[position] if not module and position < len(args) else known.get(name, default)
+        args = () if self.op.kind == "module" else self.op.args
+        by_name = (known[name] for name in names.split("|") if name in known)
+        given = args[position] if position < len(args) else next(by_name, default)
         return given.items if isinstance(given, ListOf) else given
 
-    def shape(self, number: int) -> tuple[Size, ...]:
-        """Sizes of an operand."""
-        operand = self.operands[number]
-        if operand.of_model:
-            return self.graph.tensors[operand.name].shape
-        return self.graph.values[operand.name].shape
-
-    def dtype(self, number: int) -> str:
+    def about(self, number: int) -> Value | TensorInfo:
+        """An operand as it stands in the model."""
         operand = self.operands[number]
         known = self.graph.tensors if operand.of_model else self.graph.values
-        return known[operand.name].dtype
+        return known[operand.name]
 
     def rank(self, number: int) -> int:
-        return len(self.shape(number))
+        return len(self.about(number).shape)
 
     def extents(self, number: int) -> tuple[Extent, ...]:
         """Sizes of an operand, as extents."""
-        operand = self.operands[number]
-        if operand.of_model:
-            return tuple(map(extent, self.shape(number)))
-        return value_extents(self.graph, operand.name)
+        return extents(self.about(number))
 
     @property
     def out(self) -> tuple[Extent, ...]:
-        return value_extents(self.graph, self.op.name)
+        return extents(self.graph.values[self.op.name])
 
 
-def value_extents(graph: OpGraph, name: str) -> tuple[Extent, ...]:
-    """The sizes of a value."""
-    value = graph.values[name]
+def extents(about: Value | TensorInfo) -> tuple[Extent, ...]:
+    """The sizes of a value or tensor of the model."""
+    if isinstance(about, TensorInfo):
+        return tuple(map(extent, about.shape))
     return tuple(
-        extent(size, f"?{name}.{i}" if i in value.varies else "")
-        for i, size in enumerate(value.shape)
+        extent(size, f"?{about.name}.{i}" if i in about.varies else "")
+        for i, size in enumerate(about.shape)
     )
 
 

@@ -8,17 +8,18 @@ as its neighbours make it cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import Attr, OpGraph, walk
+from pdcompile.parts.shard import Split
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way, item_of, takes_item
-from pdcompile.passes.parts.families import Family, Kinds, divides
+from pdcompile.passes.parts.families import Kinds, divides
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
 
 UPDATED = 4.0  # of the bytes of a table: its weights, gradient and states, updated on every part
@@ -30,10 +31,15 @@ class Choice:
 
     Attributes:
         flops: operations of the forward of each product of stages that are divided.
-        ways: what was chosen for each op that is not whole.
+        ways: what was chosen for each op.
+        held: the layouts of tensors: that which all ops want; whole where they differ, in outputs,
+            and where they are `shared`.
     """
 
-    def __init__(self, axes: Axes, family: Family, parts: int, shown: frozenset[str]) -> None:
+    def __init__(
+        self, axes: Axes, family: Split, parts: int, shown: frozenset[str],
+        shared: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.axes, self.graph, self.parts = axes, axes.graph, parts
         self.kinds = Kinds.of(axes, family)
         every = product_flops(axes.graph)
@@ -58,6 +64,8 @@ class Choice:
         }
         self.ways = {name: ways[0] for name, ways in self.open.items()}
         self._improve()
+        self.ways = {name: self._way(name) for name in axes.ops}
+        self.held = self._held(shared)
 
     def _read(self) -> None:
         """Notes who reads which value, and which values are items of containers."""
@@ -152,12 +160,28 @@ class Choice:
         found = self.ways.get(maker)
         return found.results.get(item_of(self.axes.ops[name].op), WHOLE) if found else WHOLE
 
-    def way(self, name: str) -> Way:
+    def _way(self, name: str) -> Way:
         """Return how an op is computed; items of a container as they are."""
         if name not in self._maker:
             return self.ways[name]
         layout, maker = self.given(name), self.ways[self._maker[name]]
         return Way(maker.axis, (layout,), {0: layout})
+
+    def _held(self, shared: Collection[str]) -> dict[str, Layout]:
+        whole = [*shared, *(one.fqn for one in walk(self.graph.output, Attr))]
+        wanted: dict[str, set[Layout]] = {fqn: {WHOLE} for fqn in whole}
+        for name, op in self.axes.ops.items():
+            for operand, layout in zip(op.call.operands, self.ways[name].operands, strict=True):
+                if operand.of_model:
+                    wanted.setdefault(operand.name, set()).add(layout)
+        return {fqn: found.pop() if len(found) == 1 else WHOLE for fqn, found in wanted.items()}
+
+    def converts(self, op: OpAxes) -> bool:
+        """True if an op wants a tensor of the model in another layout than it is held in, or adds
+        one later."""
+        way = self.ways[op.op.name]
+        pairs = zip(op.call.operands, way.operands, strict=True)
+        return bool(way.added) or any(o.of_model and self.held[o.name] != w for o, w in pairs)
 
     # -- improvement ------------------------------------------------------------------------
 
@@ -166,18 +190,19 @@ class Choice:
         have, about = self.given(value), self.graph.values[value]
         if not about.is_tensor:
             return 0.0
-        wants = {self.ways[name].operands[i] if name in self.ways else WHOLE
-                 for name, i in self._readers.get(value, ())}  # fmt: skip
+        wants = self._wants(self._readers.get(value, ()))
         if value in self._shown:
             wants.add(WHOLE)
         size = about.bytes(self.graph.batch_size)
         return size * sum(wire(have, want, self.parts, about.needs_gradient) for want in wants)
 
+    def _wants(self, readers: Iterable[tuple[str, int]]) -> set[Layout]:
+        return {self.ways[n].operands[i] if n in self.ways else WHOLE for n, i in readers}
+
     def _of_table(self, fqn: str) -> float:
         """Bytes for a table: where it is not had in slices, all of it is updated on every part, and
         those who want a slice cut it anew for each microbatch."""
-        wants = {self.ways[name].operands[i] if name in self.ways else WHOLE
-                 for name, i in self._tables[fqn]}  # fmt: skip
+        wants = self._wants(self._tables[fqn])
         info, alike = self.graph.tensors[fqn], len(wants) == 1
         if alike and next(iter(wants)).kind == "S":
             return 0.0

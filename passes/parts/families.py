@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
+from pdcompile.parts.shard import Split
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import rule_of
 from pdcompile.passes.parts.atoms import Atom, Extent, leaves
-from pdcompile.passes.parts.axes import Axes, OpAxes, Way
+from pdcompile.passes.parts.axes import ATTENTION, Axes, OpAxes, Way
 from pdcompile.passes.parts.layout import SUM
 
-Family = Literal["width", "width+sequence", "sequence", "context", "samples"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 Kind = Literal["width", "sequence", "samples"]
 
-ATTENTION = "scaleddotproductattention"
-_ALLOWED: dict[Family, tuple[Kind, ...]] = {
+#: Kinds of axes by split, the one that is preferred first.
+FAMILIES: dict[Split, tuple[Kind, ...]] = {
     "width": ("width",),
     "width+sequence": ("width", "sequence"),
     "sequence": ("sequence", "width"),
@@ -30,24 +29,29 @@ _ALLOWED: dict[Family, tuple[Kind, ...]] = {
 class Kinds:
     """Kind of the axis of an atom: samples, weights of products, or else a sequence."""
 
-    family: Family
+    family: Split
     width: frozenset[Atom | None]
     names: dict[Atom, str]
 
     @staticmethod
-    def of(axes: Axes, family: Family) -> Kinds:
+    def of(axes: Axes, family: Split) -> Kinds:
         found: set[Atom | None] = set()
         names: dict[Atom, str] = {}
-        weights = _of_the_model(axes)
+        weights: set[str] = set()  # made of the model's tensors alone: a transposed one
+        tensors = axes.graph.tensors
         calls = costed_ops(axes.graph, axes.graph.batch_size)
         for call, op in zip(calls, axes.ops.values(), strict=True):
+            read = op.call.operands
+            if read and all(tensors[one.name].kind == "parameter" if one.of_model
+                            else one.name in weights for one in read):  # fmt: skip
+                weights.add(op.op.name)
             if op.classes is not None:
                 names.setdefault(op.classes, "vocabulary")
             if not rule_of(call).product and op.call.name != "embedding":
                 continue
             _name(op, weights, names)
             for number, dims in op.dims.items():
-                operand = op.call.operands[number]
+                operand = read[number]
                 rows = op.call.name == "embedding" and number == op.call.role(0, "input")
                 if not rows and (operand.of_model or operand.name in weights):
                     found.update(atom for run in dims for atom in leaves(run))
@@ -56,15 +60,11 @@ class Kinds:
     @property
     def by_width(self) -> bool:
         """True if weights are divided first."""
-        return _ALLOWED[self.family][0] == "width"
+        return FAMILIES[self.family][0] == "width"
 
     def name(self, axis: Atom) -> str:
         """Name of the axis in messages."""
         return self.names.get(axis, "hidden") if axis in self.width else self.kind(axis)
-
-    def is_heads(self, axis: Atom | None) -> bool:
-        """True if an attention has the axis as its heads."""
-        return axis is not None and self.names.get(axis) == "heads"
 
     def kind(self, axis: Atom) -> Kind:
         if axis.extent.power:
@@ -73,7 +73,7 @@ class Kinds:
 
     def allowed(self, op: OpAxes) -> list[Way]:
         """The ways of an op along axes of the family."""
-        kinds = _ALLOWED[self.family]
+        kinds = FAMILIES[self.family]
         ways = [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
         return [way for way in ways if self.by_width or way.axis is not op.classes]
 
@@ -88,13 +88,9 @@ class Kinds:
 
     def _rank(self, op: OpAxes, way: Way) -> int:
         assert way.axis is not None
-        kinds, kind = _ALLOWED[self.family], self.kind(way.axis)
+        kinds, kind = FAMILIES[self.family], self.kind(way.axis)
         apart = kind == "sequence" and self.family != "context" and not _alone(op, way)
-        if (
-            self.family == "sequence"
-            and op.call.name == ATTENTION
-            and self.name(way.axis) == "hidden"
-        ):
+        if (self.family, op.call.name, self.name(way.axis)) == ("sequence", ATTENTION, "hidden"):
             return len(kinds) + 1
         return len(kinds) if apart else kinds.index(kind)
 
@@ -121,16 +117,3 @@ def _alone(op: OpAxes, way: Way) -> bool:
     places = {i: sum(atom is way.axis for run in dims for atom in leaves(run))
               for i, dims in op.dims.items()}  # fmt: skip
     return all(many == (way.operands[i].kind == "S") for i, many in places.items())
-
-
-def _of_the_model(axes: Axes) -> set[str]:
-    """Values that are made of the model's tensors alone: a transposed weight."""
-    found: set[str] = set()
-    for name, op in axes.ops.items():
-        read = op.call.operands
-        if read and all(
-            axes.graph.tensors[one.name].kind == "parameter" if one.of_model else one.name in found
-            for one in read
-        ):
-            found.add(name)
-    return found

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pdcompile.ir.graph import Affine, Size
+from pdcompile.ir.graph import Affine, Argument, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,12 @@ def product(sizes: Sequence[Size]) -> Size:
     return Affine(scale) if any(isinstance(size, Affine) for size in sizes) else scale
 
 
-#: Bytes that one part sends for each byte of the whole value, times parts / (parts - 1): of the
-#: conversion between two kinds of layouts, forward and backward.
-_WIRE = {
-    ("I", "R"): (0, 2), ("I", "S"): (0, 1), ("S", "I"): (1, 0), ("S", "R"): (1, 1),
-    ("P", "I"): (2, 0), ("P", "R"): (2, 2), ("P", "S"): (1, 1),
+#: By the kinds of two layouts, the conversion between them, and the bytes that one part sends for
+#: each byte of the whole value, times parts / (parts - 1): in its forward, and backward.
+_CONVERSIONS = {
+    ("I", "R"): ("spread", 0, 2), ("I", "S"): ("own", 0, 1), ("S", "I"): ("gather", 1, 0),
+    ("S", "R"): ("gather", 1, 1), ("P", "I"): ("total", 2, 0), ("P", "R"): ("total", 2, 2),
+    ("P", "S"): ("scatter", 1, 1),
 }  # fmt: skip
 
 
@@ -77,5 +78,26 @@ def wire(have: Layout, want: Layout, parts: int, gradient: bool) -> float:
     """Bytes that one part sends for each byte of the value, to convert it and its gradient."""
     if have == want:
         return 0.0
-    forward, backward = _WIRE.get((have.kind, want.kind), (1 / parts, 1 / parts))
+    swapped = "swap", 1 / parts, 1 / parts
+    _, forward, backward = _CONVERSIONS.get((have.kind, want.kind), swapped)
     return (forward + backward * gradient) * (parts - 1) / parts
+
+
+class Conversion(NamedTuple):
+    """A conversion between two layouts: a function of `pdcompile.parts.conversions`."""
+
+    name: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+
+
+def conversion(have: Layout, want: Layout) -> Conversion | None:
+    """The conversion from one layout to another; None where the value is used as it is."""
+    if have == want or (have.kind, want.kind) in (("R", "I"), ("R", "R")):
+        return None
+    split = [one for one in (have, want) if one.kind == "S"]
+    words = ("old_runs", "new_runs") if len(split) == 2 else ("runs",)
+    name = _CONVERSIONS.get((have.kind, want.kind), ("swap" if have.kind == "S" else "own",))[0]
+    runs = [(word, one.runs) for word, one in zip(words, split, strict=False) if one.runs != 1]
+    spread = [("spread", True)] if name == "gather" and want == SPREAD else []
+    return Conversion(name, tuple(one.dim for one in split), (*runs, *spread))

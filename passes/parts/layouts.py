@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from pdcompile.errors import ConfigError, some
-from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
-from pdcompile.parts.shard import Shard
+from pdcompile.ir.graph import OpGraph, Ref, walk
+from pdcompile.parts.shard import Shard, Split
 from pdcompile.passes.parts.atoms import Atom, leaves
-from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way
+from pdcompile.passes.parts.axes import ATTENTION, WHOLE_STAGE, Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
-from pdcompile.passes.parts.families import ATTENTION, Family, divides
-from pdcompile.passes.parts.functional import has_function
+from pdcompile.passes.parts.families import divides
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
+from pdcompile.passes.parts.local import has_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +26,11 @@ class Cut:
     """Stages of which some are whole: values that cross between stages are whole then, and so are
     tensors that several stages hold.
 
-    `stage_of` each op; `whole_ops` are those of whole stages.
+    `stage_of` each op; `parts` of each stage.
     """
 
     stage_of: Mapping[str, int] = field(default_factory=dict)
-    whole_ops: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, stage_of: Mapping[str, int], parts: Sequence[int]) -> Cut:
-        """The cut of stages with these numbers of parts."""
-        return cls(stage_of, frozenset(op for op, s in stage_of.items() if parts[s] == 1))
+    parts: Sequence[int] = ()
 
     def crossing(self, graph: OpGraph) -> frozenset[str]:
         """Values that are read on another stage than they are made on."""
@@ -67,20 +63,17 @@ class Stays:
 class Layouts:
     """The layouts of one graph for a family of splits and a number of parts.
 
-    `shards` are the tensors of the model of which each part holds a slice, `summed` those that are
-    whole but whose gradients are sums over parts (R).  Every other tensor is I: an op that wants
-    it otherwise converts it, as it does with a value.  `axes` are the names of what ops are split
-    along, `shown` values that the caller reads, or that cross between stages of a `Cut`, whose
-    stages are `stage_of`.
+    `held` are those of tensors of the model.  An op that wants one otherwise converts it, as it
+    does with a value.  `axes` are the names of what ops are split along, `shown` values that the
+    caller reads, or that cross between stages of a `Cut`, whose stages are `stage_of`.
     """
 
-    family: Family
+    family: Split
     parts: int
     ops: dict[str, Way]
     axes: dict[str, str]
     shown: frozenset[str]
-    shards: dict[str, Shard]
-    summed: frozenset[str]
+    held: dict[str, Layout]
     stays: tuple[Stays, ...]
     graph: OpGraph = field(repr=False, compare=False)
     stage_of: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
@@ -92,17 +85,25 @@ class Layouts:
 
     def tensor(self, fqn: str) -> Layout:
         """The layout of a tensor of the model."""
-        shard = self.shards.get(fqn)
-        if shard is not None:
-            return Layout("S", shard.dim, shard.sizes, shard.which)
-        return SPREAD if fqn in self.summed else WHOLE
+        return self.held.get(fqn, WHOLE)
+
+    @cached_property
+    def shards(self) -> dict[str, Shard]:
+        """The slices of tensors that each part holds."""
+        split = {f: one for f, one in self.held.items() if one.kind == "S"}
+        return {fqn: shard_of(fqn, one, self.parts) for fqn, one in split.items()}
+
+    @property
+    def summed(self) -> frozenset[str]:
+        """Tensors that are whole, and whose gradients are sums over parts."""
+        return frozenset(fqn for fqn, one in self.held.items() if one == SPREAD)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self)) + "\n"
 
 
 def lay_out(
-    graph: OpGraph, family: Family, parts: int, *, outputs: bool = True, cut: Cut | None = None
+    graph: OpGraph, family: Split, parts: int, *, outputs: bool = True, cut: Cut | None = None
 ) -> Layouts:
     """Chooses the layouts of a graph.
 
@@ -115,22 +116,20 @@ def lay_out(
         ConfigError: nothing of it divides in this way.
     """
     axes, cut = Axes(graph), cut or Cut()
-    for name in cut.whole_ops:
-        axes.ops[name] = replace(axes.ops[name], loops=(), reason=WHOLE_STAGE)
+    for name, stage in cut.stage_of.items():
+        if cut.parts[stage] == 1:
+            axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)
     shown = _shown(graph, outputs) | cut.crossing(graph)
-    shared = cut.shared(graph)
-    choice, ops = _chosen(axes, family, parts, shown, shared)
+    choice = _chosen(axes, family, parts, shown, cut.shared(graph))
+    ops = choice.ways
     names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
-    held = _held(axes, ops, shared)
-    shards = {f: shard_of(f, one, parts) for f, one in held.items() if one.kind == "S"}
-    summed = frozenset(fqn for fqn, one in held.items() if one == SPREAD)
-    stays = tuple(
-        Stays(name, axes.ops[name].op.source, _why(choice, axes.ops[name]), flops)
-        for name, flops in choice.flops.items()
-        if flops and ops[name].axis is None
+    products = {name: flops for name, flops in choice.flops.items() if not ops[name].axis}
+    stays = [Stays(name, axes.ops[name].op.source, _why(choice, axes.ops[name]), flops)
+             for name, flops in products.items() if flops]  # fmt: skip
+    stays += _whole_vocabularies(choice)
+    found = Layouts(
+        family, parts, ops, names, shown, choice.held, tuple(stays), graph, cut.stage_of
     )
-    stays += tuple(_whole_vocabularies(choice, ops))
-    found = Layouts(family, parts, ops, names, shown, shards, summed, stays, graph, cut.stage_of)
     _refuse(choice, found)
     return found
 
@@ -142,58 +141,34 @@ def _shown(graph: OpGraph, outputs: bool) -> frozenset[str]:
     return frozenset(found & {op.name for op in graph.ops} | {graph.loss or ""})
 
 
-def _whole_vocabularies(choice: Choice, ops: Mapping[str, Way]) -> Iterator[Stays]:
+def _whole_vocabularies(choice: Choice) -> Iterator[Stays]:
     """Tables and losses that stay whole because their vocabulary is not to be divided."""
-    for name, op in choice.axes.ops.items():
-        if op.call.name not in ("embedding", "crossentropy") or ops[name].axis is not None:
+    for name, op in choice.axes.ops.items() if choice.kinds.by_width else ():
+        known = op.call.name in ("embedding", "crossentropy") and op.reason != WHOLE_STAGE
+        if not known or choice.ways[name].axis is not None:
             continue
         own, runs = op.classes, [run for dims in op.dims.values() for run in dims]
         uneven = own and own.extent.number > choice.parts and not divides(own, choice.parts)
         of_samples = any(atom.extent.power for run in runs for atom in leaves(run))
-        if (
-            op.reason != WHOLE_STAGE
-            and choice.kinds.by_width
-            and (op.reason or (uneven and of_samples))
-        ):
+        if op.reason or (uneven and of_samples):
             why = op.reason or f"{_sized(choice, own)} does not divide by {choice.parts}"
             yield Stays(name, op.op.source, why, 0)
 
 
 def _chosen(
-    axes: Axes, family: Family, parts: int, shown: frozenset[str], shared: Collection[str]
-) -> tuple[Choice, dict[str, Way]]:
-    """The way of each op; a module that only runs as it is built stays whole, if it would have to
+    axes: Axes, family: Split, parts: int, shown: frozenset[str], shared: Collection[str]
+) -> Choice:
+    """The ways of all ops; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""
     while True:
-        choice = Choice(axes, family, parts, shown)
-        ops = {name: choice.way(name) for name in axes.ops}
-        held = _held(axes, ops, shared)
-        modules = [op for op in axes.ops.values() if op.op.kind == "module"]
-        stuck = [op for op in modules if _has_others(op, ops[op.op.name], held)]
+        choice = Choice(axes, family, parts, shown, shared)
+        stuck = [op for op in axes.ops.values() if op.op.kind == "module" and choice.converts(op)
+                 and not has_function(op.op)]  # fmt: skip
         if not stuck:
-            return choice, ops
+            return choice
         reason = "no function does what this module does, on tensors in another layout"
         for op in stuck:
-            axes.ops[op.op.name] = replace(op, loops=(), reason=reason)
-
-
-def _has_others(op: OpAxes, way: Way, held: dict[str, Layout]) -> bool:
-    """True if a module without a function wants a tensor in another layout than it is held in."""
-    pairs = zip(op.call.operands, way.operands, strict=True)
-    others = bool(way.added) or any(o.of_model and held[o.name] != want for o, want in pairs)
-    return others and not has_function(op.op)
-
-
-def _held(axes: Axes, ops: dict[str, Way], shared: Collection[str]) -> dict[str, Layout]:
-    """The layouts of tensors: that which all ops want; whole where they differ, in outputs, and
-    where they are shared."""
-    returned = [one.fqn for one in walk(axes.graph.output, Attr)]
-    wanted: dict[str, set[Layout]] = {fqn: {WHOLE} for fqn in (*returned, *shared)}
-    for name, op in axes.ops.items():
-        for operand, layout in zip(op.call.operands, ops[name].operands, strict=True):
-            if operand.of_model:
-                wanted.setdefault(operand.name, set()).add(layout)
-    return {fqn: found.pop() if len(found) == 1 else WHOLE for fqn, found in wanted.items()}
+            axes.ops[op.op.name] = replace(op, loops={}, reason=reason)
 
 
 def shard_of(fqn: str, layout: Layout, parts: int) -> Shard:
@@ -230,24 +205,20 @@ def _refuse(choice: Choice, found: Layouts) -> None:
         for way in ways:
             axes.setdefault(way.axis, f"{_sized(choice, way.axis)} of {_place(ops[one.op])}")
     if stays and uneven > sum(choice.flops.values()) / 2:
-        raise ConfigError(
-            f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide",
-            where=stays[0].source,
-            remedy=_other_parts(axes, last),
-        )
-    if stays and not found.axes.keys() & choice.flops.keys():
-        first = stays[0]
-        raise ConfigError(
-            f"split={found.family!r} divides nothing: {first.reason}",
-            where=first.source,
-            remedy=f"use {last}",
-        )
+        said = f"parts={found.parts}: {some([*dict.fromkeys(axes.values())])} do not divide"
+        remedy = _other_parts(axes, last)
+    elif stays and not found.axes.keys() & choice.flops.keys():
+        said = f"split={found.family!r} divides nothing: {stays[0].reason}"
+        remedy = f"use {last}"
+    else:
+        return
+    raise ConfigError(said, where=stays[0].source, remedy=remedy)
 
 
 def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
     """Refuses batch norm in training where samples are split."""
     for op in ops:
-        samples = [a for loop in op.loops if loop.kind == "whole" for a in leaves(loop.run)
+        samples = [a for loop in op.loops.values() if loop.kind == "whole" for a in leaves(loop.run)
                    if a.extent.power]  # fmt: skip
         if samples and op.call.name.startswith("batchnorm"):
             raise ConfigError(
@@ -259,9 +230,10 @@ def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
 
 
 def _refuse_heads(choice: Choice, op: OpAxes, found: Layouts) -> None:
-    heads = [way.axis for way in choice.kinds.allowed(op) if choice.kinds.is_heads(way.axis)]
+    ways, names = choice.kinds.allowed(op), choice.kinds.names
+    heads = [way.axis for way in ways if way.axis and names.get(way.axis) == "heads"]
     if heads and found.axes.get(op.op.name, "hidden") == "hidden" and op.call.name == ATTENTION:
-        count = " x ".join(str(axis.extent) for axis in heads if axis)  # that keys have too
+        count = " x ".join(str(axis.extent) for axis in heads)  # that keys have too
         raise ConfigError(
             f"split='sequence': attention at {op.op.source} has {count} heads, which "
             f"{found.parts} parts cannot share",

@@ -6,6 +6,7 @@ are given, sections, groups, what a module is built with, and a bias that every 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,11 @@ from pdcompile.ir.graph import Argument, Attr, Op, OpGraph, Ref, rewritten
 from pdcompile.ir.records import PARTS
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
-from pdcompile.passes.parts.calls import Call, whole_numbers
+from pdcompile.passes.parts.calls import Call, Operand, operands, whole_numbers
 from pdcompile.passes.parts.layout import SUM, WHOLE, share
+from pdcompile.passes.stages.naming import scope_of
+
+Kwargs = tuple[tuple[str, Argument], ...]
 
 _CONVOLUTION = {"in_channels": ("input", 1), "out_channels": ("", 1)}
 #: Arguments of modules that are a size of an operand, or of the result (""): of which dimension.
@@ -31,6 +35,18 @@ _GROUPS = {
     **{f"conv{n}d": (6, "groups") for n in (1, 2, 3)},
     **{f"convtranspose{n}d": (7, "groups") for n in (1, 2, 3)},
 }
+#: The function of each kind of module, and what it takes of what the module is built with.
+_FUNCTIONS = {
+    "linear": ("linear", ""),
+    "embedding": ("embedding", "padding_idx"),
+    "layernorm": ("layer_norm", "normalized_shape eps"),
+    "rmsnorm": ("rms_norm", "normalized_shape eps"),
+    "groupnorm": ("group_norm", "num_groups eps"),
+    **{f"conv{n}d": (f"conv{n}d", "stride padding dilation groups") for n in (1, 2, 3)},
+    **{f"convtranspose{n}d": (f"conv_transpose{n}d",
+                              "stride padding dilation groups output_padding")
+       for n in (1, 2, 3)},
+}  # fmt: skip
 #: What the functions of parts take of an op's arguments: position, name and default.
 _SHARED: dict[str, tuple[tuple[int, str, Any], ...]] = {
     "embedding": ((2, "padding_idx", None),),
@@ -56,47 +72,75 @@ def local_op(graph: OpGraph, op: Op, layout: Way, parts: int) -> Op:
         op = _anew(op)
     if layout.added:
         op = _without(op, call, layout.added)
-    name = plain_name(op)
     if op.kind == "module":
-        op = replace(op, constructor=_changed(op.constructor, _built(call, layout, parts)))
-    if name in _GROUPS:
+        op = replace(op, constructor=_changed(op.constructor, **_built(call, layout, parts)))
+    if call.name in _GROUPS:
         return _with_fewer_groups(op, call, layout, parts)
-    if name in _VIEWS:
+    if call.name in _VIEWS:
         return _resized(op, call, layout, parts)
-    return _of_sections(op, call, layout, parts) if name in ("split", "splitwithsizes") else op
+    return _of_sections(op, call, layout, parts) if "split" in call.name else op
+
+
+def has_function(op: Op) -> bool:
+    """True if `as_function` knows the module."""
+    padding = dict(op.constructor).get("padding_mode", "zeros")
+    return plain_name(op) in _FUNCTIONS and padding == "zeros"
+
+
+def as_function(op: Op, added: Collection[int] = ()) -> Op:
+    """A module's op as a call of the function that it calls, on tensors of its own.
+
+    For modules whose tensors another layout is needed of, or without operands that are added later.
+    """
+    (function, words), known = _FUNCTIONS[plain_name(op)], dict(op.constructor)
+    sizes = known.get("normalized_shape")
+    known |= {"normalized_shape": (sizes,)} if isinstance(sizes, int) else {}
+    kwargs = [(word, known[word]) for word in words.split() if known.get(word) is not None]
+    own = {str(one.slot): Attr(one.name) for i, one in enumerate(operands(op))
+           if one.of_model and i not in added}  # fmt: skip
+    if function.endswith("norm"):
+        return _function(op, f"torch.nn.functional.{function}", op.args, (*own.items(), *kwargs))
+    args = (*op.args, *own.values())
+    return _function(op, f"torch.nn.functional.{function}", args, tuple(kwargs))
+
+
+def _function(op: Op, target: str, args: tuple[Argument, ...], kwargs: Kwargs = ()) -> Op:
+    return replace(op, kind="function", target=target, args=args, kwargs=kwargs,
+                   module_path=scope_of(op), parameters=(), constructor=())  # fmt: skip
 
 
 def _shared(op: Op, call: Call, layout: Way) -> Op:
     """The function by which parts share a vocabulary, or the mean over rows."""
-    numbers = [call.role(i, name) for i, name in enumerate(("input", "target"))]
-    if call.name == "embedding":
-        function, numbers[1] = "vocabulary_embedding", call.role(1, "weight")
-    else:
-        by_rows = all(
-            number is not None and layout.operands[number].kind == "S" for number in numbers
-        )
-        function = "mean_cross_entropy" if by_rows else "vocabulary_cross_entropy"
-    read = [call.operands[number] for number in numbers if number is not None]
-    given = tuple(Attr(one.name) if one.of_model else Ref(one.name) for one in read)
+    names = ("input", "weight" if call.name == "embedding" else "target")
+    numbers = [n for i, name in enumerate(names) if (n := call.role(i, name)) is not None]
+    by_rows = all(layout.operands[number].kind == "S" for number in numbers)
+    function = f"{'mean' if by_rows else 'vocabulary'}_cross_entropy"
+    function = "vocabulary_embedding" if call.name == "embedding" else function
+    read = [call.operands[number] for number in numbers]
     kwargs = tuple(
         (word, found) for position, word, default in _SHARED[call.name]
         if (found := call.argument(position, word, default)) != default
     )  # fmt: skip
-    return replace(op, kind="function", target=f"{PARTS}.{function}", args=given, kwargs=kwargs,
-                   parameters=(), constructor=())  # fmt: skip
+    return _function(op, f"{PARTS}.{function}", tuple(map(given, read)), kwargs)
+
+
+def given(one: Operand) -> Ref | Attr:
+    """Give the operand as an argument."""
+    return Attr(one.name) if one.of_model else Ref(one.name)
 
 
 def _anew(op: Op) -> Op:
     """The op that makes a new tensor where this one writes its operand."""
     last = op.target.rpartition(".")[2]
-    kwargs = tuple((name, value) for name, value in op.kwargs if name != "inplace")
-    built = tuple((name, value) for name, value in op.constructor if name != "inplace")
-    target = op.target
+    kwargs, built = (
+        tuple((name, value) for name, value in pairs if name != "inplace")
+        for pairs in (op.kwargs, op.constructor)
+    )
+    target, args = op.target, op.args
     if target.startswith("operator.i"):
         target = f"operator.{last[1:]}"
     elif last.endswith("_"):
         target = target[:-1]
-    args = op.args
     if op.kind == "function" and target.startswith("torch.nn.functional."):
         args = tuple(False if value is True else value for value in args)
     return replace(op, target=target, args=args, kwargs=kwargs, constructor=built, mutates=())
@@ -104,59 +148,57 @@ def _anew(op: Op) -> Op:
 
 def _without(op: Op, call: Call, added: tuple[int, ...]) -> Op:
     """The op without the operands that are added to its sum."""
-    if call.name == "addmm":
-        first, second = (call.role(i, name) for i, name in ((1, "mat1"), (2, "mat2")))
-        slots = [call.operands[i].slot for i in (first, second) if i is not None]
-        named = dict(op.kwargs)
-        read = [op.args[slot] if isinstance(slot, int) else named[slot] for slot in slots]
-        return replace(op, kind="function", target="torch.mm", args=tuple(read), kwargs=())
-    slots = [call.operands[i].slot for i in added]
-    names = {call.operands[i].name for i in added}
     if op.kind == "module":
-        built = tuple((name, value) for name, value in op.constructor if name != "bias")
-        kept = tuple(fqn for fqn in op.parameters if fqn not in names)
-        return replace(op, constructor=(*built, ("bias", False)), parameters=kept)
+        return as_function(op, added)
+    slots, names = zip(
+        *((call.operands[i].slot, call.operands[i].name) for i in added), strict=True
+    )
+    op = replace(op, parameters=tuple(fqn for fqn in op.parameters if fqn not in names))
+    if call.name == "addmm":
+        factors = tuple(given(one) for one in call.operands if one.slot not in slots)
+        return replace(op, kind="function", target="torch.mm", args=factors, kwargs=())
     args = tuple(None if i in slots else value for i, value in enumerate(op.args))
     kwargs = tuple((name, None if name in slots else value) for name, value in op.kwargs)
-    kept = tuple(fqn for fqn in op.parameters if fqn not in names)
-    return replace(op, args=args, kwargs=kwargs, parameters=kept)
+    return replace(op, args=args, kwargs=kwargs)
 
 
 def _resized(op: Op, call: Call, layout: Way, parts: int) -> Op:
     """A view to sizes of the part; -1 where the user says it."""
-    name = plain_name(op)
-    alike = name.endswith("as") or (name == "squeeze" and len(op.args) == 1)
+    alike = call.name.endswith("as") or (call.name == "squeeze" and len(op.args) == 1)
     if layout.result.kind != "S" and not alike:
         return op
     local = layout.result.local(call.graph.values[op.name].shape, parts)
     sizes = whole_numbers(call.argument(1, "size"), op.args[2:])
-    if len(sizes) == len(local) and name in ("view", "reshape", "expand"):
+    if len(sizes) == len(local) and call.name in ("view", "reshape", "expand"):
         local = tuple(-1 if old == -1 else new for old, new in zip(sizes, local, strict=True))
-    return replace(op, kind="method", target=_VIEWS[name], args=(op.args[0], *local), kwargs=())
+    return replace(op, kind="method", target=_VIEWS[call.name], args=(op.args[0], *local),
+                   kwargs=())  # fmt: skip
 
 
 def _of_sections(op: Op, call: Call, layout: Way, parts: int) -> Op:
     """Sizes of sections, where the split is inside of them."""
     dim = call.argument(2, "dim", 0) % call.rank(0)
-    if layout.operands[0].dim != dim or len(op.args) < 2:
+    if call.name == "tensorsplit" or layout.operands[0].dim != dim or len(op.args) < 2:
         return op
-    part = rewritten(op.args[1], lambda size: share(size, parts))
-    return replace(op, args=(op.args[0], part, *op.args[2:]))
+    return _given(op, 1, "", rewritten(op.args[1], lambda size: share(size, parts)))
 
 
 def _with_fewer_groups(op: Op, call: Call, layout: Way, parts: int) -> Op:
     """Fewer groups, where groups are what is split."""
-    (position, word), data = _GROUPS[plain_name(op)], layout.operands[0]
+    (position, word), data = _GROUPS[call.name], layout.operands[0]
     groups = call.argument(position, word, 1)
     if data.kind != "S" or data.dim != 1 or layout.result.kind != "S" or groups == 1:
         return op
-    fewer = {word: groups // parts}
+    return _given(op, position, word, groups // parts)
+
+
+def _given(op: Op, position: int, name: str, value: Argument) -> Op:
+    """The op with another value for an argument."""
     if op.kind == "module":
-        return replace(op, constructor=_changed(op.constructor, fewer))
+        return replace(op, constructor=_changed(op.constructor, **{name: value}))
     if position < len(op.args):
-        args = (*op.args[:position], groups // parts, *op.args[position + 1 :])
-        return replace(op, args=args)
-    return replace(op, kwargs=_changed(op.kwargs, fewer))
+        return replace(op, args=(*op.args[:position], value, *op.args[position + 1 :]))
+    return replace(op, kwargs=_changed(op.kwargs, **{name: value}))
 
 
 def _built(call: Call, layout: Way, parts: int) -> dict[str, Any]:
@@ -168,11 +210,9 @@ def _built(call: Call, layout: Way, parts: int) -> dict[str, Any]:
             shape = call.graph.values[call.op.name].shape
             found[word] = layout.result.local(shape, parts)[dim]
         elif number is not None:
-            found[word] = layout.operands[number].local(call.shape(number), parts)[dim]
+            found[word] = layout.operands[number].local(call.about(number).shape, parts)[dim]
     return found
 
 
-def _changed(
-    pairs: tuple[tuple[str, Argument], ...], changes: dict[str, Any]
-) -> tuple[tuple[str, Argument], ...]:
+def _changed(pairs: Kwargs, **changes: Any) -> Kwargs:
     return tuple((dict(pairs) | changes).items())

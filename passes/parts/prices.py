@@ -51,14 +51,6 @@ def _priced(graph: OpGraph, op: Op, link: Level) -> Op:
         "scatter": (gathered, gathered),
         "swap": (exchanged, exchanged),
     }[name]
-    if not value.needs_gradient:
-        backward = 0.0
-    cost = op.cost
-    return replace(
-        op,
-        cost=replace(
-            cost,
-            forward_seconds=cost.forward_seconds + forward,
-            backward_seconds=cost.backward_seconds + backward,
-        ),
-    )
+    forward += op.cost.forward_seconds
+    backward = backward * value.needs_gradient + op.cost.backward_seconds
+    return replace(op, cost=replace(op.cost, forward_seconds=forward, backward_seconds=backward))

@@ -13,90 +13,83 @@ from pdcompile.ir.graph import Affine, Attr, Ref, Slice, TorchLiteral
 from pdcompile.passes.costs.costed_op import words
 from pdcompile.passes.parts.atoms import Extent, extent
 from pdcompile.passes.parts.calls import Call, whole_numbers
-from pdcompile.passes.parts.signature import LETTERS, Form, Rule, letters_with
+from pdcompile.passes.parts.signature import LETTERS, Form, Rule, Whole, letters_with, named
 
 _UNKNOWN = "its dimensions are not known"
+#: Arguments with which an op stays whole: position, name, and the default with which it need not.
+_REFUSED: dict[str, tuple[tuple[int, str, Any], ...]] = {
+    "embedding": (
+        (3, "max_norm", None), (5, "scale_grad_by_freq", False), (6, "sparse", False),
+    ),
+    "crossentropy": ((2, "weight", None), (3, "size_average", None), (5, "reduce", None)),
+    "groupedmm": ((3, "bias", None),),
+}  # fmt: skip
 
 
-def _plain(signature: str, *names: str) -> Rule:
-    """A signature whose terms are the arguments of these names, in order."""
+def form_of(call: Call) -> Form:
+    """The form of an op by its rule.
 
-    def rule(call: Call) -> Form:
-        return Form(signature, [call.role(i, name) for i, name in enumerate(names)])
+    Raises:
+        Whole: it has none, or not with these arguments.
+    """
+    rule = RULES.get(call.name)
+    if rule is None:
+        raise Whole("no rule")
+    if not call.operands:
+        raise Whole("it makes a tensor of no other")
+    for position, name, default in _REFUSED.get(call.name, ()):
+        if call.argument(position, name, default) not in (default, None):
+            raise Whole(f"it has {name}")
+    try:
+        return named(call, rule) if isinstance(rule, str) else rule(call)
+    except (LookupError, TypeError, ValueError):
+        raise Whole("its arguments are of a form without a rule") from None
 
-    return rule
 
-
-def _elementwise(call: Call) -> Form | str:
+def _elementwise(call: Call) -> Form:
     """Every operand broadcasts."""
     if not call.graph.values[call.op.name].is_tensor:
-        return "it has several results"
+        raise Whole("it has several results")
     numbers = [*range(len(call.operands))]
     return Form(",".join("*" * len(numbers)) + "->*", numbers)
 
 
-def _matmul(call: Call) -> Form | str:
-    left, right = call.role(0, "input"), call.role(1, "other")
-    if right is None:
-        right = call.role(1, "mat2")
-    if left is None or right is None:
-        return "its operands are not known"
-    ranks = min(call.rank(left), 2), min(call.rank(right), 2)
-    signature = {
-        (2, 2): "*mk,*kn->*mn", (2, 1): "*mk,k->*m", (1, 2): "k,*kn->*n", (1, 1): "k,k->",
-    }.get(ranks)  # fmt: skip
-    return Form(signature, [left, right]) if signature else "its operands have no dimensions"
+def _matmul(call: Call) -> Form:
+    text = "input *xk, other|mat2 *ky -> *xy"
+    for number, letter in enumerate("xy"):
+        text = text.replace(letter, "") if call.rank(number) == 1 else text
+    return named(call, text)
 
 
 def _addmm(call: Call) -> Form:
-    bias, left = call.role(0, "input"), call.role(1, "mat1")
-    dims = "" if bias is None else "mn"[-call.rank(bias) :] if call.rank(bias) else ""
-    k = "k" if call.argument(3, "beta", 1) == 1 and call.argument(4, "alpha", 1) == 1 else "K"
-    return Form(f"+{dims},m{k},{k}n->mn", [bias, left, call.role(2, "mat2")])
+    """The scaled product is summed with the rest on each part: what is summed is needed whole."""
+    scaled = call.argument(3, "beta", 1) != 1 or call.argument(4, "alpha", 1) != 1
+    k = "K" if scaled else "k"
+    return named(call, f"+input mn, mat1 m{k}, mat2 {k}n -> mn")
 
 
-def _baddbmm(call: Call) -> Form | str:
-    """The added tensor is part of every part's product: what is summed is needed whole."""
-    added, left, right = (call.role(i, n) for i, n in enumerate(("input", "batch1", "batch2")))
-    if added is None or not call.rank(added):
-        return "its operands are not known"
-    return Form(f"{'bmn'[-call.rank(added) :]},bmK,bKn->bmn", [added, left, right])
-
-
-def _attention(call: Call) -> Form | str:
+def _attention(call: Call) -> Form:
     """Scaled dot-product attention: heads and batch free, queries too unless it is causal."""
-    names = ("query", "key", "value", "attn_mask")
-    numbers = [call.role(i, name) for i, name in enumerate(names)]
-    query, key, _, mask = numbers
-    if query is None or key is None:
-        return "its operands are not known"
     q = "Q" if call.argument(5, "is_causal", False) else "q"
-    if not call.argument(7, "enable_gqa", False):
-        return Form(f"*{q}D,*KD,*Ke,*{q}K->*{q}e", numbers)
-    if call.rank(query) != 4:
-        return "groups of heads need four dimensions"
-    heads = ("", "", "", "(hg)", "b(hg)")[call.rank(mask) if mask is not None else 0]
-    signature = f"b(hg){q}D,bhKD,bhKe,{heads}{q}K->b(hg){q}e"
-    return Form(signature, numbers, {"h": call.extents(key)[1]})
+    own, shared, sizes = "*", "*", {}
+    if call.argument(7, "enable_gqa", False):
+        own, shared, sizes = "b(hg)", "bh", {"h": call.extents(call.role(1, "key") or 0)[-3]}
+    text = f"query {own}{q}D, key {shared}KD, value {shared}Ke, attn_mask? {own}{q}K -> {own}{q}e"
+    return named(call, text, sizes=sizes)
 
 
-def _multihead(call: Call) -> Form | str:
+def _multihead(call: Call) -> Form:
     """nn.MultiheadAttention: samples are free."""
-    names = {0: "query", 1: "key", 2: "value", 3: "key_padding_mask", 5: "attn_mask"}
-    numbers = [next(iter(call.inside(i, name)), None) for i, name in names.items()]
-    query, *_, mask = numbers
-    if query is None or call.rank(query) != 3 or (mask is not None and call.rank(mask) != 2):
-        return "its samples are no dimension of their own"
-    signature = "bQE,bKF,bKG,bK,QK->bQE,bQM"
-    if not call.argument(0, "batch_first", False):
-        signature = "QbE,KbF,KbG,bK,QK->QbE,bQM"
-    return Form(signature, numbers)
+    samples = "b{}" if call.argument(0, "batch_first", False) else "{}b"
+    q, k = samples.format("Q"), samples.format("K")
+    masks = "key_padding_mask? bK, attn_mask@5? QK"
+    return named(call, f"query {q}E, key {k}F, value {k}G, {masks} -> {q}E,bQM")
 
 
-def _einsum(call: Call) -> Form | str:
+def _einsum(call: Call) -> Form:
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return "its equation has no names for all dimensions"
+        raise Whole("its equation has no names for all dimensions")
     equation = equation.replace(" ", "")
     own = dict(zip(sorted({c for c in equation if c.isalpha()}), LETTERS, strict=False))
     terms = [i for i, operand in enumerate(call.operands) if operand.slot != 0]
@@ -105,18 +98,13 @@ def _einsum(call: Call) -> Form | str:
 
 def _normalised(call: Call) -> Form:
     """layer_norm and rms_norm: the last dimensions are needed whole."""
-    last = letters_with(len(whole_numbers(call.argument(1, "normalized_shape"))), capital="all")
-    numbers = [call.role(0, "input"), call.role(2, "weight"), call.role(3, "bias")]
-    return Form(f"*{last},{last},{last}->*{last}", numbers)
+    last = letters_with(len(whole_numbers(call.argument(1, "normalized_shape")))).upper()
+    return named(call, f"input *{last}, weight@2? {last}, bias@3? {last} -> *{last}")
 
 
-def _grouped_norm(call: Call) -> Form | str:
-    groups = call.argument(1, "num_groups")
-    if not isinstance(groups, int):
-        return "its number of groups is not known"
-    rest = letters_with(call.rank(0) - 2, capital="all")
-    numbers = [0, call.role(2, "weight"), call.role(3, "bias")]
-    return Form(f"b(gC){rest},(gC),(gC)->b(gC){rest}", numbers, {"g": Extent(groups)})
+def _grouped_norm(call: Call) -> Form:
+    text = "input b(gC)&, weight@2? (gC), bias@3? (gC) -> b(gC)&"
+    return named(call, text, sizes={"g": Extent(call.argument(1, "num_groups"))})
 
 
 def _batch_norm(call: Call) -> Form:
@@ -124,44 +112,40 @@ def _batch_norm(call: Call) -> Form:
     module = call.op.kind == "module"
     training = call.graph.training if module else call.argument(5, "training", False)
     training = training or call.role(1, "running_mean") is None
-    rest = letters_with(call.rank(0) - 2, capital="all" if training else "", skip="bc")
-    b = "B" if training else "b"
-    names = ("running_mean", "running_var", "weight", "bias")
-    numbers = [call.role(i, name) for i, name in enumerate(names, 1)]
-    return Form(f"{b}c{rest},c,c,c,c->{b}c{rest}", [0, *numbers])
+    b, places = ("B", "&") if training else ("b", "*")
+    names = "running_mean? c, running_var? c, weight? c, bias? c"
+    return named(call, f"input {b}c{places}, {names} -> {b}c{places}")
 
 
-def _convolution(call: Call) -> Form | str:
-    weight = call.role(1, "weight")
-    if weight is None or call.rank(0) != call.rank(weight):
-        return "its weight is not known"
-    places = call.rank(0) - 2
-    seen, kernel, made = "UVW"[:places], "XYZ"[:places], "RST"[:places]
+def _convolution(call: Call) -> Form:
+    _refuse_without_samples(call)
     turned = "transpose" in call.name
     groups = call.argument(7 if turned else 6, "groups", 1)
-    if not isinstance(groups, int):
-        return "its number of groups is not known"
-    shape = f"(gi)o{kernel}" if turned else f"(go)i{kernel}"
-    signature = f"b(gi){seen},{shape},+(go)->b(go){made}"
-    return Form(signature, [0, weight, call.role(2, "bias")], {"g": Extent(groups)})
+    weight = "(gi)o" if turned else "(go)i"
+    text = f"input b(gi)~, weight {weight}~, +bias (go) -> b(go)~"
+    return named(call, text, sizes={"g": Extent(groups)})
 
 
-def _pool(call: Call) -> Form | str:
-    """Pools and resizing: samples and channels are free; without samples a pool looks along what
-    would be channels."""
+def _pool(call: Call) -> Form:
+    """Pools and resizing: samples and channels are free."""
+    _refuse_without_samples(call)
+    return Form("bc~->bc~")
+
+
+def _refuse_without_samples(call: Call) -> None:
+    """Without samples an op looks along what would be channels."""
     places = call.rank(0) - 2
-    named = [int(letter) for letter in call.name if letter.isdecimal()] or [places]
-    if len(call.out) != places + 2 or places not in (1, 2, 3) or named != [places]:
-        return "it has no samples and channels"
-    return Form(f"bc{'UVW'[:places]}->bc{'RST'[:places]}", [0])
+    asked = [int(letter) for letter in call.name if letter.isdecimal()] or [places]
+    if len(call.out) != places + 2 or places not in (1, 2, 3) or asked != [places]:
+        raise Whole("it has no samples and channels")
 
 
-def _along(call: Call, dims: Sequence[int], made: str) -> Form | str:
+def _along(call: Call, dims: Sequence[int], made: str) -> Form:
     """An op that needs dimensions whole; each is `made` "kept", "new", "one" or "gone"."""
     if not dims or not call.operands or not call.rank(0):
-        return _UNKNOWN
+        raise Whole(_UNKNOWN)
     rank = call.rank(0)
-    read = letters_with(rank, capital=dims)
+    read = letters_with(rank, dims)
     forms = {"kept": read, "new": LETTERS[-rank:][::-1].upper(), "one": "1" * rank}
     changed = forms.get(made, [""] * rank)
     result = [changed[i] if c.isupper() else c for i, c in enumerate(read)]
@@ -171,98 +155,75 @@ def _along(call: Call, dims: Sequence[int], made: str) -> Form | str:
 def _whole_along(position: int, name: str, default: int | None, made: str) -> Rule:
     """Along the dimensions that an argument names, all of them are needed."""
 
-    def rule(call: Call) -> Form | str:
+    def rule(call: Call) -> Form:
         rest = call.op.args[position + 1 :] if name == "dims" else ()
         return _along(call, whole_numbers(call.argument(position, name, default), rest), made)
 
     return rule
 
 
-def _reduced(call: Call) -> Form | str:
+def _reduced(call: Call) -> Form:
     """Reductions over given dimensions, or over all; sums may be of parts."""
-    if not call.operands or not call.graph.values[call.op.name].is_tensor:
-        return "it has several results"
+    if not call.graph.values[call.op.name].is_tensor:
+        raise Whole("it has several results")
     if call.name in ("max", "min") and call.role(1, "other") is not None:
         return _elementwise(call)
-    rank, given = call.rank(0), call.argument(1, "dim", call.argument(1, "axis"))
-    gone = whole_numbers(given) or tuple(range(rank))
-    form = _along(call, gone, "one" if len(call.out) == rank else "gone")
-    if call.name == "sum" and isinstance(form, Form):
-        return Form(form.signature.lower())
-    return form
+    gone = whole_numbers(call.argument(1, "dim|axis")) or tuple(range(call.rank(0)))
+    form = _along(call, gone, "one" if len(call.out) == call.rank(0) else "gone")
+    return Form(form.signature.lower()) if call.name == "sum" else form
 
 
-def _padded(call: Call) -> Form | str:
-    given = call.argument(1, "pad", call.argument(1, "padding"))
+def _padded(call: Call) -> Form:
+    given = call.argument(1, "pad|padding")
     if isinstance(given, int) and call.op.kind == "module":
         given = (given,) * 4
     if not isinstance(given, tuple):
-        return _UNKNOWN
+        raise Whole(_UNKNOWN)
     pairs = range(len(given) // 2)
     dims = [-1 - i for i in pairs if given[2 * i : 2 * i + 2] != (0, 0)]
     return _along(call, dims, "new") if dims else Form("*->*")
 
 
-def _unfolded(call: Call) -> Form | str:
+def _unfolded(call: Call) -> Form:
+    if call.op.kind != "method":
+        raise Whole(_UNKNOWN)
     form = _along(call, whole_numbers(call.argument(1, "dimension")), "new")
-    if call.op.kind != "method" or isinstance(form, str):
-        return _UNKNOWN
     return Form(f"{form.signature}M")  # of no result with that many dimensions
 
 
-def _permuted(call: Call) -> Form | str:
-    rank = call.rank(0)
-    order = [*range(rank)]
+def _permuted(call: Call) -> Form:
+    dims = letters_with(call.rank(0))
+    order = [*range(len(dims))]
     if call.name == "permute":
         order = [*whole_numbers(call.argument(1, "dims"), call.op.args[2:])]
     else:
-        named = ((1, "dim0", "axis0"), (2, "dim1", "axis1"))
-        one, two = (call.argument(i, name, call.argument(i, other)) for i, name, other in named)
-        if call.name in ("t", "mt"):
-            one, two = -2 if rank > 1 else -1, -1
+        one = call.argument(1, "dim0|axis0", max(-2, -len(dims)))
+        two = call.argument(2, "dim1|axis1", -1)
         order[one], order[two] = order[two], order[one]
-    dims = letters_with(rank)
     return Form(f"{dims}->{''.join(dims[i] for i in order)}")
 
 
-def _embedding(call: Call) -> Form | str:
+def _embedding(call: Call) -> Form:
     """Rows of a table: each part has those of its own, and zeros for others'."""
-    for position, name in ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse")):
-        if call.argument(position, name):
-            return f"it has {name}"
-    return Form("*,vd->*d", [call.role(0, "input"), call.role(1, "weight")], vocabulary="v")
+    return named(call, "input *, weight vd -> *d", vocabulary="v")
 
 
-def _cross_entropy(call: Call) -> Form | str:
+def _cross_entropy(call: Call) -> Form:
     """Axes of cross entropy with class numbers: rows free or summed, classes reduced twice."""
-    logits, target = call.role(0, "input"), call.role(1, "target")
-    if logits is None or target is None:
-        return "its operands are not known"
-    if call.role(2, "weight") is not None:
-        return "its classes have weights"
-    if call.argument(3, "size_average") is not None or call.argument(5, "reduce") is not None:
-        return "its reduction is not known"
-    if not call.dtype(target).startswith(("int", "uint")):
-        return "its targets are no numbers of classes"
-    rows = letters_with(call.rank(target), skip="v")
+    target = call.role(1, "target")
+    if target is None or not call.about(target).dtype.startswith(("int", "uint")):
+        raise Whole("its targets are no numbers of classes")
+    rows = letters_with(call.rank(target))
     reduction = call.argument(6, "reduction", "mean")
-    signature = f"{rows[:1]}v{rows[1:]},{rows}->{rows if reduction == 'none' else ''}"
-    return Form(signature, [logits, target], {}, "v", f"v{rows if reduction == 'mean' else ''}")
+    text = f"input {rows[:1]}v{rows[1:]}, target {rows} -> {rows if reduction == 'none' else ''}"
+    return named(call, text, vocabulary="v", meets="v" + rows * (reduction == "mean"))
 
 
-def _grouped_products(call: Call) -> Form | str:
-    """Rows sorted by expert, each times its expert's matrix; rows and experts are needed whole."""
-    left, right = call.role(0, "mat_a"), call.role(1, "mat_b")
-    if left is None or right is None or (call.rank(left), call.rank(right)) != (2, 3):
-        return "it is not of rows and a stack of matrices"
-    if call.argument(3, "bias") is not None:
-        return "it has a bias"
-    return Form("Tk,Ekn->Tn", [left, right])
-
-
-def _moved(call: Call) -> Form | str:
+def _moved(call: Call) -> Form:
     to_dtype = any(isinstance(one, TorchLiteral) for one in call.op.args)
-    return Form("") if (call.rank(0) or call.out) and not to_dtype else _UNKNOWN
+    if to_dtype or not (call.rank(0) or call.out):
+        raise Whole(_UNKNOWN)
+    return Form("")
 
 
 def _expanded(call: Call) -> Form:
@@ -271,178 +232,136 @@ def _expanded(call: Call) -> Form:
     return Form(f"{dims[len(dims) - rank :]}->{dims}")
 
 
-def _repeated(call: Call) -> Form | str:
+def _repeated(call: Call) -> Form:
     times = whole_numbers(call.argument(1, "repeats"), call.op.args[2:])
-    rank, dims = call.rank(0), letters_with(call.rank(0))
-    if len(times) != len(call.out) or len(times) > 9:
-        return _UNKNOWN
-    copies, made = "RSTUVWXYZ", ""
-    for i, count in enumerate(times):
-        own = dims[i - len(times) + rank] if i >= len(times) - rank else ""
-        made += own if count == 1 and own else f"({copies[i]}{own})"
-    sizes = {copies[i]: extent(count) for i, count in enumerate(times)}
-    return Form(f"{dims}->{made}", sizes=sizes)
+    dims = letters_with(call.rank(0))
+    if len(times) != len(call.out):
+        raise Whole(_UNKNOWN)
+    each = [*zip(times, dims.rjust(len(times), "1"), "RSTUVWXYZ", strict=False)]
+    made = [own if count == 1 else f"({copy}{own.strip('1')})" for count, own, copy in each]
+    sizes = {copy: extent(count) for count, _, copy in each}
+    return Form(f"{dims}->{''.join(made)}", sizes=sizes)
 
 
-def _interleaved(call: Call) -> Form | str:
+def _letters(rank: int, dim: Any) -> tuple[str, str]:
+    """Letters of dimensions, and that of the one which an argument says."""
+    if not isinstance(dim, int) or not rank:
+        raise Whole(_UNKNOWN)
+    dims = letters_with(rank)
+    return dims, dims[dim]
+
+
+def _interleaved(call: Call) -> Form:
     """Every element several times in a row: heads that groups of queries share."""
-    count, dim = call.argument(1, "repeats"), call.argument(2, "dim")
-    if not isinstance(count, int) or not isinstance(dim, int):
-        return _UNKNOWN
-    dims = letters_with(call.rank(0))
-    at = dim % len(dims)
-    made = f"{dims[:at]}({dims[at]}R){dims[at + 1 :]}"
-    return Form(f"{dims}->{made}", sizes={"R": Extent(count)})
+    count = call.argument(1, "repeats")
+    dims, own = _letters(call.rank(0), call.argument(2, "dim"))
+    if not isinstance(count, int):
+        raise Whole(_UNKNOWN)
+    return Form(f"{dims}->{dims.replace(own, f'({own}R)')}", sizes={"R": Extent(count)})
 
 
-def _sections(call: Call) -> Form | str:
+def _sections(call: Call) -> Form:
     """split and chunk: equal sections are a factor, which is needed whole; others stay whole."""
-    given, dim = call.argument(1, "split_size_or_sections"), call.argument(2, "dim", 0)
-    if call.name in ("chunk", "tensorsplit"):
-        given = call.argument(1, "chunks", call.argument(1, "indices_or_sections"))
-    elif given is None:
-        given = call.argument(1, "split_size", call.argument(1, "split_sizes"))
-    if not isinstance(dim, int):
-        return _UNKNOWN
-    dims = letters_with(call.rank(0))
-    at = dim % len(dims)
-    before, own, after = dims[:at], dims[at], dims[at + 1 :]
-    each = _equal_section(call, given, call.extents(0)[at])
-    if each is not None:
-        return Form(f"{before}(S{own}){after}->{before}{own}{after}", sizes={own: each})
+    names = "split_size_or_sections|chunks|indices_or_sections|split_size|split_sizes"
+    given, (dims, own) = call.argument(1, names), _letters(call.rank(0), call.argument(2, "dim", 0))
+    size, whole = given, call.extents(0)[dims.index(own)]
+    if isinstance(given, tuple) and len(set(given)) == 1:
+        size = given[0]
+    if isinstance(size, int | Affine) and (each := extent(size)).divides(whole):
+        if size is given and call.name in ("chunk", "tensorsplit"):
+            each = whole.over(each)
+        return Form(f"{dims.replace(own, f'(S{own})')}->{dims}", sizes={own: each})
     count = len(given) if isinstance(given, tuple) else 0
     if not 0 < count <= 15:
-        return "its sections are unequal"
-    made = [f"{before}{letter}{after}" for letter in LETTERS[-count:].upper()]
-    return Form(f"{before}{own.upper()}{after}->{','.join(made)}")
+        raise Whole("its sections are unequal")
+    made = [dims.replace(own, letter) for letter in LETTERS[-count:].upper()]
+    return Form(f"{dims.replace(own, own.upper())}->{','.join(made)}")
 
 
-def _equal_section(call: Call, given: Any, whole: Extent) -> Extent | None:
-    if isinstance(given, tuple):
-        return extent(given[0]) if len(set(given)) == 1 and given else None
-    if not isinstance(given, int | Affine):
-        return None
-    size = extent(given)
-    if not size.divides(whole):
-        return None
-    return whole.over(size) if call.name in ("chunk", "tensorsplit") else size
-
-
-def _joined(call: Call) -> Form | str:
+def _joined(call: Call) -> Form:
     """cat: the joined dimension is needed whole; what is empty there does not count."""
-    given = call.inside(0, "tensors")
-    dim = call.argument(1, "dim", call.argument(1, "axis", 0))
-    if not given or not isinstance(dim, int):
-        return _UNKNOWN
-    shaped = [i for i in given if call.shape(i) != (0,)]
-    full = [i for i in shaped if call.shape(i)[dim] != 0] or shaped[:1]
-    dims = letters_with(call.rank(full[0])) if full else ""
-    if not dims or len(shaped) > 26 - len(dims):
-        return "it joins too many tensors"
-    at, letters = dim % len(dims), dict(zip(shaped, LETTERS[-len(shaped) :].upper(), strict=True))
-    made = dims[at].upper()
+    given, dim = call.inside(0, "tensors"), call.argument(1, "dim|axis", 0)
+    shapes = {i: call.about(i).shape for i in given if call.about(i).shape != (0,)}
+    full = [i for i, shape in shapes.items() if shape[dim] != 0] or [*shapes][:1]
+    dims, own = _letters(len(shapes[full[0]]) if full else 0, dim)
+    if len(shapes) > 26 - len(dims):
+        raise Whole("it joins too many tensors")
+    letters = dict(zip(shapes, LETTERS[-len(shapes) :].upper(), strict=True))
+    made = own.upper()
     if len(full) == 1:
-        made = letters[full[0]] = dims[at]
-    own = [dims[:at] + letter + dims[at + 1 :] for letter in letters.values()]
-    return Form(f"{','.join(own)}->{dims[:at]}{made}{dims[at + 1 :]}", shaped)
+        made = letters[full[0]] = own
+    read = [dims.replace(own, letter) for letter in letters.values()]
+    return Form(f"{','.join(read)}->{dims.replace(own, made)}", [*shapes])
 
 
-def _stacked(call: Call) -> Form | str:
-    given, dim = call.inside(0, "tensors"), call.argument(1, "dim", 0)
-    if not given or not isinstance(dim, int):
-        return _UNKNOWN
-    dims = letters_with(call.rank(given[0]))
-    at = dim % (len(dims) + 1)
-    return Form(f"{','.join([dims] * len(given))}->{dims[:at]}Z{dims[at:]}", given)
+def _stacked(call: Call) -> Form:
+    given = call.inside(0, "tensors")
+    dims, own = _letters(call.rank(given[0]) + 1, call.argument(1, "dim", 0))
+    read = [dims.replace(own, "")] * len(given)
+    return Form(f"{','.join(read)}->{dims.replace(own, own.upper())}", given)
 
 
-def _gathered(call: Call) -> Form | str:
+def _gathered(call: Call) -> Form:
     """gather: along `dim` the operand is needed whole, the index is free."""
-    index, dim = call.role(2, "index"), call.argument(1, "dim")
-    if index is None or not isinstance(dim, int) or call.rank(0) != call.rank(index):
-        return _UNKNOWN
-    dims = letters_with(call.rank(0))
-    read, places = [*dims], [*dims]
-    for i, (own, chosen) in enumerate(zip(call.extents(0), call.extents(index), strict=True)):
-        if i == dim % len(dims):
-            read[i] = "Z"
-        elif own != chosen:
-            read[i], places[i] = LETTERS[-2 - i].upper(), places[i].upper()
-    made = "".join(places)
-    return Form(f"{''.join(read)},{made}->{made}", [0, index])
+    index, (dims, own) = call.role(2, "index"), _letters(call.rank(0), call.argument(1, "dim"))
+    if index is None or call.rank(0) != call.rank(index):
+        raise Whole(_UNKNOWN)
+    read, made = dims.replace(own, "Z"), dims
+    for i, (whole, chosen) in enumerate(zip(call.extents(0), call.extents(index), strict=True)):
+        if dims[i] != own and whole != chosen:
+            read = read.replace(dims[i], LETTERS[-2 - i].upper())
+            made = made.replace(dims[i], dims[i].upper())
+    return Form(f"{read},{made}->{made}", [0, index])
 
 
-def _selected(call: Call) -> Form | str:
-    dim, index = call.argument(1, "dim"), call.role(2, "index")
-    if index is None or not isinstance(dim, int) or call.rank(index) != 1:
-        return _UNKNOWN
-    dims = letters_with(call.rank(0), capital=(dim,))
-    return Form(f"{dims},z->{dims.replace(dims[dim], 'z')}", [0, index])
+def _selected(call: Call) -> Form:
+    index, (dims, own) = call.role(2, "index"), _letters(call.rank(0), call.argument(1, "dim"))
+    if index is None or call.rank(index) != 1:
+        raise Whole(_UNKNOWN)
+    return Form(f"{dims.replace(own, own.upper())},z->{dims.replace(own, 'z')}", [0, index])
 
 
-def _indexed(call: Call) -> Form | str:
-    """x[...]: numbers and slices need their dimension whole, tensors of indices are free."""
+def _indexed(call: Call) -> Form:
+    """x[...]: numbers and slices need their dimension whole; tensors too, of what they index, and
+    their own dimensions are free."""
     given = call.op.args[1]
     index = list(given if isinstance(given, tuple) else (given,))
-    tensors = [part for part in index if isinstance(part, Ref | Attr)]
     known = (int, Slice, Ref, Attr, type(None), type(...))
     if any(isinstance(part, bool) or not isinstance(part, known) for part in index):
-        return "its index is no plain one"
+        raise Whole("its index is no plain one")
     used = sum(part is not None and part is not ... for part in index)
-    rank = call.rank(0)
     if ... not in index:
         index.append(...)
     at = index.index(...)
-    index[at : at + 1] = [Slice()] * (rank - used)
-    if tensors:
-        return _looked_up(call, index)
-    read, made, letters = "", "", iter(LETTERS)
-    for part in index:
-        if part is None:
-            made += "1"
-            continue
-        own, size = next(letters), call.extents(0)[len(read)]
-        whole = isinstance(part, int) or not _is_all(part, size)
-        read += own.upper() if whole else own
-        made += "" if isinstance(part, int) else own
-    changed = "".join(_other(c) if c.upper() in read and c != "1" else c for c in made)
-    return Form(f"{read}->{changed}")
-
-
-def _other(letter: str) -> str:
-    """The capital for what a slice leaves of a dimension."""
-    return LETTERS[-1 - LETTERS.index(letter)].upper()
-
-
-def _is_all(part: Slice, size: Extent) -> bool:
-    stop, begins = part.stop, part.step in (None, 1) and part.start in (None, 0)
-    return begins and (stop is None or (isinstance(stop, int | Affine) and extent(stop) == size))
-
-
-def _looked_up(call: Call, index: list[Any]) -> Form | str:
-    """Tensors among the indices: what they index is needed whole, their own dimensions are free."""
-    numbers = [i for i, operand in enumerate(call.operands) if operand.slot == 1]
+    index[at : at + 1] = [Slice()] * (call.rank(0) - used)
+    tensors = [i for i, operand in enumerate(call.operands) if operand.slot == 1]
     places = [i for i, part in enumerate(index) if isinstance(part, Ref | Attr | int)]
-    masks = any(call.dtype(i) in ("bool", "uint8") for i in numbers)
-    if masks or places != [*range(places[0], places[-1] + 1)]:
-        return "its index chooses by values"
-    chosen = LETTERS[-max(map(call.rank, numbers)) :] if any(map(call.rank, numbers)) else ""
+    places = places if tensors else []
+    masks = any(call.about(i).dtype in ("bool", "uint8") for i in tensors)
+    if masks or places != [*range(min(places, default=0), max(places, default=-1) + 1)]:
+        raise Whole("its index chooses by values")
+    most = max(map(call.rank, tensors), default=0)
+    chosen = LETTERS[len(LETTERS) - most :]
     read, made, letters = "", "", iter(LETTERS)
     for i, part in enumerate(index):
-        if i == places[0]:
+        if i in places[:1]:
             made += chosen
         if part is None:
             made += "1"
             continue
-        own, size = next(letters), call.extents(0)[len(read)]
-        if i in places:
-            read += own.upper()
-        elif _is_all(part, size):
-            read, made = read + own, made + own
-        else:
-            read, made = read + own.upper(), made + _other(own)
-    terms = [chosen[len(chosen) - call.rank(i) :] for i in numbers]
-    return Form(f"{','.join([read, *terms])}->{made}", [0, *numbers])
+        own, kept = next(letters), _is_all(part, call.extents(0)[len(read)])
+        read += own if kept else own.upper()
+        if isinstance(part, Slice):  # of which something else is left
+            made += own if kept else LETTERS[-1 - LETTERS.index(own)].upper()
+    terms = [chosen[most - call.rank(i) :] for i in tensors]
+    return Form(f"{','.join([read, *terms])}->{made}", [0, *tensors])
+
+
+def _is_all(part: Any, size: Extent) -> bool:
+    if not isinstance(part, Slice) or part.step not in (None, 1) or part.start not in (None, 0):
+        return False
+    stop = part.stop
+    return stop is None or (isinstance(stop, int | Affine) and extent(stop) == size)
 
 
 ELEMENTWISE = words(
@@ -461,11 +380,13 @@ _CASTS = (
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(words(_CASTS), lambda call: Form("*->*")),  # others tell dtypes alone
-    "linear": _plain("*k,nk,+n->*n", "input", "weight", "bias"),
+    **dict.fromkeys(words(_CASTS), "input * -> *"),
+    "linear": "input *k, weight nk, +bias n -> *n",
     **dict.fromkeys(words("matmul mm mv bmm dot"), _matmul),
-    "addmm": _addmm, "baddbmm": _baddbmm, "einsum": _einsum, "groupedmm": _grouped_products,
-    "outer": _plain("m,n->mn", "input", "vec2"),
+    "addmm": _addmm, "einsum": _einsum,
+    "baddbmm": "input bmn, batch1 bmK, batch2 bKn -> bmn",  # input is part of every part's product
+    "groupedmm": "mat_a Tk, mat_b Ekn -> Tn",  # rows sorted by expert, each by its expert's matrix
+    "outer": "input m, vec2 n -> mn",
     "scaleddotproductattention": _attention, "multiheadattention": _multihead,
     "embedding": _embedding, "crossentropy": _cross_entropy,
     **dict.fromkeys(words("layernorm rmsnorm"), _normalised),
@@ -496,5 +417,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("split chunk tensorsplit splitwithsizes"), _sections),
     **dict.fromkeys(words("cat concat"), _joined),
     "stack": _stacked, "gather": _gathered, "indexselect": _selected, "getitem": _indexed,
-    "onehot": lambda call: Form("*->*Z"),
+    "onehot": "input|tensor * -> *Z",
 }  # fmt: skip

@@ -29,15 +29,12 @@ from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
-from pdcompile.passes.parts.calls import Operand, operands
-from pdcompile.passes.parts.functional import as_function
-from pdcompile.passes.parts.layout import SUM, WHOLE, Layout
+from pdcompile.passes.parts.calls import Call, Operand, operands
+from pdcompile.passes.parts.layout import SUM, WHOLE, Conversion, Layout, conversion
 from pdcompile.passes.parts.layouts import Layouts
-from pdcompile.passes.parts.local import local_op
+from pdcompile.passes.parts.local import Kwargs, as_function, local_op
 from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.assemble import with_consumers
-
-Kwargs = tuple[tuple[str, Argument], ...]
 
 
 @dataclass(frozen=True)
@@ -69,37 +66,6 @@ class Program:
 def write(layouts: Layouts) -> Program:
     """The program of one part."""
     return _Writer(layouts).write()
-
-
-class Conversion(NamedTuple):
-    """A conversion between two layouts: a function of `pdcompile.parts.conversions`."""
-
-    name: str
-    args: tuple[Argument, ...] = ()
-    kwargs: Kwargs = ()
-
-
-def conversion(have: Layout, want: Layout) -> Conversion | None:
-    """The conversion from one layout to another; None where the value is used as it is."""
-    if have == want or (have.kind, want.kind) in (("R", "I"), ("R", "R")):
-        return None
-    match have.kind, want.kind:
-        case "I", "R":
-            return Conversion("spread")
-        case "P", _ if want.kind != "S":
-            return Conversion("total")
-        case "S", "S":
-            old, new = _runs(have, "old_runs"), _runs(want, "new_runs")
-            return Conversion("swap", (have.dim, want.dim), (*old, *new))
-        case "S", _:
-            spread = (("spread", True),) if want.kind == "R" else ()
-            return Conversion("gather", (have.dim,), (*_runs(have), *spread))
-    name = "scatter" if have.kind == "P" else "own"
-    return Conversion(name, (want.dim,), _runs(want))
-
-
-def _runs(layout: Layout, word: str = "runs") -> Kwargs:
-    return () if layout.runs == 1 else ((word, layout.runs),)
 
 
 class _Form(NamedTuple):
@@ -212,10 +178,6 @@ class _Layouts:
         if op.name not in self.graph.values:
             self.belongs[op.name] = self._current
 
-    def _local_tensor(self, fqn: str) -> tuple[int, ...]:
-        shape, shard = self.graph.tensors[fqn].shape, self.layouts.shards.get(fqn)
-        return shape if shard is None else shard.local_shape(shape)
-
     def _fresh(self, wish: str) -> str:
         names = (wish if i == 0 else f"{wish}_{i}" for i in count())
         return next(n for n in names if n not in self.values and n not in self.graph.values)
@@ -231,9 +193,9 @@ class _Writer(_Layouts):
         ops = tuple(_counted(self.ops))
         names = [entry.name for entry in graph.inputs] + [op.name for op in ops]
         values = with_consumers(ops, {name: self.values[name] for name in names})
-        tensors = {
-            fqn: replace(info, shape=self._local_tensor(fqn)) for fqn, info in graph.tensors.items()
-        }
+        tensors = dict(graph.tensors)
+        for fqn, shard in layouts.shards.items():
+            tensors[fqn] = replace(tensors[fqn], shape=shard.local_shape(tensors[fqn].shape))
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
                           parts=self.parts)  # fmt: skip
         if layouts.family == "samples":
@@ -244,18 +206,20 @@ class _Writer(_Layouts):
 
     def _op(self, op: Op, plan: Way) -> None:
         read, self._current = operands(op), op.name
-        drops_out = _drops_out(op) if plan.axis else ""
+        drops_out = _drops_out(Call(op, self.graph)) if plan.axis else ""
         forms = [self._given(one, want, op) for one, want in zip(read, plan.operands, strict=True)]
         local = local_op(self.graph, op, plan, self.parts)
-        if op.kind == "module" and local.kind != "module":  # a function of parts, for a module
+        if op.kind == "module" and local.target.startswith(
+            PARTS
+        ):  # a function of parts, for a module
             op = replace(op, variable=op.variable or op.module_path.rpartition(".")[2])
-            local = replace(local, module_path=scope_of(op), variable=op.variable)
+            local = replace(local, variable=op.variable)
         if drops_out == "dropout":
             self._dropout(local, forms[0].given, plan.result)
             return
         if drops_out:
             local = self._attention(local, plan.result)
-        made = _renamed(local, read, forms, plan)
+        made = _renamed(local, read, forms)
         if plan.result == SUM:
             self._sum(op, made, plan, [forms[i].given for i in plan.added])
         else:
@@ -290,8 +254,10 @@ class _Writer(_Layouts):
         """Attention that drops out, with its share of what is drawn for the whole."""
         self.notes.append(f"{op.name} ({op.source}) drops out: attention is written out")
         inner = layout.dim < len(self.graph.values[op.name].shape) - 1
-        kwargs = (*op.kwargs, *((("split", layout.dim), *_runs(layout)) if inner else ()))
-        return replace(op, target=f"{PARTS}.scaled_dot_product_attention", kwargs=kwargs)
+        own = conversion(WHOLE, layout) if inner else None
+        split = () if own is None else (("split", layout.dim), *own.kwargs)
+        target = f"{PARTS}.scaled_dot_product_attention"
+        return replace(op, target=target, kwargs=(*op.kwargs, *split))
 
     def _dropout(self, op: Op, given: Ref | Attr, layout: Layout) -> None:
         """Drops out of a split value its share of what is dropped of ones, drawn for the whole."""
@@ -340,8 +306,12 @@ class _Writer(_Layouts):
         return converted or self.values[root].stride_order != ()
 
 
-def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: Way) -> Op:
+def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form]) -> Op:
     """The op of one part with its operands as they are given; a few may be left out of it."""
+    own = [one for one in zip(read, forms, strict=True) if one[0].of_model]
+    converted = {one.name for one, form in own if isinstance(form.given, Ref)}
+    if op.kind == "module" and converted:
+        op = as_function(op)
     waiting = iter(zip(read, forms, strict=True))
 
     def change(part: Any) -> Any:
@@ -351,27 +321,17 @@ def _renamed(op: Op, read: Sequence[Operand], forms: Sequence[_Form], plan: Way)
         return next(form.given for one, form in waiting if one.name == name)
 
     args = rewritten(op.args, change)
-    changed = replace(op, args=args, kwargs=rewritten(op.kwargs, change))
-    if op.kind != "module":
-        gone = {one.name for one, form in zip(read, forms, strict=True)
-                if one.of_model and isinstance(form.given, Ref)}  # fmt: skip
-        return replace(changed, parameters=tuple(f for f in op.parameters if f not in gone))
-    own = {i: forms[i].given for i, one in enumerate(read) if one.of_model}
-    if plan.added or any(isinstance(one, Ref) for one in own.values()):
-        tensors = {str(read[i].slot): one for i, one in own.items() if i not in plan.added}
-        return as_function(changed, tensors, scope_of(op))
-    return changed
+    left = tuple(fqn for fqn in op.parameters if fqn not in converted)
+    return replace(op, args=args, kwargs=rewritten(op.kwargs, change), parameters=left)
 
 
-def _drops_out(op: Op) -> str:
+def _drops_out(call: Call) -> str:
     """The name of an op that drops out some of its values; "" where it does not.
 
     In evaluation too, where its module says how much: so one body serves both modes.
     """
-    name, known = plain_name(op), {**dict(op.constructor), **dict(op.kwargs)}
-    at, word, default = (1, "p", 0.5) if name == "dropout" else (4, "dropout_p", 0.0)
-    given = op.args[at] if op.kind != "module" and at < len(op.args) else known.get(word, default)
-    return name if op.draw is not None and given != 0 else ""
+    share = (1, "p", 0.5) if call.name == "dropout" else (4, "dropout_p", 0.0)
+    return call.name if call.op.draw is not None and call.argument(*share) != 0 else ""
 
 
 def _calls_of_scopes(graph: OpGraph) -> dict[str, int]:

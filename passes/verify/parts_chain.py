@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.parts.conversions import UnequalParts, in_turns
-from pdcompile.parts.shard import Division
+from pdcompile.parts.shard import Division, Shard
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.plan import Edge, TiedParameter
 
@@ -38,11 +38,10 @@ class PartsChain:
             twin_with(model, lambda fqn, one, p=p: division.own(fqn, one, p).clone())  # type: ignore[misc]
             for p in range(division.parts)
         ]
-        for own in self._models:
-            mine = dict(own.named_parameters())
-            for fqn, parameter in model.named_parameters():
-                for hook in gradient_hooks(parameter):  # of one that is whole
-                    hook.follow(mine[fqn], parameter)
+        for _, (parameter, *own) in self._of_all("named_parameters"):
+            for hook in gradient_hooks(parameter):  # of one that is whole
+                for one in own:
+                    hook.follow(one, parameter)
         self._chains = [
             Chain(graph, edges, tied, _own_constants(sources, division, p), own, seed)
             for p, own in enumerate(self._models)
@@ -61,36 +60,44 @@ class PartsChain:
         Raises:
             VerifyError: parts do not come to the same conversions, or to the same whole values.
         """
-        self._refresh()
+        with torch.no_grad():  # what the model has now
+            for fqn, (tensor, *own) in self._of_all("named_parameters", "named_buffers"):
+                for part, one in enumerate(own):
+                    one.data, one.grad = self._division.own(fqn, tensor.data, part).clone(), None
         found = self._in_turns([
             partial(chain.forward, _copied(leaves), minibatch) for chain in self._chains
         ])  # fmt: skip
-        loss = found[0][1]
-        if loss is not None and not all(_equal(loss, other) for _, other in found):
-            raise _apart("the loss")
-        self._give_buffers()
-        return {n: self._output(n, [one[n] for one, _ in found]) for n in found[0][0]}, loss
-
-    def _output(self, name: str, given: Sequence[Any]) -> Any:
-        shard = self._division.outputs.get(name) if self.graph.training else None
-        if shard is not None:
-            return shard.joined(given)
-        if isinstance(given[0], Tensor) and not all(_equal(given[0], one) for one in given):
-            raise _apart(name)
-        return given[0]
+        loss, outputs = found[0][1], self._division.outputs if self.graph.training else {}
+        if loss is not None:
+            _joined("the loss", [other for _, other in found], None)
+        with torch.no_grad():
+            for fqn, (buffer, *own) in self._of_all("named_buffers"):
+                if buffer.numel():
+                    buffer.copy_(_joined(fqn, own, self._division.shards.get(fqn)))
+        return {
+            n: _joined(n, [one[n] for one, _ in found], outputs.get(n)) for n in found[0][0]
+        }, loss
 
     def backward(self) -> None:
         """Gradients of every parameter of the model, from those of the parts.  Raises as
         `forward`."""
         self._in_turns([chain.backward for chain in self._chains])
-        own = [dict(model.named_parameters()) for model in self._models]
-        for fqn, parameter in self._model.named_parameters():
-            given = [one[fqn].grad for one in own]
-            there = [one for one in given if one is not None]
-            if there and len(there) < len(given):
+        for fqn, (parameter, *own) in self._of_all("named_parameters"):
+            given = [one.grad for one in own if one.grad is not None]
+            if given and len(given) < len(own):
                 raise _apart(f"the gradient of {fqn}, which some have and others have not")
-            summed = fqn in self._division.summed and len(there) > 0
-            parameter.grad = torch.stack(there).sum(0) if summed else self._whole(fqn, there)
+            if given and fqn in self._division.summed:
+                parameter.grad = torch.stack(given).sum(0)
+            else:
+                shard = self._division.shards.get(fqn)
+                parameter.grad = _joined(fqn, given, shard) if given else None
+
+    def _of_all(self, *methods: str) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """Tensors of the model, by name, each with what the parts have of it."""
+        for method in methods:
+            own = [dict(getattr(one, method)()) for one in self._models]
+            for fqn, tensor in getattr(self._model, method)():
+                yield fqn, (tensor, *(one[fqn] for one in own))
 
     def _in_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         try:
@@ -102,33 +109,18 @@ class PartsChain:
                 else "please report this model; parts=1 runs it all the same",
             ) from error  # fmt: skip
 
-    def _whole(self, fqn: str, given: Sequence[Tensor]) -> Tensor | None:
-        """A tensor of the model from what the parts have of it; None where they have none."""
-        shard = self._division.shards.get(fqn)
-        if not given:
-            return None
-        if shard is not None:
-            return shard.joined(given)
-        if not all(_equal(given[0], one) for one in given):
-            raise _apart(fqn)
-        return given[0]
 
-    def _refresh(self) -> None:
-        """Gives the parts what the model has now."""
-        with torch.no_grad():
-            for part, own in enumerate(self._models):
-                mine = {**dict(own.named_parameters()), **dict(own.named_buffers())}
-                for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-                    mine[fqn].data = self._division.own(fqn, tensor.data, part).clone()
-                    mine[fqn].grad = None
+def _joined(name: str, given: Sequence[Any], shard: Shard | None) -> Any:
+    """The whole of a value from what the parts have of it.
 
-    def _give_buffers(self) -> None:
-        own = [dict(model.named_buffers()) for model in self._models]
-        with torch.no_grad():
-            for fqn, buffer in self._model.named_buffers():
-                whole = self._whole(fqn, [one[fqn] for one in own])
-                if whole is not None and buffer.numel():
-                    buffer.copy_(whole)
+    Raises:
+        VerifyError: it is to be the same on all of them, and is not.
+    """
+    if shard is not None:
+        return shard.joined(given)
+    if isinstance(given[0], Tensor) and not all(_equal(given[0], one) for one in given):
+        raise _apart(name)
+    return given[0]
 
 
 def _own_constants(sources: Sources, division: Division, part: int) -> Sources:

@@ -23,7 +23,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -51,39 +52,39 @@ def _as_of_torch(function: Function) -> Function:
 @_as_of_torch
 def spread(x: Tensor) -> Tensor:
     """The same value; its gradient is the sum of those of all parts."""
-    return _convert(x, "spread", Step("keep"), Step("sum"))
+    return _convert(x, "spread", ("keep",), ("sum",))
 
 
 @_as_of_torch
 def total(x: Tensor) -> Tensor:
     """The sum of what the parts have."""
-    return _convert(x, "total", Step("sum"), Step("keep"))
+    return _convert(x, "total", ("sum",), ("keep",))
 
 
 @_as_of_torch
 def gather(x: Tensor, dim: int, *, runs: int = 1, spread: bool = False) -> Tensor:
     """The whole of a value that is split along a dimension; `spread`: as after `spread`."""
-    back = Step("scatter" if spread else "own", dim, runs)
-    return _convert(x, "gather", Step("gather", dim, runs), back)
+    back = ("scatter" if spread else "own", dim, runs)
+    return _convert(x, "gather", ("gather", dim, runs), back)
 
 
 @_as_of_torch
 def own(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
     """This part's share of a whole value along a dimension."""
-    return _convert(x, "own", Step("own", dim, runs), Step("gather", dim, runs))
+    return _convert(x, "own", ("own", dim, runs), ("gather", dim, runs))
 
 
 @_as_of_torch
 def scatter(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
     """This part's share, along a dimension, of the sum of what the parts have."""
-    return _convert(x, "scatter", Step("scatter", dim, runs), Step("gather", dim, runs))
+    return _convert(x, "scatter", ("scatter", dim, runs), ("gather", dim, runs))
 
 
 @_as_of_torch
 def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1) -> Tensor:
     """The value split along the dimension `new`, from one that is split along `old`."""
-    there = Step("swap", old, old_runs, new, new_runs)
-    return _convert(x, "swap", there, Step("swap", new, new_runs, old, old_runs))
+    back = ("swap", new, new_runs, old, old_runs)
+    return _convert(x, "swap", ("swap", old, old_runs, new, new_runs), back)
 
 
 @_as_of_torch
@@ -185,23 +186,19 @@ def _own_numbers(ids: Tensor, own: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Forward or backward of a conversion; `dim` is split, or becomes split (swap: `new`)."""
+class At:
+    """A conversion, or the backward of one, and where it is called.
 
+    `kind` is what the parts do; `dim` is split, or becomes split (swap: `new`).
+    """
+
+    name: str
+    place: str = field(compare=False)
     kind: str
     dim: int = 0
     runs: int = 1
     new: int = 0
     new_runs: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """A conversion, or the backward of one, and where it is called."""
-
-    name: str
-    step: Step
-    place: str = field(compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.place})"
@@ -219,7 +216,7 @@ class Alone:
         The result is the sum of what all give, the stack of it ("gather"), or of stacks with an
         item for each part the sum ("scatter") or the stack ("swap") of this part's items.
         """
-        return _result(at.step.kind, [x] * self.count, self.part)
+        return _result(at.kind, [x] * self.count, self.part)
 
 
 def _result(kind: str, given: Sequence[Tensor], part: int) -> Tensor:
@@ -244,7 +241,7 @@ class Group(Alone):
         self._group = dist.group.WORLD if group is None else group
 
     def meet(self, x: Tensor, at: At) -> Tensor:
-        result, work = begun(self._group, x.contiguous(), at.step.kind, self.count)
+        result, work = begun(self._group, x.contiguous(), at.kind, self.count)
         work.wait()
         return result
 
@@ -313,59 +310,55 @@ class _Turn(Alone):
     def __init__(self, part: int, count: int, function: Callable[[], Any]) -> None:
         super().__init__(count, part)
         self.at: At | None = None  # the conversion that it waits at
-        self.given, self.answer = torch.empty(0), torch.empty(0)
+        self.given = torch.empty(0)
         self.returned: Any = None
-        self._function = function
-        self._error: BaseException | None = None
-        self._over = self._ends = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._draws = _draws()
-        self._grad = torch.is_grad_enabled()
+        self._function, self._grad = function, torch.is_grad_enabled()
+        self.draws = _draws()
+        self._answers: SimpleQueue[Tensor | None] = SimpleQueue()  # None: it is to end
+        self._stops: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name=f"pdcompile part {part}", daemon=True
         )
         self._thread.start()
 
     def meet(self, x: Tensor, at: At) -> Tensor:
-        if not self._ends:
-            self.at, self.given = at, x
-            self._stopped.release()
-            self._go.acquire()
-        if self._ends:
-            raise _Ended
-        return self.answer
+        self.at, self.given = at, x
+        self._stops.put(None)
+        return self._answer()
 
-    def resume(self) -> None:
+    def _answer(self) -> Tensor:
+        answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)  # for whom a handler of the user's calls
+            raise _Ended
+        return answer
+
+    def resume(self, answer: Tensor) -> None:
         """Runs the part up to its next meeting or its end; raises what it raised."""
-        if self._over:
-            return
-        _set_draws(self._draws)
+        _set_draws(self.draws)
         self.at = None
-        self._go.release()
-        self._stopped.acquire()
-        self._draws = _draws()
-        if self._error is not None:
-            raise self._error
+        self._answers.put(answer)
+        error = self._stops.get()
+        self.draws = _draws()
+        if error is not None:
+            raise error
 
     def end(self) -> None:
         """Ends the part where it stands."""
-        self._ends = True
-        self._go.release()
+        self._answers.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         _turn.parts = self
-        self._go.acquire()
         try:
+            self._answer()
             # Backward stays in this thread: the one that a device has would wait for itself.
-            with torch.autograd.set_multithreading_enabled(False):
-                if not self._ends:
-                    with torch.set_grad_enabled(self._grad):
-                        self.returned = self._function()
+            alone = torch.autograd.set_multithreading_enabled(False)
+            with alone, torch.set_grad_enabled(self._grad):
+                self.returned = self._function()
         except BaseException as error:
-            self._error = error
-        self._over = True
-        self._stopped.release()
+            self._stops.put(error)
+        self._stops.put(None)
 
 
 def in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -379,20 +372,22 @@ def in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
         UnequalParts: they come to different conversions, or one ends while another waits.
     """
     turns = [_Turn(part, len(functions), one) for part, one in enumerate(functions)]
+    answers = [turn.given for turn in turns]
     try:
         while True:
-            for turn in turns:
-                turn.resume()
+            for turn, answer in zip(turns, answers, strict=True):
+                turn.resume(answer)
             if not any(turn.at for turn in turns):
                 return [turn.returned for turn in turns]
-            _meet(turns)
+            answers = _answers(turns)
     finally:
         for turn in turns:
             turn.end()
-        _set_draws(turns[0]._draws)
+        _set_draws(turns[0].draws)
 
 
-def _meet(turns: Sequence[_Turn]) -> None:
+def _answers(turns: Sequence[_Turn]) -> list[Tensor]:
+    """The results of the conversion that all parts have come to."""
     first, given = turns[0], [turn.given for turn in turns]
     for turn in turns[1:]:
         if _meeting(turn) != _meeting(first):
@@ -403,9 +398,7 @@ def _meet(turns: Sequence[_Turn]) -> None:
             )
     assert first.at is not None
     with torch.no_grad():  # before any goes on, and may write into what it gave
-        answers = [_result(first.at.step.kind, given, turn.part) for turn in turns]
-    for turn, answer in zip(turns, answers, strict=True):
-        turn.answer = answer
+        return [_result(first.at.kind, given, turn.part) for turn in turns]
 
 
 def _meeting(turn: _Turn) -> tuple[Any, ...]:
@@ -431,22 +424,20 @@ def _set_draws(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
 
 
 def _run(at: At, x: Tensor, parts: Alone) -> Tensor:
-    step = at.step
-    match step.kind:
+    match at.kind:
         case "sum":
             return parts.meet(x, at)
         case "gather":
-            return _join(parts.meet(x, at), step.dim, step.runs)
+            return _join(parts.meet(x, at), at)
         case "own":
-            return _cut(x, step.dim, step.runs, parts.count, at)[parts.part].contiguous()
+            return _cut(x, at.dim, at.runs, parts.count, at)[parts.part].contiguous()
         case "scatter":
-            return parts.meet(_cut(x, step.dim, step.runs, parts.count, at), at)
-        case "swap" if (step.dim - step.new) % x.dim() == 0:  # there is no other one to cut along
-            whole = _run(At(at.name, Step("gather", step.dim, step.runs), at.place), x, parts)
-            return _run(At(at.name, Step("own", step.new, step.new_runs), at.place), whole, parts)
+            return parts.meet(_cut(x, at.dim, at.runs, parts.count, at), at)
+        case "swap" if (at.dim - at.new) % x.dim() == 0:  # there is no other one to cut along
+            whole = _run(replace(at, kind="gather"), x, parts)
+            return _run(replace(at, kind="own", runs=at.new_runs), whole, parts)
         case "swap":
-            stack = parts.meet(_cut(x, step.new, step.new_runs, parts.count, at), at)
-            return _join(stack, step.dim, step.runs)
+            return _join(parts.meet(_cut(x, at.new, at.new_runs, parts.count, at), at), at)
     return x
 
 
@@ -468,12 +459,12 @@ def _apply(x: Tensor, there: At, back: At) -> Tensor:
     return _run(there, x, here())
 
 
-def _convert(x: Tensor, name: str, there: Step, back: Step) -> Tensor:
+def _convert(x: Tensor, name: str, there: tuple[Any, ...], back: tuple[Any, ...]) -> Tensor:
     caller = sys._getframe(2)
     while caller.f_code.co_filename in _SKIPPED and caller.f_back is not None:
         caller = caller.f_back
     place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    return _apply(x, At(name, there, place), At(f"the backward of {name}", back, place))
+    return _apply(x, At(name, place, *there), At(f"the backward of {name}", place, *back))
 
 
 _SKIPPED = (__file__, torch.overrides.__file__)  # on the way from a stage's line to a conversion
@@ -492,9 +483,9 @@ def _cut(x: Tensor, dim: int, runs: int, count: int, at: At) -> Tensor:
     return shares.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
-def _join(stack: Tensor, dim: int, runs: int) -> Tensor:
+def _join(stack: Tensor, at: At) -> Tensor:
     """The whole of a stack of shares along a dimension."""
-    dim %= stack.dim() - 1
+    dim = at.dim % (stack.dim() - 1)
     shape = stack.shape
-    shares = stack.view(*shape[: dim + 1], runs, shape[dim + 1] // runs, *shape[dim + 2 :])
+    shares = stack.view(*shape[: dim + 1], at.runs, shape[dim + 1] // at.runs, *shape[dim + 2 :])
     return shares.movedim(0, dim + 1).flatten(dim, dim + 2)

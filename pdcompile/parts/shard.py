@@ -121,9 +121,3 @@ class Division:
         """Return what a part holds of a tensor."""
         shard = self.shards.get(fqn)
         return whole if shard is None else shard.own(whole, part)
-
-
-def converted(slices: Sequence[Tensor], old: Shard | None, new: Shard | None) -> list[Tensor]:
-    """Slices by the shard `new` from all slices by `old`; None: one tensor, the whole."""
-    whole = slices[0] if old is None else old.joined(slices)
-    return [whole] if new is None else [new.own(whole, part) for part in range(new.parts)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdcompile.eager.digest import flat_bytes
 from pdcompile.hardware import devices
-from pdcompile.parts.conversions import Alone, At, Step, begun
+from pdcompile.parts.conversions import Alone, At, begun
 from pdcompile.parts.shard import Division
 from pdcompile.runtime.failure.instruction_log import InstructionLog
 from pdcompile.runtime.transport.links import lost
@@ -40,8 +40,8 @@ class PartsGroup(Alone):
 
     def meet(self, x: Tensor, at: At) -> Tensor:
         if self.on_devices is not None and not devices.on_host(x):
-            return self._collective(self.on_devices, x, at.step.kind)
-        return self._collective(self.group, devices.to_host(x.detach()), at.step.kind).to(x.device)
+            return self._collective(self.on_devices, x, at.kind)
+        return self._collective(self.group, devices.to_host(x.detach()), at.kind).to(x.device)
 
     def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
         with self._log.between_parts():
@@ -118,9 +118,7 @@ class PartsGroup(Alone):
         return self._collective(self.group, x, "gather")
 
 
-_SUM, _GATHER, _SWAP = (
-    At(kind, Step(kind), "between stages") for kind in ("sum", "gather", "swap")
-)
+_SUM, _GATHER, _SWAP = (At(kind, "between stages", kind) for kind in ("sum", "gather", "swap"))
 
 
 def _pieces(flat: Tensor, row: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

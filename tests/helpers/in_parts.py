@@ -14,9 +14,8 @@ from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources, StageInterface, named_results
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.parts.conversions import in_turns
-from pdcompile.parts.shard import Division, Shard
+from pdcompile.parts.shard import Division, Shard, Split
 from pdcompile.passes.codegen import generate, stage_classes
-from pdcompile.passes.parts.families import Family
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.written import Program, write
 from tests.helpers.cuts import cut
@@ -43,7 +42,7 @@ class InParts:
 
 def written(
     model: nn.Module, inputs: Any, target: Any, loss_fn: Any, *,
-    family: Family = "width", parts: int = 2, stages: int = 1, outputs: bool = False,
+    family: Split = "width", parts: int = 2, stages: int = 1, outputs: bool = False,
 ) -> InParts:  # fmt: skip
     """Captures, lays out, writes and generates."""
     flat, _, capture = captured(model, inputs, target, loss_fn)

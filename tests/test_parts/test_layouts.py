@@ -16,16 +16,16 @@ from pdcompile.errors import ConfigError
 from pdcompile.ir.execution import Lookup, execute, run_op
 from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, size_at, walk
 from pdcompile.parts import conversions
+from pdcompile.parts.shard import Split
 from pdcompile.passes import trace
 from pdcompile.passes.parts.calls import operands
-from pdcompile.passes.parts.families import Family
 from pdcompile.passes.parts.layout import Layout
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.local import local_op
 from tests.helpers import generated, models
 
 B = 4
-FAMILIES: tuple[Family, ...] = ("width", "width+sequence", "sequence", "context")
+FAMILIES: tuple[Split, ...] = ("width", "width+sequence", "sequence", "context")
 
 
 @cache
@@ -158,7 +158,7 @@ class Part:
      *(pytest.param(name, marks=pytest.mark.slow) for name in
        ("unet", "LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"))],
 )  # fmt: skip
-def test_parts_compute_the_model_and_its_gradients(name: str, family: Family) -> None:
+def test_parts_compute_the_model_and_its_gradients(name: str, family: Split) -> None:
     model, graph, given = captured(name)
     try:
         layouts = lay_out(graph, family, 2)
@@ -218,7 +218,7 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     ],
 )  # fmt: skip
 def test_heads_and_sequences_that_parts_cannot_share_are_refused_by_name(
-    heads: int, family: Family, parts: int, said: str, remedy: str
+    heads: int, family: Split, parts: int, said: str, remedy: str
 ) -> None:
     model, ids = GPT(2, 16 * heads, heads, 16), torch.zeros(B, 16, dtype=torch.int64)
     _, _, found = generated.captured(model, ids, ids, loss_fn)

@@ -22,7 +22,7 @@ from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import ListOf, Op, OpGraph, Ref, Slice
 from pdcompile.parts.conversions import in_turns
 from pdcompile.parts.shard import Shard
-from pdcompile.passes.parts.atoms import Extent, cut, leaves
+from pdcompile.passes.parts.atoms import Extent, fresh, join, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
 from pdcompile.passes.parts.families import divides
 from pdcompile.passes.parts.layout import SUM, Layout
@@ -149,6 +149,7 @@ CASES = [
     method("expand", "x:4,1,6", x, (2, 4, 8, 6), ways=4),
     method("expand_as", "x:4,1 y:2,4,6", x, y, ways=3),
     method("repeat", "x:4,6", x, 3, 1, 2, ways=2),
+    method("repeat", "x:1,6", x, 4, 1, ways=1),
     method("repeat_interleave", "x:4,6", x, 2, dim=1, ways=2),
     function("torch.narrow", "x:4,6", x, 1, 2, 3),
     method("select", "x:4,6", x, 1, 2),
@@ -311,7 +312,7 @@ def divided(found: OpAxes, draw: st.DataObject) -> None:
                 factors = [n for n in range(2, size) if size % n == 0]
                 if factors and draw.draw(st.booleans()):
                     outer = draw.draw(st.sampled_from(factors))
-                    assert cut((atom,), [Extent(outer), Extent(size // outer)]) is not None
+                    assert join((atom,), fresh(Extent(outer)) + fresh(Extent(size // outer)))
 
 
 def ways_of(found: OpAxes) -> Iterator[tuple[Way, int]]:

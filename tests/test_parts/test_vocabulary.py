@@ -182,7 +182,7 @@ def test_losses_are_divided_or_say_why_not(name: str) -> None:
     agree(it, FP64, lambda: loss(model(tokens(0)), target))
     divided = "return vocabulary_cross_entropy(" in it.sources.files["stage_0.py"]
     assert divided == (name in ("options", "module"))
-    said = {"weights": "its classes have weights", "probabilities": "no numbers of classes"}
+    said = {"weights": "it has weight", "probabilities": "no numbers of classes"}
     assert [said[name] in one.reason for one in it.layouts.stays] == ([] if divided else [True])
     assert it.shards["words.weight"].dim == 0
 

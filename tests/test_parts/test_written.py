@@ -20,8 +20,7 @@ from pdcompile.ir.graph import Affine, OpGraph
 from pdcompile.ir.records import CONVERSIONS
 from pdcompile.passes.codegen import write as dump
 from pdcompile.passes.costs import estimate
-from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
-from pdcompile.passes.parts.written import conversion
+from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout, conversion
 from tests.helpers.in_parts import InParts, compare, written
 from tests.helpers.launch import torchrun
 
@@ -246,6 +245,26 @@ class Viewed(nn.Module):
         q, k, v = (one.view(b, s, 4, 16).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v) + q
         return x + self.proj(mixed.transpose(1, 2).view(b, s, 64))
+
+
+class Scored(Viewed):
+    """Scores by hand, in a view whose two last dimensions are the same sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        qkv = (one.view(b, s, 4, 16).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        q, k, v = (one.reshape(b * 4, s, 16) for one in qkv)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(b, 4, s, s).softmax(-1)
+        mixed = torch.bmm(scores.view(b * 4, s, s), v).view(b, 4, s, 16)
+        return x + self.proj(mixed.transpose(1, 2).reshape(b, s, 64))
+
+
+@pytest.mark.parametrize("family", ["width", "context"])
+def test_a_view_of_scores_keeps_queries_and_keys_apart(family: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Scored().double(), torch.randn(4, 12, 64).double()
+    it = written(model, x, x, F.mse_loss, family=family)
+    agree(it, FP64, lambda: F.mse_loss(model(x), x))
 
 
 @pytest.mark.sample(1)
