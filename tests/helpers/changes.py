@@ -114,10 +114,13 @@ def _of_one(model: Any, _: Any) -> None:
 
 
 def _load(model: Any, _: Any) -> None:
-    whole = Rich(tied=False).state_dict()  # on ranks the model gives none
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    model.load_state_dict({k: own[k] * 0.5 if v.is_floating_point() else own[k]
-                           for k, v in whole.items()})  # fmt: skip
+    if any(parameter.is_meta for parameter in model.parameters()):  # on ranks there is no state
+        keys = Rich(tied=False).state_dict().keys()
+        own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        state = {key: own[key] for key in keys}
+    else:
+        state = model.state_dict()  # after what is in flight
+    model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in state.items()})
 
 
 def _fixed(model: Any, _: Any) -> None:
