@@ -194,7 +194,8 @@ def run_passes(
         ),
     )  # fmt: skip
     if options.alone and plan.training.parts != 1:
-        captured, plan = boundaries.as_planned(whole, plan), run_whole(plan, whole)
+        plan = run_whole(plan, whole)
+        captured = boundaries.as_planned(whole, plan)
         sources = codegen.generate(captured, plan)
     return Compiled(
         capture=captured,
@@ -265,7 +266,7 @@ def _planned(
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
     else:
-        placed = in_place(options, captured, chosen.training)
+        placed = in_place(options, captured)
         planner = Planner(model, captured, placed, chosen, step.listener)
         plan = make_plan(planner, partial(resize, flat, layout), step, search)
     return Planned(options, layout, chosen, whole, captured, plan)
@@ -298,7 +299,7 @@ def _first_cut(
         return boundaries.stages_or_last(whole.train, options.plan)
 
     def costed(captured: Capture, chosen: Configuration) -> Planner:
-        placed = in_place(options, captured, chosen.training)
+        placed = in_place(options, captured)
         planner = Planner(model, captured, placed, chosen, listener)
         planner.costs()
         return planner

@@ -97,8 +97,10 @@ class LayoutSearch:
                 raise
             if isinstance(error, NotFoundError):  # there may be one
                 self._bounds[named(options)] = self._least
-            self._first = self._first or error
             self.listener.told(f"{named(options)}: {error.message}")
+            if self._first is None:
+                error.message = f"{named(options)}: {error.message}; nor is there another layout"
+                self._first = error
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.

@@ -37,7 +37,7 @@ from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.host_requirements import lacks, lacks_devices
-from pdcompile.problem.constraints import Pin
+from pdcompile.problem.constraints import Placed
 from pdcompile.runtime.pipeline import check_supported
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
@@ -319,12 +319,14 @@ def check_memory(cluster: Cluster, plan: Plan) -> None:
             )
 
 
-def in_place(options: Options, captured: Capture, training: Training) -> Options:
-    """Options with ops pinned to the stages that hold their tensors, where ranks split a model, and
-    to those that they were written for."""
-    ops = planned(captured.train, training).ops
-    held = [(op.name, options.held.get(fqn)) for op in ops for fqn in op.used_tensors]
-    pins = [Pin(name, one.stages[0]) for name, one in held if one and len(one.stages) == 1]
-    stage_of = captured.division.stage_of
-    pins += [Pin(op.name, stage_of[op.name]) for op in ops if stage_of]
-    return replace(options, constraints=(*options.constraints, *dict.fromkeys(pins)))
+def in_place(options: Options, captured: Capture) -> Options:
+    """Options with ops on the stages that hold their tensors, where ranks split a model; or, where
+    they were written for stages, on these, whose cut kept the user's constraints."""
+    if written := captured.division.stage_of:
+        return replace(options, constraints=(Placed(tuple(written.items())),))
+    held = [
+        (op.name, options.held.get(fqn)) for op in captured.train.ops for fqn in op.used_tensors
+    ]
+    stages = dict.fromkeys((op, one.stages[0]) for op, one in held if one and len(one.stages) == 1)
+    placed = (Placed(tuple(stages)),) if stages else ()
+    return replace(options, constraints=(*options.constraints, *placed))

@@ -21,6 +21,7 @@ from pdcompile.problem.constraints import (
     CutBefore,
     Forbid,
     Pin,
+    Placed,
     Together,
     describe,
     patterns_of,
@@ -91,6 +92,11 @@ class Constraints:
         if isinstance(constraint, Pin):
             stage = _stage(constraint.stage, num_stages, text)
             return Wish(text, pins=tuple((item, stage) for item in items[0]))
+        if isinstance(constraint, Placed):
+            position = {op.name: i for i, op in enumerate(self.graph.ops)}
+            there = [(position[name], s) for name, s in constraint.stages if name in position]
+            pins = {(item_of[i], stage) for i, stage in there}
+            return Wish(text, pins=tuple(sorted(pins)))
         if isinstance(constraint, Forbid):
             stages = sorted({_stage(s, num_stages, text) for s in constraint.stages})
             return Wish(text, forbidden=tuple((item, s) for item in items[0] for s in stages))

@@ -34,13 +34,14 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
 
 
 def stages_or_last(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of every op of a graph that the plan is of, or another form of it: the last one of
-    ops that the plan does not know."""
-    last = len(plan.stages) - 1
-    return {
-        op.name: last if op.region == "loss" else plan.stage_of.get(op.name, last)
-        for op in graph.ops
-    }
+    """The stage of every op of a graph that the plan is of, or another form of it: that of the
+    first reader of an op that the plan does not know, or the last one."""
+    last, found = len(plan.stages) - 1, dict[str, int]()
+    for op in reversed(graph.ops):
+        readers = (found[name] for name in graph.values[op.name].consumers)
+        known = plan.stage_of.get(op.name, min(readers, default=last))
+        found[op.name] = last if op.region == "loss" else known
+    return found
 
 
 def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:

@@ -288,7 +288,7 @@ def _cluster(plan: Plan) -> Iterator[Finding]:
         )
         if {*each} != {1, joined} or not alike or not plan.training.split:
             said = f"{parts} parts by {plan.training.split!r}, and the cluster joins {joined} each"
-            yield "training.parts", said, f"write {joined}, with a split from 2 on; or plan again"
+            yield "training.parts", said, "undo the change, or plan again"
     if plan.num_ranks > len(cluster.devices):
         message = f"{plan.num_ranks} ranks on a cluster of {len(cluster.devices)} devices"
         yield "cluster", message, "use a larger cluster, or fewer stages"

@@ -121,7 +121,15 @@ class MaxStages:
             )
 
 
-Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Each op, by its own name, runs on its stage: of ops that were written for stages, or whose
+    tensors are there; not on the command line."""
+
+    stages: tuple[tuple[str, int], ...]
+
+
+Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages | Placed
 
 #: the kinds by the names of their options on the command line
 KINDS: dict[str, type[Constraint]] = {
@@ -135,7 +143,7 @@ def patterns_of(constraint: Constraint) -> tuple[str, ...]:
     """The patterns of a constraint, in its order."""
     if isinstance(constraint, Together | Apart | CutAt):
         return constraint.patterns
-    if isinstance(constraint, MaxStages):
+    if isinstance(constraint, MaxStages | Placed):
         return ()
     return (constraint.pattern,)
 
@@ -149,6 +157,8 @@ def describe(constraint: Constraint) -> str:
         given = (*given, *constraint.stages)
     elif isinstance(constraint, MaxStages):
         given = (constraint.count,)
+    elif isinstance(constraint, Placed):
+        return f"the stages of {len(constraint.stages)} ops, which are fixed"
     return f"{type(constraint).__name__}({', '.join(map(repr, given))})"
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import pdcompile
 from examples.gpt import GPT, loss_fn
 from pdcompile.eager.optimizers import NamedParameters
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.options import Options
+from pdcompile.problem.constraints import Constraint, CutBefore, Pin
 from tests.helpers.divided import OPTIMIZERS, model_of
 from tests.helpers.launch import Run, processes, torchrun
 
@@ -243,6 +245,34 @@ def test_whole_stages_beside_divided_ones_are_compared(tmp_path: Path) -> None:
     pipe = gpt(parts=(2, 1), microbatches=4)
     assert "the stages equal eager up to rounding" in pipe.explain()
     assert "as 2, 1 parts by width they were compared" in pipe.explain()
+
+
+class Twice(nn.Module):
+    """A layer on both stages, and an output of the first that a later layer reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        first = self.shared(x).tanh() + x
+        return {"loss": self.shared(self.down(self.up(first).relu())).square().mean(), "at": first}
+
+
+@pytest.mark.parametrize("constraint", [Pin("down", 1), CutBefore("down")])
+@pytest.mark.parametrize("parts", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("split", ["width", "samples"])
+def test_the_cut_of_whole_and_divided_stages_is_kept(
+    split: str, parts: tuple[int, int], constraint: Constraint
+) -> None:
+    torch.manual_seed(0)
+    pipe = pdcompile.compile(
+        Twice(), torch.randn(8, 64), costs="estimated", microbatches=2, parts=parts, split=split,
+        constraints=[constraint], optimizer=torch.optim.SGD,
+    )  # fmt: skip
+    assert "the stages equal eager up to rounding" in pipe.explain()
+    assert pipe.plan.stage_of["up"] == 0
+    assert "down" not in pipe.plan.stages[0].ops
 
 
 def test_heads_that_parts_cannot_share_are_told() -> None:
