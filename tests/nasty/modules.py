@@ -104,7 +104,7 @@ def exported() -> nn.Module:
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sequences": (Sequences, "exact"),
+    "sequences": (Sequences, "kept"),
     "hooks_on_modules": (Hooked, "kept"),
     "shared_norm": (SharedNorm, "kept"),
     "unused_parameters": (Unused, "exact"),
