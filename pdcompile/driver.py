@@ -68,16 +68,12 @@ from pdcompile.user_plans import (
 )
 from pdcompile.warn import each_once, warn
 
-Replan = Callable[[Plan, OpGraph], Plan]
-
 
 def build(
     model: nn.Module,
     flat: FlatCall,
     options: Options,
     num_ranks: int | None = None,
-    *,
-    replan: Replan | None = None,
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
@@ -86,7 +82,6 @@ def build(
 
     Args:
         num_ranks: the number of processes; None: one.
-        replan: makes another plan of the one that comes of this, and of the training graph.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
@@ -96,7 +91,7 @@ def build(
 
         def run(options: Options) -> Compiled:
             with places_in_its_file(options):
-                return run_passes(model, flat, options, num_ranks, PassRunner(listener), replan)
+                return run_passes(model, flat, options, num_ranks, PassRunner(listener))
 
         try:
             return run(with_saved_plan(options, num_ranks))
@@ -154,7 +149,6 @@ def run_passes(
     options: Options,
     num_ranks: int | None,
     step: PassRunner,
-    replan: Replan | None = None,
     wider: Plan | None = None,
 ) -> Compiled:
     """`build`, every pass run by `step`, which times it and writes its form; `wider`: the plan of a
@@ -165,9 +159,7 @@ def run_passes(
     if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
         step.listener.told("captured again: microbatches are to be of one sample")
         options = replace(options, **choices_of(plan))
-        return run_passes(model, flat, options, num_ranks, step, replan, wider=plan)
-    if replan is not None:
-        plan = replan(plan, captured.train)
+        return run_passes(model, flat, options, num_ranks, step, wider=plan)
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     if wider is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pdcompile import (
     Cluster,
     ConfigError,
     CutBefore,
-    InfeasibleError,
     PlanError,
     Workload,
     driver,
@@ -26,17 +22,11 @@ from pdcompile import (
 from pdcompile.eager.autocast import NO_CASTS
 from pdcompile.export import TARGETS, export, imported
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.export.model_parts import part_paths, stages_of_parts
-from pdcompile.passes.export.rounding import rounded
-from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.export.model_parts import part_paths
 from pdcompile.passes.trace import trace
-from pdcompile.plan.embedded import problem_of
-from pdcompile.plan.evaluate import Evaluation
 from tests.helpers import exported, launch
 from tests.helpers.alike import Call
 from tests.helpers.exported import made
-from tests.helpers.graphs import GraphBuilder
-from tests.helpers.planned import planned
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
@@ -62,7 +52,7 @@ def trained(folder: Path, ranks: int, *changes: tuple[str, str]) -> launch.Run:
     return launch.processes(script, ranks, work)
 
 
-# Parts and rounding
+# Parts
 
 
 def graph_of(workload: Workload) -> OpGraph:
@@ -77,84 +67,12 @@ def test_parts_are_numbered_modules_and_those_beside_their_containers() -> None:
     assert features[-1] == "classifier.3"
 
 
-def test_rounded_cuts_lie_between_parts_and_are_the_best_of_those() -> None:
-    """By brute force over all cuts before a part."""
-    workload = exported.mlp()
-    plan = exported.planned(workload, 3, cut_tolerance=0.0)
-    graph, problem = exported.graph_with_loss(workload), problem_of(plan)
-    found = rounded(plan, graph)
-    assert all(len(stages) == 1 for stages in stages_of_parts(graph, found.after).values())
-    assert found.after_seconds >= found.before_seconds * (1 - 1e-9)
-
-    paths = part_paths(graph)
-    best = float("inf")
-    for cut in itertools.combinations(range(1, len(paths)), 2):
-        begins = [first_item(graph, problem, paths[k]) for k in cut]
-        stage_of = tuple(sum(i >= b for b in begins) for i in range(len(problem.items)))
-        best = min(best, seconds_of(Evaluation(problem, stage_of)))
-    assert found.after_seconds == pytest.approx(best, rel=1e-9)
-
-
-@settings(max_examples=15)
-@given(st.data())
-def test_no_cut_between_parts_is_faster(data: st.DataObject) -> None:
-    """Of random models, by trying all of them."""
-    g = GraphBuilder(batch_size=4)
-    seconds, count = st.floats(0.05, 2.0), data.draw(st.integers(3, 6))
-    x = g.op("first", "torch.relu", (g.input("x"),), module="first", seconds=(0.1, 0.1))
-    begins = ["first"]
-    for block in range(count):
-        begins.append(f"b{block}_0")
-        for n in range(data.draw(st.integers(1, 3))):
-            forward = data.draw(seconds)
-            inside = f"blocks.{block}" + (".inner" if n else "")
-            x = g.op(f"b{block}_{n}", "torch.tanh", (x,), module=inside, seconds=(forward, forward))
-        if data.draw(st.booleans()):  # what the model's own forward does after a block
-            x = g.op(f"after{block}", "torch.relu", (x,), seconds=(0.1, 0.1))
-    graph = g.build(x, loss=None)
-    stages = data.draw(st.integers(2, 3))
-    plan = planned(graph, Cluster.parse(str(stages)), microbatches=4)
-    found = rounded(plan, graph)
-
-    problem = problem_of(plan)
-    at = [next(i for i, item in enumerate(problem.items) if name in item.ops) for name in begins]
-    best = min(
-        seconds_of(
-            Evaluation(problem, tuple(sum(i >= b for b in cut) for i in range(len(problem.items))))
-        )
-        for cut in itertools.combinations(at[1:], stages - 1)
-    )
-    assert found.after_seconds == pytest.approx(best, rel=1e-9)
-    assert found.percent >= -1e-6
-    assert all(len(one) == 1 for one in stages_of_parts(graph, found.after).values())
-
-
-def first_item(graph: OpGraph, problem: Any, path: str) -> int:
-    """The first item of a part."""
-    at = {op.name: op.module_path for op in graph.ops}
-    inside = [
-        i
-        for i, item in enumerate(problem.items)
-        if any((at[name] + ".").startswith(path + ".") for name in item.ops)
-    ]
-    return min(inside)
-
-
-def test_a_plan_with_such_cuts_stays_as_it_is() -> None:
-    workload = exported.mlp()
-    graph = exported.graph_with_loss(workload)
-    once = rounded(exported.planned(workload, 3), graph).after
-    again = rounded(once, graph)
-    assert again.after is once
-    assert not again.moved
-    assert again.percent == 0
-
-
-def test_fewer_modules_than_stages_is_said(tmp_path: Path) -> None:
-    workload = exported.mlp()
-    plan = exported.planned(workload, 10)
-    with pytest.raises(InfeasibleError, match="no cut between modules is within the limits"):
-        rounded(plan, exported.graph_with_loss(workload))
+def test_cuts_inside_of_a_module_are_refused_for_all(tmp_path: Path) -> None:
+    plan = exported.planned(exported.gpt(), 2, constraints=(CutBefore("blocks.0.up"),))
+    for to in TARGETS:
+        with pytest.raises(ConfigError, match=r"'blocks\.0' runs on stages 0, 1") as caught:
+            export(plan, f"{HERE}:gpt", to=to, folder=tmp_path)
+        assert "--cut-at 'blocks.*'" in str(caught.value.remedy)
 
 
 # torch.distributed.pipelining
@@ -209,8 +127,7 @@ def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
 def test_other_models_and_schedules(
     name: str, ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    workload = exported.mlp() if name == "as_tuple" else getattr(exported, name)()
-    plan = exported.planned(workload, ranks, **options)
+    plan = exported.planned_for("mlp" if name == "as_tuple" else name, ranks, **options)
     export(plan, f"{HERE}:{name}", to="torch-pipelining", folder=tmp_path)
     run = trained(tmp_path, ranks)
     assert run.code == 0, run
@@ -329,17 +246,6 @@ def test_a_script_says_what_it_needs(tmp_path: Path) -> None:
     assert "target.py is missing: say at TARGET where the model is" in run.output
 
 
-def test_the_given_plan_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    text = exported.planned(exported.mlp(), 2).to_json()
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="would be overwritten") as caught:
-        export(path, f"{HERE}:mlp", to="accelerate", folder=tmp_path)
-    assert "-o" in str(caught.value.remedy)
-    assert path.read_text(encoding="utf-8") == text
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     found = imported(str(tmp_path / "train.py") + ":build", folder)
@@ -440,21 +346,19 @@ def test_wrong_words_are_refused_before_the_target_is_loaded(tmp_path: Path, cal
         export(plan, f"{HERE}:mlp", to="megatron", folder=tmp_path / "file")
 
 
-def test_the_command_prints_what_rounding_costs(tmp_path: Path, call: Call) -> None:
-    plan = exported.planned(exported.mlp(), 3, cut_tolerance=0.0)
+def test_the_command_lists_what_it_writes(tmp_path: Path, call: Call) -> None:
+    plan = exported.planned_for("mlp", 3)
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json(), encoding="utf-8")
     more = ("--to", "megatron", "-o", str(tmp_path / "out"))
     words = ("export", f"{HERE}:mlp", "--plan", str(path), *more)
     code, out, err = call(*words)
     assert code == 0, err
-    assert "cuts between modules cost +" in out or "rounding costs 0 %" in out
     assert "arguments.txt" in out
     code, out, _ = call(*words, "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["percent"] >= 0
-    assert found["files"] == ["arguments.txt", "plan.json"]
+    assert found["files"] == ["arguments.txt"]
     code, _, err = call("export", f"{HERE}:mlp", *more)
     assert (code, "Missing option '--plan'" in err) == (2, True)
     code, _, err = call("export", str(path), "--plan", str(path), *more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_packed_sequences_at_the_root_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_samples_of_all_lengths_on_two_stages() -> None:
+def test_samples_of_all_lengths_on_two_stages(tmp_path: Path) -> None:
     encoder = make(_mean, rnn=nn.LSTM(8, 8, 2, dropout=0.5, bidirectional=True))
 
     class Model(nn.Module):
@@ -102,6 +103,9 @@ def test_samples_of_all_lengths_on_two_stages() -> None:
         losses = [float(p.step(X, lengths, target=X[:, 0].repeat(1, 2)).loss)
                   for p in (pipe, reference)]  # fmt: skip
         assert losses[0] == losses[1]
+    pipe.dump(str(tmp_path))
+    text = (tmp_path / "pipeline.py").read_text(encoding="utf-8")
+    assert '"lengths": torch.tensor([7, 2], dtype=torch.int64)' in text  # not made up: zero fails
 
 
 @pytest.mark.sample(1)

@@ -75,14 +75,17 @@ def stages_of_parts(graph: OpGraph, plan: Plan) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     last: tuple[int, ...] = (0,)
     for path, stages in on.items():
+        around = f"{path.rpartition('.')[0]}.*"
+        wish = f"CutAt({around!r}) (--cut-at '{around}')"
+        if not is_numbered(path):
+            wish = f"Together({path!r}) (--together {path})"
         found[path] = tuple(sorted(stages)) or last
         if len(stages) > 1 and path in held:
             raise ConfigError(
-                f"module {path!r} runs on stages {', '.join(map(str, found[path]))}, and this "
-                "target places each module once",
+                f"module {path!r} runs on stages {', '.join(map(str, found[path]))}, and other "
+                "runtimes place each module once",
                 where="plan: stages",
-                remedy="--to torch-pipelining, whose stages hold what they run; or plan with "
-                f"Together({path!r}) (--together {path})",
+                remedy=f"plan with {wish}",
             )
         last = found[path] if len(found[path]) == 1 else last
     return found

@@ -68,13 +68,13 @@ def _continuous(leaf: Tensor) -> bool:
 
 def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
     """Integers of the example, by path, as nested lists: of inputs whose values may make the model
-    fail, because they are checked or are lengths."""
+    fail, because they are checked, or given to an opaque module (as lengths may be)."""
     wanted: set[str] = set()
     for i, op in enumerate(graph.ops):
-        lengths = op.inputs[1:2] if op.target.endswith("_pack_padded_sequence") else ()
-        read = op.inputs if op.target == CHECK else lengths
-        if read:
-            wanted |= needed_ops(graph.ops[:i], read, lambda name: graph.values[name].storage)[1]
+        wanted.update(op.inputs if op.opaque else ())
+        if op.target == CHECK:
+            before = needed_ops(graph.ops[:i], op.inputs, lambda name: graph.values[name].storage)
+            wanted |= before[1]
     found = {}
     for entry in graph.inputs:
         leaf = call.leaves[entry.path]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pdcompile.cli.options import Target, verb, written_to
 from pdcompile.cli.output import Result
-
-if TYPE_CHECKING:
-    from pdcompile.export import Export
 
 
 @verb()
@@ -30,18 +27,10 @@ def export(
         ),
     ],
     output: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("exported"),
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", min=0, help="Of the search for cuts between modules; default: 20."
-        ),
-    ] = None,
 ) -> Result:
     """Write a plan for torch.distributed.pipelining, torchtitan, Megatron-LM or Accelerate.
 
-    They place whole modules, so the cuts are rounded to borders of modules first: the plan's own
-    problem, with its costs and limits, is solved again with that constraint. What it costs is
-    printed in percent of the plan's objective; 0 % where the cuts lie there already.
+    They place whole modules: plan with cuts between these (--cut-at "blocks.*").
 
     torch-pipelining: the stages as source, and train.py, which trains three steps with torch's own
     schedule and exits 1 unless losses and weights equal those of plain PyTorch within a tolerance
@@ -53,7 +42,7 @@ def export(
 
     Examples:
 
-      pdcompile plan gpt.py:build --cluster 1x2 -o plan.json
+      pdcompile plan gpt.py:build --cluster 1x2 --cut-at "blocks.*" -o plan.json
 
       pdcompile export gpt.py:build --plan plan.json --to torch-pipelining -o exported/
 
@@ -66,34 +55,13 @@ def export(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from pdcompile.export import export as exported
 
-    found = exported(plan, target, to=to, folder=output, time_limit=time_limit, progress=True)
-    shown = [cost_line(found), *(str(output / name) for name in found.files)]
+    found = exported(plan, target, to=to, folder=output, progress=True)
+    shown = [str(output / name) for name in found.files]
     shown += [f"note: {note}" for note in found.notes]
     document = {
         "status": "done",
         "folder": str(found.folder),
         "files": found.files,
-        "rounded": found.rounding.moved,
-        "percent": found.percent,
-        "before_seconds": found.rounding.before_seconds,
-        "after_seconds": found.rounding.after_seconds,
         "notes": found.notes,
     }
     return Result(document, shown)
-
-
-def cost_line(found: Export) -> str:
-    """Cost of rounding, with both objectives."""
-    from pdcompile.units import format_seconds
-
-    rounding = found.rounding
-    if not rounding.moved:
-        return "cuts lie between modules already: rounding costs 0 %"
-    before, after = rounding.before_seconds, rounding.after_seconds
-    flush = rounding.after.training.kind.objective == "flush"
-    each = "a step" if flush else "a microbatch"
-    shown = f"{rounding.percent:+.2g}" if abs(rounding.percent) >= 0.005 else "0"
-    return (
-        f"cuts between modules cost {shown} %: {format_seconds(after)} {each} "
-        f"instead of {format_seconds(before)}, by the costs in the plan"
-    )

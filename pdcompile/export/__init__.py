@@ -13,17 +13,14 @@ from pdcompile import driver
 from pdcompile.batch import example_call
 from pdcompile.errors import ConfigError, errors_as
 from pdcompile.files import capture_beside, is_path, write_whole
-from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.export import Exported, Refusal, Subject, configurations
-from pdcompile.passes.export.rounding import Rounding, rounded
+from pdcompile.passes.export.model_parts import stages_of_parts
 from pdcompile.passes.export.torch_pipelining import torch_pipelining, unlike_torch, unlike_torchs
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import alternating, known_to_torch, name_of
 from pdcompile.user_functions import is_file
 from pdcompile.workload import load_target
-
-PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +55,11 @@ TARGETS: dict[str, ExportTarget] = {
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Files that were written, and the price of their cuts.
-
-    `percent`: how much longer the objective of the plan is since its cuts lie between modules;
-    both by the costs in the plan.
-    """
+    """Files that were written, and notes for their reader."""
 
     folder: Path
     files: tuple[str, ...]
-    rounding: Rounding
     notes: tuple[str, ...]
-
-    @property
-    def percent(self) -> float:
-        return self.rounding.percent
 
 
 def export(
@@ -80,7 +68,6 @@ def export(
     *,
     to: str,
     folder: str | os.PathLike[str],
-    time_limit: float | None = None,
     progress: bool = False,
 ) -> Export:
     """Write a plan in the form of another runtime; ``pdcompile export --help`` says more.
@@ -91,11 +78,9 @@ def export(
         to: "torch-pipelining" (stages and a script that trains and compares them), "torchtitan",
             "megatron" or "accelerate" (the lines of their configuration).
         folder: where the files go; others in it are left alone.
-        time_limit: seconds for the search of cuts between modules.
 
     Raises:
         ConfigError: the target of `to` cannot express the plan or the model; says what.
-        InfeasibleError: no cut between modules fits.
         PdcompileError: as `pdcompile.compile` where plan, model or folder are wrong.
     """
     where = str(plan) if not isinstance(plan, Plan) else "plan"
@@ -108,37 +93,30 @@ def export(
     inputs, expected = workload.example()
     call = example_call(workload.model, inputs, expected)
     beside = None if isinstance(plan, Plan) else capture_beside(Path(plan))
-    rounding: list[Rounding] = []
-
-    def replan(first: Plan, graph: OpGraph) -> Plan:
-        rounding.append(rounded(first, graph, time_limit=time_limit, where=where))
-        return rounding[0].after
-
     result = driver.build(
         workload.model, call,
         Options.given(dict(workload.options) | {
             "loss_fn": workload.loss_fn, "plan": given, "plan_file": where, "progress": progress,
             "weights": workload.weights, "capture_file": beside,
         }),
-        replan=replan,
     )  # fmt: skip
     subject = Subject(
         result.capture, result.plan, result.sources, imported(target, Path(folder)),
         workload.model, call,
     )  # fmt: skip
+    stages_of_parts(subject.capture.train, subject.plan)
     _refuse(to, kind.of_model(subject))
     made, notes = kind.make(subject)
-    files = {**made, PLAN: result.sources.files[PLAN]}
     if kind.trains:
         result.dump(str(folder), workload.model)
     with errors_as(
         ConfigError, "cannot write to the folder", folder, "name a folder that you may write to"
     ):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
+        for name, text in made.items():
             write_whole(Path(folder) / name, text.encode())
-    written = {*files, *(result.sources.files if kind.trains else ())}
-    return Export(Path(folder), tuple(sorted(written)), rounding[0], tuple(notes))
+    written = {*made, *(result.sources.files if kind.trains else ())}
+    return Export(Path(folder), tuple(sorted(written)), tuple(notes))
 
 
 def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan:
@@ -150,13 +128,6 @@ def _accepted(plan: Plan | str | os.PathLike[str], to: str, folder: Any) -> Plan
         raise ConfigError(f"there is no target {to!r}", where="to", remedy=remedy)
     if not is_path(folder):
         raise ConfigError(f"{folder!r} is no path", where="folder", remedy="name a folder")
-    if not isinstance(plan, Plan) and Path(plan).resolve() == (Path(folder) / PLAN).resolve():
-        raise ConfigError(
-            f"{Path(folder) / PLAN} is the plan that is given, and would be overwritten by what is "
-            "exported, whose cuts lie between modules",
-            where="folder",
-            remedy="name another folder (-o)",
-        )
     _refuse(to, chain(_schedule(given, to), TARGETS[to].of_plan(given), _samples(given, to)))
     return given
 

@@ -91,30 +91,24 @@ def refuse_coupled(
     trained = [names for names in stages if names]
     if build is None or len(trained) < 2:
         return
-    together = [[name for names in trained for name in names]]
+    together = [name for names in trained for name in names]
     with preserved_rng():
         try:
-            whole = _after_steps(build, parameters, together, 0)
-            if whole is None:
-                return
-            apart = _after_steps(build, parameters, trained, 0)
-            again = _after_steps(build, parameters, together, 1)
+            whole, drew = _after_steps(build, parameters, [together])
+            apart, _ = (whole, drew) if drew else _after_steps(build, parameters, trained)
         except PdcompileError:
             raise
         except Exception as error:  # a user's callable may want the true shapes
             why = f"{type(error).__name__}: {error}"
             warn(f"{_UNTRIED}, because it cannot be run on small copies ({why})")
             return
-    if apart is None or again is None:  # another optimizer than at the first call
-        return
-    if not all(torch.allclose(whole[n], one, 0.0, 0.0, True) for n, one in again.items()):
-        if parts:
-            message = "the optimizer draws random numbers, and parts of a stage would draw others"
-            remedy = "draw none in step, or use whole stages (parts=1)"
-            raise ConfigError(message, where="optimizer", remedy=remedy)
+    if drew and parts:
+        message = "the optimizer draws random numbers, and parts of a stage would draw others"
+        remedy = "draw none in step, or use whole stages (parts=1)"
+        raise ConfigError(message, where="optimizer", remedy=remedy)
+    if drew:
         warn(f"{_UNTRIED}, because it draws random numbers, in another order stage by stage")
-        return
-    found = _differing(whole, apart)
+    found = _differing(whole, apart) if apart else None
     if found is not None:
         raise ConfigError(
             f"the optimizer's update of {found!r} depends on gradients of other stages, or of "
@@ -175,23 +169,20 @@ def _bare(parameter: Tensor, shape: Sequence[int]) -> nn.Parameter:
 
 
 def _after_steps(
-    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]], seed: int
-) -> Copies | None:
-    """Small copies of the parameters after three steps, each part by part.
-
-    None for one of torch's own optimizers, which update parameter by parameter.
-    """
+    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]]
+) -> tuple[Copies, bool]:
+    """Small copies of the parameters after three steps, each part by part, and whether these drew
+    random numbers; none for torch's own optimizers, which update parameter by parameter."""
     values = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=values)
     copies = {name: small_copy(parameter, draw) for name, parameter in parameters.items()}
     optimizer = make_optimizer(build, copies.items())
     assert optimizer is not None
     if _is_plain(optimizer):
-        return None
+        return {}, False
     for group in optimizer.param_groups:
         group["lr"] = max(group.get("lr") or 0.0, _LEAST_RATE)
-    updater = Updater(optimizer, reach=0)
-    torch.manual_seed(seed)
+    updater, state = Updater(optimizer, reach=0), torch.get_rng_state()
     for t, scale in enumerate(_SCALES):
         updater.snapshot(t)
         gradients = {
@@ -200,7 +191,7 @@ def _after_steps(
         }
         for number, names in enumerate(parts):
             updater.apply(t, [(copies[name], gradients[name]) for name in names], stage=number)
-    return copies
+    return copies, not state.equal(torch.get_rng_state())
 
 
 def small_copy(

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdcompile import Cluster, Plan, Workload, driver
+from pdcompile import Cluster, CutAt, Plan, Workload, driver
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.export import Export, export
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
+from pdcompile.passes.export.model_parts import part_paths
 from tests.helpers import models
 from tests.helpers.captures import capture_once
 
@@ -44,9 +45,17 @@ def graph_with_loss(workload: Workload) -> OpGraph:
     return found.train
 
 
+def planned_for(name: str, stages: int, **options: Any) -> Plan:
+    """A plan of one of the workloads here that may be exported: with cuts between modules alone."""
+    workload = globals()[name]()
+    between = CutAt(*part_paths(graph_with_loss(workload)))
+    wishes = (*options.pop("constraints", ()), between)
+    return planned(workload, stages, constraints=wishes, **options)
+
+
 def made(name: str, stages: int, to: str, folder: Path, **options: Any) -> Export:
     """One of the workloads here, planned and exported."""
-    plan = planned(globals()[name](), stages, **options)
+    plan = planned_for(name, stages, **options)
     return export(plan, f"{__name__}:{name}", to=to, folder=folder)
 
 
