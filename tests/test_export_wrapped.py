@@ -12,6 +12,7 @@ from pdcompile import driver
 from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster
 from pdcompile.options import Options
+from pdcompile.problem.constraints import CutAt
 from tests.helpers import exported, launch
 
 pytestmark = pytest.mark.slow
@@ -25,7 +26,7 @@ def stages() -> tuple[list[nn.Module], Tensor]:
     flat = example_call(workload.model, inputs, target)
     options = Options(
         loss_fn=workload.loss_fn, cluster=Cluster.local(2), costs="estimated", verify="off",
-        progress=False, microbatches=1,
+        progress=False, microbatches=1, constraints=[CutAt("blocks.*")],  # whole blocks are wrapped
     )  # fmt: skip
     state = workload.model.state_dict()
     found = []
