@@ -265,7 +265,7 @@ FILES: dict[str, Case] = {
     ),
     "schedule: without a backward": (
         "SCHEDULE",
-        "no backward",
+        "not one forward and one backward",
         lambda g: prepared(schedule=g.file("s.csv", "0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n")),
     ),
     "schedule: in a circle": (
