@@ -1,6 +1,6 @@
 """The forecast of a step of stages in parts, beside the step on four emulated ranks.
 
-    python benchmarks/parts_forecast.py [--rate 5e8] [--only sequence]
+    python benchmarks/parts_forecast.py [--rate 1.5e8] [--only sequence]
 
 Emulated: every product of matrices waits as long as a device of `--rate` FLOP/s takes, when its
 costs are measured as in the steps, so that there can be more ranks than cores; all else is
@@ -100,7 +100,9 @@ def launched(*arguments: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--rate", type=float, default=5e8, help="FLOP/s of a device (default 5e8)")
+    parser.add_argument(
+        "--rate", type=float, default=1.5e8, help="FLOP/s of a device (default 1.5e8)"
+    )
     parser.add_argument("--only", default="", help="cases whose text has this")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
