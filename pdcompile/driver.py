@@ -251,7 +251,7 @@ def _planned(
     """The plan for one layout of parts, which the user may give."""
     options, layout, chosen = resolved(model, flat, options, num_ranks)
     capturing = partial(_captured, model, flat, layout, options, chosen, step.listener)
-    whole = search.whole or step("graph", capturing)
+    whole = search.whole = search.whole or step("graph", capturing)
     chosen = _with_outputs(chosen, whole.train, options)
     chosen, captured = _in_parts(model, whole, options, chosen, step)
     if options.plan is not None:
@@ -288,7 +288,7 @@ def _first_cut(
     given, else as if the devices of a stage were one, by as much faster than each of them as the
     whole model takes longer than one of its parts."""
     if options.plan is not None:
-        return boundaries.stages_or_last(whole.train, options.plan)
+        return boundaries.stage_of_ops(whole.train, options.plan)
 
     def costed(captured: Capture, chosen: Configuration) -> Planner:
         placed = in_place(options, captured)
@@ -301,7 +301,7 @@ def _first_cut(
     one = costed(whole, joined(options, chosen, 1.0))
     faster = one.work_seconds / divided.work_seconds
     plan = costed(whole, joined(options, chosen, faster)).plan()
-    return boundaries.stages_or_last(whole.train, plan)
+    return boundaries.stage_of_ops(whole.train, plan)
 
 
 def make_plan(

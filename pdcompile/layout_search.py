@@ -53,11 +53,13 @@ class Slower(Exception):
 class LayoutSearch:
     """Plans of the layouts that were tried.
 
-    `several`: one of them may be impossible.  `best_seconds`: of a step, by the forecast.
+    `several`: one of them may be impossible.  `whole`: the capture of whole stages, once there is
+    one.  `best_seconds`: of a step, by the forecast.
     """
 
     several: bool
     listener: Listener
+    whole: Capture | None = None
     best: Planned | None = None
     best_seconds: float = inf
 
@@ -65,19 +67,15 @@ class LayoutSearch:
         self._objectives: dict[str, float] = {}  # of a step in each layout that has a plan
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
         self._first: PdcompileError | None = None
+        self._time_limit: float | None = None
         self._least = 0.0  # seconds that no step of the present layout can take less than
-
-    @property
-    def whole(self) -> Capture | None:
-        """The capture of whole stages, once there is one."""
-        return None if self.best is None else self.best.whole
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
         """Each layout with its share of one half of the time, then the best one with the other."""
         if not self.several:
             yield from layouts
             return
-        total = layouts[0].time_limit
+        total = self._time_limit = layouts[0].time_limit
         half = (DEFAULT_SECONDS if total is None else total) / 2
         for one in layouts:
             yield replace(one, time_limit=half / len(layouts))
@@ -90,13 +88,13 @@ class LayoutSearch:
         try:
             yield
         except Slower as slower:
-            self._bounds[named(options)] = slower.least_seconds
+            self._bounded(options, slower.least_seconds)
             self.listener.told(f"{named(options)}: {slower}")
         except NOT_HERE as error:
             if not self.several:
                 raise
             if isinstance(error, NotFoundError):  # there may be one
-                self._bounds[named(options)] = self._least
+                self._bounded(options, self._least)
             self.listener.told(f"{named(options)}: {error.message}")
             if self._first is None:
                 error.message = f"{named(options)}: {error.message}; nor is there another layout"
@@ -121,10 +119,14 @@ class LayoutSearch:
         seconds = (plan.forecast or simulate(plan).forecast).step_seconds
         certificate = plan.certificate
         self._objectives[name] = certificate.objective_seconds * scale
-        self._bounds[name] = max(self._bounds.get(name, 0.0), certificate.bound_seconds * scale)
+        self._bounded(found.options, certificate.bound_seconds * scale)
         self.listener.told(f"{name}: {format_seconds(seconds)} a step")
         if seconds <= self.best_seconds:
             self.best, self.best_seconds = found, seconds
+
+    def _bounded(self, options: Options, seconds: float) -> None:
+        """No plan of a layout has a shorter step."""
+        self._bounds[named(options)] = max(self._bounds.get(named(options), 0.0), seconds)
 
     def fastest(self) -> Planned:
         """The best plan; its bound is the least of all layouts.
@@ -148,7 +150,8 @@ class LayoutSearch:
         others = sorted((s, name) for name, s in self._objectives.items() if name != own)
         rows = [Alternative("parts", own, name, seconds) for seconds, name in others[:1]]
         plan = replace(plan, certificate=certificate, alternatives=(*plan.alternatives, *rows))
-        return self.best._replace(plan=plan)
+        options = replace(self.best.options, time_limit=self._time_limit)
+        return self.best._replace(options=options, plan=plan)
 
 
 def _scale(plan: Plan) -> float:

@@ -19,7 +19,7 @@ from pdcompile.passes.parts.families import FAMILIES
 from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
-from pdcompile.passes.stages.boundaries import place_eval, stages_or_last
+from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
 from pdcompile.plan import Plan, Training
 
 StageOf = Callable[[], Mapping[str, int]]
@@ -132,7 +132,7 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     Args:
         capture: of the model as it is.
     """
-    stage_of = stages_or_last(capture.train, plan)
+    stage_of = stage_of_ops(capture.train, plan)
     training = replace(plan.training, parts=1, split="")
     cluster = replace(plan.machines, parts=None)
     made = plan_of_cut(

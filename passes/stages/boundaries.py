@@ -24,24 +24,15 @@ from pdcompile.releases.torch_internals import CONSTRUCTORS
 
 
 def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of every op of the train graph, for a plan of it (see `check_plan`); ops of the
-    loss belong to the last stage, and those that only outputs need."""
-    last = len(plan.stages) - 1
-    return {
-        op.name: last if op.region == "loss" or op.aside else plan.stage_of[op.name]
-        for op in graph.ops
-    }
-
-
-def stages_or_last(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of every op of a graph that the plan is of, or another form of it: that of the
-    first reader of an op that the plan does not know, or the last one."""
+    """The stage of every op of a graph that the plan is of, or another form of it: ops of the loss
+    belong to the last stage, and those that only outputs need; one that the plan does not know to
+    that of its first reader."""
     last, found = len(plan.stages) - 1, dict[str, int]()
     for op in reversed(graph.ops):
-        readers = (found[name] for name in graph.values[op.name].consumers)
+        readers = [found[name] for name in graph.values[op.name].consumers if name in found]
         known = plan.stage_of.get(op.name, min(readers, default=last))
-        found[op.name] = last if op.region == "loss" else known
-    return found
+        found[op.name] = last if op.region == "loss" or op.aside else known
+    return {op.name: found[op.name] for op in graph.ops}
 
 
 def making_of_nothing(graph: OpGraph, stage_of: Mapping[str, int]) -> set[int]:

@@ -11,7 +11,8 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import innermost_devices, machines
 
 Split = Literal["width", "width+sequence", "sequence", "samples"]
-SPLITS: tuple[Split, ...] = ("width", "width+sequence", "sequence", "samples")  # in this order
+#: in the order in which they are tried; context, which few models want, has to be named
+SPLITS: tuple[Split, ...] = ("width", "width+sequence", "sequence", "samples")
 
 
 def layouts(options: Options, num_ranks: int | None) -> tuple[Options, ...]:
@@ -21,7 +22,7 @@ def layouts(options: Options, num_ranks: int | None) -> tuple[Options, ...]:
     Raises:
         ConfigError: there is none (ClusterError, LaunchError: where that is why).
     """
-    if options.parts != "any":
+    if options.parts != "any" or options.plan is not None:
         return (options,)
     found, first = list[Options](), None
     for one in _tried(options, innermost_devices(options, num_ranks)):

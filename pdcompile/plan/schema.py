@@ -57,7 +57,7 @@ class Certificate:
 class Alternative:
     """Another value of one choice, and the fastest plan tried with it: seconds of its step."""
 
-    choice: str  # "schedule", "microbatches", "stages", "replicas", "recomputation"
+    choice: str  # "schedule", "microbatches", "stages", "replicas", "recomputation", "parts"
     own: str
     value: str
     step_seconds: float

@@ -11,6 +11,7 @@ import torch
 
 import pdcompile
 from examples.gpt import GPT, loss_fn
+from pdcompile import driver
 from pdcompile.batch.call import example_call
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
@@ -113,3 +114,16 @@ def test_in_a_process_alone_stages_are_whole() -> None:
         GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts="any"
     )
     assert pipe.plan.training.parts == 1
+
+
+def test_a_model_is_captured_once_and_a_given_plan_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures = []
+    own = driver.capture
+    monkeypatch.setattr(driver, "capture", lambda *a, **k: captures.append(1) or own(*a, **k))
+    tight = two_hosts(memory='memory = "150 MB"')  # in which stages do not fit whole
+    plan = planned(tight, 1024, parts="any", stages=2, microbatches=8).plan
+    assert len(captures) == 1
+    again = planned(tight, 1024, parts="any", plan=plan, microbatches=8).plan
+    assert again.stages == plan.stages
