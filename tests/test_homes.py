@@ -64,7 +64,7 @@ def test_the_ledger_has_the_optimizer_state_of_each_home() -> None:
 
 def test_a_limit_on_memory_that_only_homes_keep() -> None:
     options: dict[str, Any] = {"stages": 1, "replicas": 4, "memory": "2000 kB"}
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InfeasibleError, match="--updates home"):
         gpt(**options)
     plan = gpt(**options, updates="home").plan
     assert max(ledger.total_bytes for ledger in plan.ledgers) <= 2_000_000

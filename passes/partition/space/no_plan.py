@@ -293,6 +293,13 @@ def no_plan(
     more = [] if True in space.recompute else [RECOMPUTATION]
     if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
         more.append("replicas (replicas='any', --replicas any)")
+    at_home = training.updates == "every" and training.optimizer_factor > 0
+    if (
+        at_home
+        and space.replicas != "1"
+        and not all(kind_of(n).updates_each for n in space.schedules)
+    ):
+        more.append("optimizer states at homes (updates='home', --updates home)")
     more += ["a schedule with one stage a rank"] * several
     others = f", or allow {' or '.join(more)}" if more else ""
     if (proved and share == math.inf) or (not short and (several or not unproved)):
