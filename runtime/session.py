@@ -101,11 +101,6 @@ class Session(Guarded):
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
 
-    @property
-    def replica(self) -> int:
-        """Number of this process's rank among those of its stages."""
-        return self.spec.ranks[self.stages[0]].index(self.ranks[0])
-
     # -- running -----------------------------------------------------------------------------
 
     def agree(

@@ -31,15 +31,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_551),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_337,
+        5_338,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_362),
     "verify": (("passes/verify",), 1_537),
     "parts": (("passes/parts", "pdcompile/parts"), 3_395),
-    "runtime": (("runtime",), 9_422),
+    "runtime": (("runtime",), 9_417),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_629,
+        3_634,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_122),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pdcompile.passes.schedules.lower_comm import Column, StageState, project
+from pdcompile.passes.schedules.lower_comm import Column, StageState
+from pdcompile.passes.schedules.stream import project
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from pdcompile.schedule import Action, Instruction, Kind, Schedule
+from pdcompile.schedule import Action, Instruction, Kind
 from pdcompile.schedule.instruction import (
     POST_RECV,
     SEND,
@@ -33,7 +33,7 @@ from pdcompile.schedule.instruction import (
     WAIT_SEND,
 )
 from pdcompile.schedule.registry import GRADIENT_SLOTS, Task
-from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Broadcast, Hop, PipelineSpec, hops
+from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops
 
 Upto = Literal["forward", "gradients", "update"]  # how far a program takes a minibatch
 
@@ -486,21 +486,3 @@ class TiedSums:
     def _has_backward(self, minibatch: int) -> bool:
         """True if a backward of the minibatch is still to come."""
         return any(t == minibatch for t, _ in self.part.waiting)
-
-
-def project(
-    spec: PipelineSpec, name: str, columns: Iterable[Column], losses: Sequence[Broadcast] = ()
-) -> Schedule:
-    """Put the columns at their ranks, which first post the receives of the losses."""
-    placed = {column.rank: column for column in columns}
-    found = []
-    for rank in range(spec.num_ranks):
-        column = placed.get(rank)
-        stage = max(column.lanes) if column else -1
-        heard = [
-            Instruction(Action.HEAR_LOSS, stage, peer=one.root)
-            for one in losses
-            if rank in one.receivers
-        ]
-        found.append((*heard, *(column.out if column else ())))
-    return Schedule(name, tuple(found))

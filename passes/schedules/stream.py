@@ -8,18 +8,18 @@ so does the program, as the same object.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
-from pdcompile.passes.schedules.lower_comm import Column, StageState, Upto, project
+from pdcompile.passes.schedules.lower_comm import Column, StageState, Upto
 from pdcompile.plan import Edge, Plan
-from pdcompile.schedule import Action, Schedule
+from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.instruction import TO_INPUTS
 from pdcompile.schedule.registry import StageWork, Task, flush_schedules
-from pdcompile.schedule.spec import PipelineSpec, with_edges
+from pdcompile.schedule.spec import Broadcast, PipelineSpec, with_edges
 
 Limits = dict[tuple[int, int], int]  # see StageWork
 
@@ -207,6 +207,24 @@ def _due(spec: PipelineSpec, stage: int, phase: int, states: Sequence[StageState
     """
     due = max(spec.before(s, phase, spec.warmup[s]) for s in range(stage + 1)) - phase
     return {one: -1 for state in states for one in state.pending if one[0] < due}
+
+
+def project(
+    spec: PipelineSpec, name: str, columns: Iterable[Column], losses: Sequence[Broadcast] = ()
+) -> Schedule:
+    """Put the columns at their ranks, which first post the receives of the losses."""
+    placed = {column.rank: column for column in columns}
+    found = []
+    for rank in range(spec.num_ranks):
+        column = placed.get(rank)
+        stage = max(column.lanes) if column else -1
+        heard = [
+            Instruction(Action.HEAR_LOSS, stage, peer=one.root)
+            for one in losses
+            if rank in one.receivers
+        ]
+        found.append((*heard, *(column.out if column else ())))
+    return Schedule(name, tuple(found))
 
 
 def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches: int) -> Limits:

@@ -74,7 +74,7 @@ def save(
             deque(whole, 0)
             return {}
         with unwritten(written):
-            files = write_stages(written, identity, whole, states, session.replica)
+            files = write_stages(written, identity, whole, states, _replica(session))
         stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": generators}
 
@@ -118,6 +118,11 @@ def write_stages(
         for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
         for name in [f"stage-{stage:03d}{ending}.safetensors"]
     ]
+
+
+def _replica(session: Session) -> int:
+    """Number of this process's rank among those of its stages."""
+    return session.spec.ranks[session.stages[0]].index(session.ranks[0])
 
 
 def _whole(session: Session, row: Row) -> Tensor:
