@@ -116,8 +116,7 @@ def capture(
             raise
         raise told from error
     if any(recording.findings.asked_of_inputs for recording in attempts.recordings):
-        noted = lambda graph: replace(graph, notes=(*graph.notes, GENERAL_PATH))  # noqa: E731
-        found = _with_graphs(found, noted)
+        found = _with_graphs(found, lambda one: replace(one, notes=(*one.notes, GENERAL_PATH)))
     warn_of(subject, attempts.assumed.opaque)
     findings = [recording.findings for recording in attempts.recordings]
     _warn_of_values(findings)
