@@ -387,6 +387,7 @@ def compile(
     microbatches: int | Literal["auto"] = "auto",
     parts: int | tuple[int, ...] | Literal["any"] | None = None,
     split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = "auto",
+    updates: Literal["every", "home"] | None = None,
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
     cut_tolerance: float | None = None,

@@ -23,7 +23,12 @@ from pdcompile.ir.sparse_gradients import sparse_lookups
 from pdcompile.ir.value_checks import check_trained
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
-from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
+from pdcompile.options.option_checks import (
+    check_no_homes,
+    check_older_weights,
+    check_target,
+    check_unscaled,
+)
 from pdcompile.plan import Plan
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.evaluations import Evaluations, Form, Recompile
@@ -223,6 +228,8 @@ class Pipeline(Saving):
         if compiled.overlaps:
             check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
+        if not updates:
+            check_no_homes(session.plan, kind)
         graph = compiled.capture.train
         check_trained(graph)
         self._goes_on()

@@ -176,7 +176,7 @@ class PipelineState(ModuleHints):
         """The plan as a table: stages, time, memory, traffic, proof."""
         session = self._running
         found = session.compiled.explain()
-        return f"{found}\n{session.homes}" if session.homes.of else found
+        return f"{found}\n{session.homes}" if session.homes.wholes else found
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""

@@ -101,6 +101,11 @@ class Session(Guarded):
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
 
+    @property
+    def replica(self) -> int:
+        """Number of this process's rank among those of its stages."""
+        return self.spec.ranks[self.stages[0]].index(self.ranks[0])
+
     # -- running -----------------------------------------------------------------------------
 
     def agree(
@@ -354,7 +359,7 @@ class Workers:
         self._near: dict[int, dict[int, Worker]] = {}  # of all ranks here
         for rank, stages in self._spec.holders:
             if rank in session.ranks:
-                transport, sums = self._transport(rank), self._sums(-1, rank)
+                transport, sums = self._transport(rank), self._sums(-1, rank, "norms")
                 norms = Norms(
                     sums, rank, state.owned, state.dtypes, session.loss_scale, session.beside
                 )
@@ -382,14 +387,15 @@ class Workers:
             device=session.device, places=world.places,
         )  # fmt: skip
 
-    def _sums(self, stage: int, rank: int) -> Sums:
+    def _sums(self, stage: int, rank: int, name: str = "replicas") -> Sums:
         """Over the replicas of a stage, or (−1) over all processes.
 
-        Groups are made in one order on all: pairs, all processes, then stage by stage.
+        Groups are made in one order on all: pairs, all processes, then stage by stage.  Collectives
+        that replicas may come to in unlike orders have groups of different names.
         """
-        ranks, name = tuple(sorted(rank for rank, _ in self._spec.holders)), "norms"
+        ranks = tuple(sorted(rank for rank, _ in self._spec.holders))
         if stage >= 0:
-            ranks, name = self._spec.ranks[stage], f"replicas/{stage}"
+            ranks, name = self._spec.ranks[stage], f"{name}/{stage}"
         world, device = self._session.world, self._session.device
         if world is None:
             return LocalSums(self._boards[stage], len(ranks), ranks.index(rank), device)
@@ -407,7 +413,10 @@ class Workers:
         worker.near = self._near
         if len(self._spec.ranks[stage]) > 1:
             written = compiled.written_buffers(stage)
-            worker.replicas = Replicas(self._sums(stage, rank), weights, written)
+            homes = session.state.homes
+            gathering = self._sums(stage, rank, "homes") if self._spec.homes else None
+            sums = self._sums(stage, rank)
+            worker.replicas = Replicas(sums, weights, written, homes, gathering)
         return worker
 
     def _weights(self, stage: int) -> StageWeights:

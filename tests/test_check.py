@@ -199,6 +199,7 @@ RICH: dict[str, dict[str, Any]] = {
     "clipping": {"clip": 1.0},
     "tied": {"tied": (TiedParameter("w", (0, 2), 1),)},
     "replicas": {"replicas": (1, 2, 1)},
+    "homes": {"replicas": (1, 2, 1), "homes": True, "tied": (TiedParameter("w", (1, 2), 1),)},
     "skips": {"edges": (*chain(3), Edge("skip", 0, (1, 2), 1, True))},
 }
 

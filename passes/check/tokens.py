@@ -133,6 +133,7 @@ class Tokens(Updates):
             raise Violation(
                 f"needs weights W_{version}; versions W_{oldest} to W_{self.steps} exist"
             )
+        self.gathered(version)
         for edge, received in self.received.items():
             if received < version:
                 raise Violation(
@@ -193,8 +194,11 @@ class Tokens(Updates):
             raise Violation("the gradients of tied parameters were not summed")
         if self.outstanding:
             raise Violation("transfers are still in flight")
-        if self.posted != self.waited or any(
-            received != self.steps for received in self.received.values()
+        late = self.gathers and self.posted[Kind.GATHER] < self.steps
+        if (
+            late
+            or self.posted != self.waited
+            or any(received != self.steps for received in self.received.values())
         ):
             raise Violation("a collective or tied weight was not waited for")
 

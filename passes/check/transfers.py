@@ -253,8 +253,9 @@ class Updates(Transfers):
         replicated = len(spec.ranks[stage]) > 1
         self.collectives = (Kind.REDUCE,) * replicated + (Kind.NORMS,) * spec.clipping
         self.backwards: dict[int, list[int]] = {}
-        self.posted = dict.fromkeys(self.collectives, 0)
-        self.waited = dict.fromkeys(self.collectives, 0)
+        self.gathers = spec.gathers(stage)
+        kinds = (*self.collectives, *(Kind.GATHER,) * self.gathers)
+        self.posted, self.waited = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
         self.counters += [self.posted, self.waited]
         self.done: list[int] = []  # microbatches that went forward in this call
         self.rules |= {
@@ -263,6 +264,9 @@ class Updates(Transfers):
             Action.POST_NORMS: self.post,
             Action.WAIT_REDUCE: self.wait,
             Action.WAIT_NORMS: self.wait,
+            Action.POST_GATHER: self.gather,
+            Action.WAIT_GATHER: self.wait,
+            Action.SEND_WEIGHT: self.send_weight,
             Action.SEND_TIED: self.pass_sum,
             Action.POST_BUFFERS: self.between_calls,
             Action.WAIT_BUFFERS: self.between_calls,
@@ -277,6 +281,7 @@ class Updates(Transfers):
         for kind in self.collectives:
             if self.waited[kind] <= self.steps:
                 raise Violation(f"an update before WAIT_{kind.name} of its minibatch")
+        self.gathered(self.steps)
         if not self._has_sums(self.steps):
             raise Violation("an update before the sums of its tied gradients have come")
         if any(count <= self.steps for count in self.passed.values()):
@@ -329,7 +334,7 @@ class Updates(Transfers):
         return all(count > minibatch for count in counts)
 
     def _collective(self, one: Instruction) -> Kind:
-        if one.action.kind not in self.collectives:
+        if one.action.kind not in self.posted:
             raise Violation("this rank takes part in no such collective")
         return one.action.kind
 
@@ -347,6 +352,22 @@ class Updates(Transfers):
         if not all(self._has_sums(group[-1], edge) for edge in owned):
             raise Violation("posted before the sums of tied gradients have come")
         self.posted[kind] += 1
+
+    def gather(self, one: Instruction, label: Label) -> None:
+        """The homes give what the newest update has made."""
+        kind = self._collective(one)
+        if label != (self._group_of(self.posted[kind])[-1], -1) or self.posted[kind] >= self.steps:
+            raise Violation("gives weights before their update, or again")
+        self.posted[kind] += 1
+
+    def gathered(self, version: int) -> None:
+        """Raise Violation unless weights of this version have come from their homes."""
+        if self.gathers and self.waited[Kind.GATHER] < version:
+            raise Violation(f"needs weights W_{version} before they have come from their homes")
+
+    def send_weight(self, one: Instruction, label: Label) -> None:
+        self.gathered(label[0] + 1)
+        self.send(one, label)
 
     def wait(self, one: Instruction, label: Label) -> None:
         kind = self._collective(one)

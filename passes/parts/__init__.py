@@ -135,9 +135,7 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     stage_of = stage_of_ops(capture.train, plan)
     training = replace(plan.training, parts=1, split="")
     cluster = replace(plan.machines, parts=None)
-    made = plan_of_cut(
-        capture.train, stage_of, [1.0] * len(plan.stages), training, cluster, rehearsed=False
-    )
+    made = plan_of_cut(capture.train, stage_of, plan.ranks, training, cluster, rehearsed=False)
     stages = tuple(
         replace(stage, ops=whole.ops, parameters=whole.parameters)
         for stage, whole in zip(plan.stages, made.stages, strict=True)

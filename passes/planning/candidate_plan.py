@@ -44,7 +44,6 @@ def candidate_plan(
         graph: with the costs of the candidate's microbatches; `problem` is its coarse form.
         training: what the candidate's setting leaves open.
     """
-    speeds = [min(cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks]
     placed = zip(problem.items, candidate.stage_of, strict=True)
     stage_of = {name: stage for item, stage in placed for name in item.ops}
     setting = candidate.setting
@@ -54,11 +53,10 @@ def candidate_plan(
         num_microbatches=setting.num_microbatches,
         warmup=candidate.warmup,
     )
-    plan = plan_of_cut(graph, stage_of, speeds, training, cluster)
-    rows = zip(plan.stages, candidate.options, candidate.ranks, strict=True)
+    plan = plan_of_cut(graph, stage_of, candidate.ranks, training, cluster)
     stages = tuple(
-        replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
-        for stage, option, ranks in rows
+        replace(stage, recompute=option.recompute)
+        for stage, option in zip(plan.stages, candidate.options, strict=True)
     )
     plan = replace(plan, stages=stages)
     return replace(plan, forecast=simulate(plan, timeline=False).forecast)

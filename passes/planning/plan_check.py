@@ -34,7 +34,7 @@ PRINTS = {  # parts of a fingerprint
     "cluster": "another cluster",
 }
 DERIVED = ("parameters", "parameter_bytes", "trainable_bytes", "step_bytes", "update_seconds",
-           "forward_seconds", "backward_seconds")  # of a stage  # fmt: skip
+           "home_bytes", "forward_seconds", "backward_seconds")  # of a stage  # fmt: skip
 
 
 def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
@@ -120,8 +120,7 @@ def _cut(
     plan: Plan, graph: OpGraph, stage_of: Mapping[str, int], cluster: Cluster
 ) -> Iterator[Finding]:
     """Differences from the plan that the compiler makes of this cut."""
-    speeds = [min(cluster.devices[rank].speed for rank in own) for own in plan.ranks]
-    made = plan_of_cut(graph, stage_of, speeds, plan.training, cluster, rehearsed=False)
+    made = plan_of_cut(graph, stage_of, plan.ranks, plan.training, cluster, rehearsed=False)
     derived, prints = [*DERIVED], made.fingerprint.split(".")
     if not _costed(graph):
         derived, prints[1:2] = derived[:-2], plan.fingerprint.split(".")[1:2]

@@ -59,6 +59,7 @@ def setting_of(training: Training) -> Setting:
         optimizer_factor=training.optimizer_factor,
         clipping=training.joint,
         step=training.step,
+        homes=training.updates == "home",
     )
 
 

@@ -47,6 +47,10 @@ class StageState(NamedTuple):
     unsummed: tuple[tuple[int, int, bool], ...] = ()  # (minibatch, tied, receives are posted)
     unsent: tuple[Instruction, ...] = ()  # sends not yet waited for
     unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights to come
+    ungathered: tuple[int, ...] = ()  # minibatches whose new weights are on their way from homes
+    idle: tuple[
+        int, ...
+    ] = ()  # minibatches of which it has nothing, whose collective may be posted
 
 
 class Column:
@@ -163,6 +167,8 @@ class StagePart:
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
         self.unreceived = list(state.unreceived)
+        self.ungathered = deque(state.ungathered)
+        self.idle = set(state.idle)
         self.sums = TiedSums(self, state.unsummed)
         for send in state.unsent:
             column.channel(send).append(send)
@@ -217,6 +223,9 @@ class StagePart:
             # Its part was backward before the group was complete, if it is not in flight.
             first = next((t for t, _ in self.waiting), 1)
             self.post_collective(self.column.closing(self.stage, first) - 1)
+        if not self.to_post and self.spec.gathers(self.stage) and self.spec.halfway(self.stage):
+            self.idle.add(0)  # others are not to wait for its own update
+            self.post_collective(-self.spec.reach - 1)
         pool = FORWARD_ONLY_SLOTS if upto == "forward" else self.spec.pool(self.stage)
         for _ in range(pool - len(self.waiting)):
             self.post_value()
@@ -309,7 +318,11 @@ class StagePart:
                 self._make_room(hop, self._sent(hop, minibatch, -1))
         self.put(Action.STEP, minibatch)
         self.unstepped.remove(minibatch)
+        if self.spec.gathers(self.stage):
+            self.put(Action.POST_GATHER, minibatch)
+            self.ungathered.append(minibatch)
         for hop in self.hops.after_step:
+            self.gather(before=minibatch + 1)
             self.send(hop, minibatch, -1)
         for hop in () if self.spec.kind.stream else self.hops.weights:
             self.expect_weights(hop.edge, minibatch)
@@ -326,7 +339,7 @@ class StagePart:
 
         A rank of several stages posts their norms together, after the last of them.
         """
-        while self.unreduced and self.unreduced[0] <= last:
+        while self.unreduced and (self.unreduced[0] <= last or self.unreduced[0] in self.idle):
             minibatch = self.unreduced.popleft()
             if self.sums.owned and (self.replicated or self.spec.clipping):
                 self.column.pass_sums(upto=minibatch)
@@ -353,6 +366,7 @@ class StagePart:
 
         A parameter whose sums take longer is expected later than another one's next update.
         """
+        self.gather(before)
         due = sorted((t, n, edge) for n, (edge, t) in enumerate(self.unreceived) if t < before)
         for minibatch, _, edge in due:
             self.unreceived.remove((edge, minibatch))
@@ -361,6 +375,11 @@ class StagePart:
             following = next((t for other, t in self.unreceived if other == edge), None)
             if following is not None:
                 self.post(hop, following, -1)
+
+    def gather(self, before: int) -> None:
+        """Wait for the weights that other replicas have updated, of minibatches before this one."""
+        while self.ungathered and self.ungathered[0] < before:
+            self.put(Action.WAIT_GATHER, self.ungathered.popleft())
 
     def state(self, shift: int) -> StageState:
         """The rest, seen from the next call (`shift` 1 after a step)."""
@@ -376,6 +395,8 @@ class StagePart:
                 if one.stage == self.stage
             ),
             tuple((edge, t - shift) for edge, t in self.unreceived),
+            tuple(t - shift for t in self.ungathered),
+            tuple(t - shift for t in sorted(self.idle.intersection(self.unreduced))),
         )
 
 

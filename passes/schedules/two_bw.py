@@ -44,7 +44,7 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     for microbatch in own.microbatches:
         while len(waiting) > own.warmup or _is_due(own, waiting, microbatch):
             yield from _backward(own, waiting, late)
-        if microbatch == own.halfway:
+        if own.halfway is not None and microbatch >= own.halfway:
             yield from _updates(own, late, before=0)
         yield Task(own.stage, Action.FORWARD, 0, microbatch)
         waiting.append((0, microbatch))

@@ -12,8 +12,10 @@ The timing model, all of it:
   carries one transfer at a time, in the order in which they became ready.
 - WAIT_RECV and WAIT_SEND end when their transfer ends.  A hop inside a rank takes no time.
 - WAIT_REDUCE ends 2 (r − 1) (bytes / r / bandwidth + latency) after the last of r replicas
-  has posted (ring), WAIT_NORMS one latency after the last rank has.  Both use the slowest level
-  between members and do not slow transfers down.  LOSS takes no time.
+  has posted (ring); where updates are made at homes, half of it (reduce-scatter), and WAIT_GATHER
+  the other half (all-gather) after the last has given its weights.  WAIT_NORMS ends one latency
+  after the last rank has posted.  All use the slowest level between members and do not slow
+  transfers down.  LOSS takes no time.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from pdcompile.passes.schedules.program_walk import (
 )
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import ENDS
+from pdcompile.schedule.instruction import ENDS, REPLICATED
 
 Links = Callable[[int, int], Link]
 
@@ -185,9 +187,10 @@ class Clock(Visitor):
         """All members have posted: from now on they sum in a ring, or exchange one message."""
         one, now, members = step.one, self.walk.now, operation.members
         link = slowest(self.links(members[0], other) for other in members[1:])
-        if one.action.kind is Kind.REDUCE:
+        if one.action.kind in REPLICATED:
             stage = self.plan.stages[one.stage]
-            end = now + stage.deployment.sum_seconds(link, stage.trainable_bytes)
+            seconds = stage.deployment.sum_seconds(link, stage.trainable_bytes)
+            end = now + (seconds / 2 if self.spec.homes else seconds)
         else:
             end = now + message_seconds(link, 0.0)
         operation.note = TimelineEvent(
@@ -200,9 +203,10 @@ class Clock(Visitor):
 
     def bytes_of(self, one: Instruction) -> int:
         """Bytes that a rank puts on its links: of a send, or its part of a ring."""
-        if one.action is Action.POST_REDUCE:
+        if one.action.phase is Phase.POST and one.action.kind in REPLICATED:
             stage = self.plan.stages[one.stage]
-            return stage.deployment.summed_bytes(stage.trainable_bytes)
+            both = stage.deployment.summed_bytes(stage.trainable_bytes)
+            return -(-both // 2) if self.spec.homes else both
         if one.action.phase is not Phase.SEND:
             return 0
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)

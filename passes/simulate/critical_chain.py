@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdcompile.passes.simulate.clock import TimelineEvent
-from pdcompile.schedule import Action, Kind, Phase
+from pdcompile.schedule import Action, Phase
+from pdcompile.schedule.instruction import REPLICATED
 
 What = Literal["compute", "update", "link", "sum", "norms", "fill", "drain"]
 
@@ -96,7 +97,7 @@ def _what(event: TimelineEvent) -> _Key:
         return "compute", event.stage, ()
     if action.phase is Phase.SEND:
         return "link", -1, (event.rank, event.peer)
-    return ("sum", event.stage, ()) if action.kind is Kind.REDUCE else ("norms", -1, ())
+    return ("sum", event.stage, ()) if action.kind in REPLICATED else ("norms", -1, ())
 
 
 def _summed(parts: Sequence[tuple[_Key, float]]) -> tuple[Share, ...]:

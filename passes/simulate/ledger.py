@@ -138,8 +138,12 @@ class _StageLedger:
         self.owned = stage.trainable_bytes - self.copies
         older = self.spec.versions(self.index) - 1
         self.weights = stage.parameter_bytes + older * stage.trainable_bytes
-        self.state = math.floor(training.optimizer_factor * self.owned)
-        self.replica = self.spec.ranks[self.index].index(self.rank)
+        ranks = self.spec.ranks[self.index]
+        self.replica = ranks.index(self.rank)
+        updated = self.owned / len(ranks) if self.spec.homes else self.owned
+        if stage.home_bytes:
+            updated = stage.home_bytes[self.replica]
+        self.state = math.floor(training.optimizer_factor * updated)
         self.outputs[-1] = self.share(-1)  # there was a call before the first of these
         self.outgoing = [e for e, one in enumerate(self.plan.edges) if one.source == self.index]
         self._note()
@@ -175,6 +179,8 @@ class _StageLedger:
             self.buffers.add(self.spec.closing(self.index, at[0]))  # sums, of idle replicas too
             largest = max(BUCKET_BYTES, self.stage.largest_gradient_bytes)
             self._note(workspace=min(self.owned, largest))
+        elif action.kind is Kind.GATHER:  # packed, from the update until they have come
+            self.received += self.owned if action is Action.POST_GATHER else -self.owned
         elif action.phase in _TRANSFER:
             if one.peer == self.rank:
                 self._hand_over(one, at)

@@ -23,6 +23,7 @@ from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import NOT_CERTIFIED, Plan, StagePlan, Training
+from pdcompile.problem.deployment import balanced_homes
 from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
@@ -31,7 +32,7 @@ FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
 def plan_of_cut(
     graph: OpGraph,
     stage_of: Mapping[str, int],
-    speeds: Sequence[float],
+    ranks: Sequence[tuple[int, ...]],
     training: Training,
     cluster: Cluster,
     *,
@@ -41,8 +42,8 @@ def plan_of_cut(
 ) -> Plan:
     """The plan of ops on stages, without a forecast (the simulator adds it) and a certificate.
 
-    Stage s runs on rank s, with `speeds[s]`.  `parameter_bytes` of a stage includes buffers and
-    constants, which never train.
+    Stage s runs on `ranks[s]`, as fast as the slowest of them.  `parameter_bytes` of a stage
+    includes buffers and constants, which never train.
 
     Args:
         rehearsed: False leaves out what only rehearsals tell, bytes of a microbatch on a stage, of
@@ -52,39 +53,42 @@ def plan_of_cut(
     Raises:
         PlanError: an op is on an earlier stage than something it reads.
     """
-    last = len(speeds) - 1
+    last = len(ranks) - 1
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    edges = boundaries.edges(graph, stage_of, len(speeds), b)
+    edges = boundaries.edges(graph, stage_of, len(ranks), b)
     tied = boundaries.tied(graph, stage_of)
-    given = given_by(training, graph, stage_of, len(speeds))
+    given = given_by(training, graph, stage_of, len(ranks))
     kernels = Kernels.of_all(one.kind for one in cluster.devices)
     held: list[Rehearsal] = []
-    resident: Sequence[Resident | StagePlan] = [Resident(0, 0)] * len(speeds)
+    resident: Sequence[Resident | StagePlan] = [Resident(0, 0)] * len(ranks)
     if rehearsed:
         placed = [stage_of.get(op.name, last) for op in given.ops]  # of what was not planned, last
         held = rehearsals_of(
-            given, placed, len(speeds), b, keeps_outputs=training.keeps_outputs,
+            given, placed, len(ranks), b, keeps_outputs=training.keeps_outputs,
             backwards=training.kind.backwards, kernels=kernels,
         )  # fmt: skip
         if known is not None and known.rehearsed == _digest(held, known.stages):
             resident = known.stages
         else:
             resident = residents(given, b, held, progress)
-    ops: list[list[Op]] = [[] for _ in speeds]
+    ops: list[list[Op]] = [[] for _ in ranks]
     for op in graph.ops:
         ops[stage_of[op.name]].append(op)
     stages = tuple(
-        _stage(
-            given,
-            s,
-            ops[s],
-            speed,
-            resident[s],
-            {one.fqn for one in tied if s in one.stages[1:]},
-            training,
-            b if s == last else 0,
+        _at_speed(
+            _stage(
+                given,
+                s,
+                ops[s],
+                own,
+                resident[s],
+                {one.fqn for one in tied if s in one.stages[1:]},
+                training,
+                b if s == last else 0,
+            ),
+            min(cluster.devices[rank].speed for rank in own),
         )
-        for s, speed in enumerate(speeds)
+        for s, own in enumerate(ranks)
     )
     return Plan(
         fingerprint=fingerprint(graph, cluster),
@@ -176,13 +180,13 @@ def _stage(
     graph: OpGraph,
     index: int,
     ops: list[Op],
-    speed: float,
+    ranks: tuple[int, ...],
     resident: Resident | StagePlan,
     copies: set[str],
     training: Training,
     b: int,
 ) -> StagePlan:
-    """One stage.
+    """One stage, on ranks of speed 1.
 
     Args:
         copies: tied parameters that an earlier stage updates.
@@ -193,26 +197,42 @@ def _stage(
     parameters = {info.fqn: info for info in tensors if info.kind == "parameter"}
     trainable = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
     input_bytes, output_bytes = _caller_bytes(graph, ops, training, b)
-    owned = [  # in the order in which the optimizer gets them
-        trainable[fqn].bytes for fqn in graph.tensors if fqn in trainable and fqn not in copies
-    ]
+    owned = {  # in the order in which the optimizer gets them
+        fqn: trainable[fqn].bytes for fqn in graph.tensors if fqn in trainable and fqn not in copies
+    }
+    count = len(ranks) if training.updates == "home" else 1
+    homes = balanced_homes(owned, count)
+    updated = [[owned[fqn] for fqn in owned if homes[fqn] == home] for home in range(count)]
+    home_bytes = tuple(map(sum, updated))
     versions = training.kind.stream
     found = StagePlan(
         index=index,
         ops=tuple(op.name for op in ops),
         parameters=tuple(parameters),
-        ranks=(index,),
-        forward_seconds=sum(cost.forward_seconds for cost in costs) / speed,
-        backward_seconds=sum(cost.backward_seconds for cost in costs) / speed,
+        ranks=ranks,
+        forward_seconds=sum(cost.forward_seconds for cost in costs),
+        backward_seconds=sum(cost.backward_seconds for cost in costs),
         parameter_bytes=sum(info.bytes for info in tensors),
         trainable_bytes=sum(info.bytes for info in trainable.values()),
         largest_gradient_bytes=max((one.bytes for one in tensors if one.requires_grad), default=0),
-        step_bytes=training.step_bytes(owned),
-        update_seconds=training.update_seconds(sum(owned), versions=versions) / speed,
+        step_bytes=max(map(training.step_bytes, updated)),
+        update_seconds=training.update_seconds(max(home_bytes), versions=versions),
+        replicas=len(ranks),
+        home_bytes=home_bytes if count > 1 else (),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
     )
     return replace(found, **{name: getattr(resident, name) for name in _HELD})
+
+
+def _at_speed(stage: StagePlan, speed: float) -> StagePlan:
+    """A stage of speed 1 on ranks of another one."""
+    return replace(
+        stage,
+        forward_seconds=stage.forward_seconds / speed,
+        backward_seconds=stage.backward_seconds / speed,
+        update_seconds=stage.update_seconds / speed,
+    )
 
 
 def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int) -> tuple[int, int]:
@@ -240,7 +260,7 @@ def with_own_bytes(plan: Plan, graph: OpGraph, progress: Progress | None = None)
     """
     stage_of = {op.name: plan.stage_of.get(op.name, len(plan.stages) - 1) for op in graph.ops}
     made = plan_of_cut(
-        graph, stage_of, [1.0] * len(plan.stages), plan.training, plan.machines, known=plan,
+        graph, stage_of, plan.ranks, plan.training, plan.machines, known=plan,
         progress=progress,
     )  # fmt: skip
     notes = list(plan.notes)

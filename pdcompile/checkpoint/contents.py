@@ -182,8 +182,15 @@ class Contents(OptimizerStates):
 
     def _of_optimizer(self, stage: StageState, name: str) -> Tensor:
         ending, _ = HoldingKind.OPTIMIZER.value
-        files = self.manifest.stages[stage.stage].files
-        stored = next((file for file in files if file.ending == ending), None)
+        stored = next(  # of replicas that are homes each has a file
+            (
+                file
+                for file in self.manifest.stages[stage.stage].files
+                if str(file.ending).startswith(ending)
+                and self._placed.get((str(file.ending), name)) is file
+            ),
+            None,
+        )
         if stored is None:
             raise CheckpointError(f"{name} is in no file", where=str(self.place), remedy=ANOTHER)
         read = self._read.setdefault(stored.name, {})

@@ -101,6 +101,7 @@ def configure(
         sends_outputs=options.outputs in SENT,
         outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
+        updates=options.updates,
         parts=options.stage_parts,
         split=options.split if options.stage_parts != 1 else "",
     )

@@ -11,6 +11,7 @@ from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import chosen_schedule
 from pdcompile.options.table import ROWS
 from pdcompile.options.values import Finding, refuse
+from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS, find, flush_schedules
 
 
@@ -49,6 +50,9 @@ def _contradictions(options: Options) -> Iterator[Finding]:
     if options.plan is None and options.parts == 1 and options.split != "auto":
         message = f"split={options.split!r} divides nothing: a stage has one part"
         yield message, "say between how many ranks: parts=2 (--parts 2); or leave split out"
+    if options.updates == "home" and options.optimizer is None:
+        message = "updates='home' says who makes updates, and optimizer=None makes none"
+        yield message, "give optimizer=; or leave updates out"
     if options.allow_edited and options.sources is None:
         message = "allow_edited=True without sources= would have no effect"
         yield message, "give sources=, the folder that was edited"
@@ -80,6 +84,22 @@ def check_older_weights(schedule: str, *, updates: bool) -> None:
             f"schedule={schedule!r} computes gradients on older weights, which means nothing "
             "without updates",
             remedy=f"call step with an optimizer=, or use a flush schedule ({flush_schedules()})",
+        )
+
+
+def check_no_homes(plan: Plan, call: str) -> None:
+    """Refuse a call on gradients without an update where only homes get gradients.
+
+    Raises:
+        ConfigError: names the `call`.
+    """
+    replicated = any(stage.replicas > 1 for stage in plan.stages)
+    if replicated and plan.training.updates == "home":
+        raise ConfigError(
+            "with updates='home' the gradient of each parameter is on one replica alone, for the "
+            "update that `step` makes there",
+            where=call,
+            remedy="call step; or updates='every'",
         )
 
 

@@ -269,6 +269,17 @@ class MachineOptions:
         compared=True,
         flag=Flag("|".join(values.SPLITS), texts.words(*values.SPLITS)),
     )
+    updates: Literal["every", "home"] = option(
+        "every",
+        "Replicas of a stage that update its weights: every one of them; or each parameter at one, "
+        "its home, which alone has its optimizer state and gets its gradient, and sends the new "
+        "weights to the others (ZeRO-1); default: every.",
+        "Homes are balanced by bytes.  For `step` alone.",
+        check=one_of("every", "home"),
+        plan="training.updates",
+        compared=True,
+        flag=Flag("every|home", texts.words("every", "home")),
+    )
     memory: int | str | None = option(
         None,
         "Memory limit of every device, for example '16 GB' or '512 MiB'.",

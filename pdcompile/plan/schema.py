@@ -115,6 +115,7 @@ class StagePlan:
     forward_workspace_bytes: int = 0
     loose_bytes: int = 0  # of the saved ones: results that are held only until they are out
     freed_bytes: int = 0  # by how much a whole backward's peak is lower where they are out
+    home_bytes: tuple[int, ...] = ()  # of weights that each replica updates; empty: all of them
 
     @property
     def deployment(self) -> StageDeployment:
@@ -191,6 +192,8 @@ class Training:
     sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
     outputs_by_size: bool = False  # nobody named any: they are kept where they take little
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
+    #: who updates weights that replicas hold: each of them, or one, their home
+    updates: Literal["every", "home"] = "every"
     loss_scaling: bool = False  # losses are scaled for float16, and updates skipped (GradScaler)
     #: ranks that compute each microbatch of a stage together; of each stage where they are unlike
     parts: int | tuple[int, ...] = 1
@@ -286,6 +289,7 @@ class Plan:
             self.edges,
             self.tied,
             training.joint,
+            training.updates == "home",
         )
 
     @property

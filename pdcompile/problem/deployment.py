@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcompile.cluster import Amount, Link, ring_seconds
+
+
+def balanced_homes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Home of each parameter, one of so many, from its bytes: the largest first, each to the home
+    that has the least so far (Graham, 1969: at most one third above the best balance)."""
+    homes, held = dict[str, int](), [0] * count
+    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        homes[name] = held.index(min(held))
+        held[homes[name]] += sizes[name]
+    return homes
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,7 @@ class Setting:
     optimizer_factor: float = 2.0
     clipping: bool = False
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)  # as in the plan's training
+    homes: bool = False  # of updates are spread over replicas
 
     @property
     def scale(self) -> int:

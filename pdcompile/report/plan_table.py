@@ -66,6 +66,8 @@ def headline(plan: Plan) -> Text:
         text.append(", losses scaled for float16")
     if training.linear_lr_scaling:
         text.append(", learning rates in proportion to replicas")
+    if any(stage.home_bytes for stage in plan.stages):
+        text.append(", each weight updated by one replica")
     return text
 
 

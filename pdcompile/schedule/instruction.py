@@ -37,6 +37,7 @@ class Kind(IntEnum):
     CALL = 9  # which call this is: needs no header, it is one
     REDUCE = 10
     BUFFERS = 11
+    GATHER = 12
 
 
 class Action(StrEnum):
@@ -58,8 +59,10 @@ class Action(StrEnum):
     Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
     per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
     minibatch over the replicas of the stage; what the last backward before it completes may be
-    on its way already, and all is after it), POST_BUFFERS / WAIT_BUFFERS (between calls: the
-    buffers that training writes, over the replicas of the stage, which compare weights as well).
+    on its way already, and all is after it), POST_GATHER / WAIT_GATHER (where updates are made at
+    homes: the new weights of an update, from their homes to all replicas), POST_BUFFERS /
+    WAIT_BUFFERS (between calls: the buffers that training writes, over the replicas of the stage,
+    which compare weights as well).
     LOSS sums what the microbatches of a minibatch lost on a rank of the last stage; TELL_LOSS
     sends it to one other rank, HEAR_LOSS posts the receive, which the user waits for lazily.
     Replicas of the last stage send one part each; the loss is the sum.
@@ -96,6 +99,8 @@ class Action(StrEnum):
     WAIT_NORMS = "WAIT_NORMS", Phase.WAIT, Kind.NORMS
     POST_REDUCE = "POST_REDUCE", Phase.POST, Kind.REDUCE
     WAIT_REDUCE = "WAIT_REDUCE", Phase.WAIT, Kind.REDUCE
+    POST_GATHER = "POST_GATHER", Phase.POST, Kind.GATHER
+    WAIT_GATHER = "WAIT_GATHER", Phase.WAIT, Kind.GATHER
     POST_BUFFERS = "POST_BUFFERS", Phase.POST, Kind.BUFFERS
     WAIT_BUFFERS = "WAIT_BUFFERS", Phase.WAIT, Kind.BUFFERS
     LOSS = "LOSS", Phase.LOCAL, Kind.LOSS
@@ -125,7 +130,7 @@ TO_INPUTS = frozenset((Action.BACKWARD, Action.BACKWARD_INPUT))
 #: those that end a microbatch's backward on a stage
 TO_WEIGHTS = frozenset((Action.BACKWARD, Action.BACKWARD_WEIGHT))
 #: collectives of the replicas of a stage
-REPLICATED = (Kind.REDUCE, Kind.BUFFERS)
+REPLICATED = (Kind.REDUCE, Kind.BUFFERS, Kind.GATHER)
 #: what stages send each other: the edge field counts edges or tied parameters of the plan
 TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
 #: what devices send each other: values, gradients, sums, weights.  The rest is control: which call

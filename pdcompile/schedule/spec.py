@@ -73,6 +73,7 @@ class PipelineSpec:
     edges: tuple[Edge, ...]
     tied: tuple[TiedParameter, ...]
     clipping: bool
+    homes: bool = False  # of updates are spread over the replicas of a stage
 
     @property
     def kind(self) -> ScheduleKind:
@@ -132,6 +133,10 @@ class PipelineSpec:
         """Calls after which whose turn it is repeats on all stages, and programs with it."""
         return lcm(*map(self.group, range(len(self.ranks))))
 
+    def gathers(self, stage: int) -> bool:
+        """True if replicas of the stage get weights that others of them have updated."""
+        return self.homes and len(self.ranks[stage]) > 1
+
     def closing(self, stage: int, minibatch: int) -> int:
         """The last minibatch of those that one update takes: that update is named by it."""
         return minibatch + (-1 - minibatch) % self.group(stage)
@@ -184,19 +189,21 @@ class PipelineSpec:
         return self.clipping or tied or len(self.ranks[stage]) > 1
 
     def halfway(self, stage: int) -> int | None:
-        """The microbatch before whose forward tied weights of a stream have their late update.
+        """The microbatch before whose forward weights of a stream that come back, tied ones or
+        those from homes, have their late update.
 
         In the middle of a minibatch the new weights have as much time to come back to other stages
         as the sums had, and every stage has all gradients of the minibatch before.  None: the
-        stage holds no tied weights, each microbatch is a minibatch, or a replica without
+        stage holds no such weights, each microbatch is a minibatch, or a replica without
         microbatches, which adds to sums and norms no earlier than with its own update, may hold
         it up.
         """
         tied = {one for parameter in self.tied for one in parameter.stages}
-        if stage not in tied or not self.kind.stream or self.kind.updates_each:
+        alone = self.gathers(stage) and stage not in tied and not self.clipping
+        if not (alone or stage in tied) or not self.kind.stream or self.kind.updates_each:
             return None
         waited_for = range(len(self.ranks)) if self.clipping else tied
-        if any(len(self.ranks[one]) > 1 for one in waited_for):
+        if not alone and any(len(self.ranks[one]) > 1 for one in waited_for):
             return None
         held = (len(ranks) * (w + 1) for ranks, w in zip(self.ranks, self.warmup, strict=True))
         return max(self.num_microbatches // 2, *held)

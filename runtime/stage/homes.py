@@ -1,10 +1,12 @@
-"""Homes: parts of a stage that step parameters whole, where a step on slices is another one.
+"""Homes: the rank of a stage that steps a parameter, where not every rank does.
 
-The optimizer of the home has the whole parameter, and keeps its state; those of the other parts
-have one without memory in its place, so that groups are the same everywhere.  Slices stay where
-weights and gradients are.  An update brings both to the home, which has the whole while it steps,
-and takes back slices of the new weights: whatever else reads or writes slices, clips or keeps
-versions of them, need not know of homes.
+Among replicas it is the one that gets the sum of its gradients, and gives the others the new
+weights (`runtime.stage.replicas`).  Among parts it steps the parameter whole, where a step on
+slices is another one.  The optimizer of the home has the parameter, and keeps its state; those of
+the others have one without memory in its place, so that groups are the same everywhere.  Slices
+stay where weights and gradients are.  An update brings both to the home, which has the whole while
+it steps, and takes back slices of the new weights: whatever else reads or writes slices, clips or
+keeps versions of them, need not know of homes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.optimizers import make_optimizer, members
+from pdcompile.errors import ConfigError, some
 from pdcompile.runtime.state.model_state import State
 from pdcompile.units import format_bytes
 from pdcompile.weights.source import like
@@ -28,9 +31,10 @@ Pairs = Iterable[tuple[nn.Parameter, Tensor]]  # parameters and their gradients
 
 
 class Homes:
-    """The parameters of a pipeline that are stepped whole, and this process's part in it.
+    """The parameters of a pipeline that not every rank steps, and this process's part in it.
 
-    `of`: the part that is the home of each.  `wholes`: what the optimizer has in place of slices.
+    `of`: the part that is the home of each that is stepped whole.  `wholes`: what the optimizer has
+    in place of slices, and of parameters whose home is another replica.
     `stepping`: context of steps that the user makes, with gradients of these parameters.
     """
 
@@ -39,16 +43,27 @@ class Homes:
         stepping: Callable[[Iterable[str]], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self.of, self._state, self._stepping = of, state, stepping
-        self._slices = {fqn: one for fqn, one in state.named_parameters() if fqn in of}
+        held = {fqn: one for fqn, one in state.named_parameters() if one.requires_grad}
+        self._absent = {fqn for fqn in held if not state.updated_here(fqn)}
+        self._slices = {f: one for f, one in held.items() if f in of or f in self._absent}
         self._updating = False
-        here = self._gathered({fqn: own.data for fqn, own in self._slices.items()})
+        mine = {f: one.data for f, one in self._slices.items() if f not in self._absent}
+        here = self._gathered(mine)
         self.wholes: dict[str, nn.Parameter] = {}
         for fqn, own in self._slices.items():
-            absent = own.new_empty(state.whole_shape(fqn, own), device="meta")
+            shape = state.whole_shape(fqn, own) if fqn in of else own.shape
+            absent = own.new_empty(shape, device="meta")
             self.wholes[fqn] = cast(nn.Parameter, like(own, here.get(fqn, absent)))
 
     def __str__(self) -> str:
         here = sum(one.nbytes for fqn, one in self.wholes.items() if self.at_home(fqn))
+        if not self.of:
+            own = [one for fqn, one in self._state.named_parameters() if self.at_home(fqn)]
+            return (
+                f"the optimizer of this process steps {len(own)} parameters "
+                f"({format_bytes(sum(one.nbytes for one in own))}); {len(self._absent)} others are "
+                "stepped by other replicas"
+            )
         return (
             f"the optimizer steps {len(self.of)} parameters whole, each at one part of its stage "
             f"({format_bytes(here)} here): the forecast of memory has equal shares of their state, "
@@ -72,15 +87,17 @@ class Homes:
         return made
 
     def at_home(self, fqn: str) -> bool:
-        """True where this part steps a parameter: as its home, or as all parts step slices."""
+        """True where this process steps a parameter: as its home, or as all parts step slices."""
+        if fqn in self._absent:
+            return False
         beside = self._state.beside
         return beside is None or self.of.get(fqn, beside.part) == beside.part
 
     def own_values(self, fqn: str, values: dict[str, Any]) -> dict[str, Any]:
         """This process's part of the optimizer's state of a parameter."""
-        if fqn not in self.of:
-            return self._state.own_values(fqn, values)
-        return values if self.at_home(fqn) else {}
+        if not self.at_home(fqn):
+            return {}
+        return values if fqn in self.of else self._state.own_values(fqn, values)
 
     @contextmanager
     def update(self, gradients: Pairs) -> Iterator[Pairs]:
@@ -134,6 +151,13 @@ class Homes:
         def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
             if self._updating:
                 return step(*args, **kwargs)
+            if self._absent:
+                raise ConfigError(
+                    "with updates='home' this optimizer has only the parameters that this rank "
+                    f"updates, and {some([*self._absent])} are not among them",
+                    where="optimizer.step",
+                    remedy="leave updates to pipe.step(...); or updates='every'",
+                )
             given = {f: (own, own.grad) for f, own in slices.items() if own.grad is not None}
             with self._stepping(given), self.update(given.values()) as wholes:
                 for whole, gradient in wholes:

@@ -23,10 +23,13 @@ from pdcompile.position import Accumulated
 from pdcompile.runtime.device import Handle
 from pdcompile.runtime.stage.gradients import Gradients
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.reductions import Reduction, Sums
+from pdcompile.runtime.transport.reductions import Gathering, GroupSums, Reduction, Sums
 from pdcompile.schedule import Action
 
-OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)
+OF_REPLICAS = (
+    Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_GATHER, Action.WAIT_GATHER,
+    Action.POST_BUFFERS, Action.WAIT_BUFFERS,
+)  # fmt: skip
 
 
 class Replicas:
@@ -36,10 +39,15 @@ class Replicas:
     of its own.  Buffers that training writes are each replica's own until somebody else reads
     them: then those that differ become their mean where they are floating, the first replica's
     otherwise.  `written`: their names.  Gradients that wait for the others of their group are
-    summed with them, and `shown` until the next minibatch.
+    summed with them, and `shown` until the next minibatch.  `homes`: the replica that updates each
+    parameter and alone gets its sum; empty: all do.
     """
 
-    def __init__(self, sums: Sums, weights: StageWeights, written: Collection[str]) -> None:
+    def __init__(
+        self, sums: Sums, weights: StageWeights, written: Collection[str],
+        homes: Mapping[str, int], gathering: Sums | None = None,
+    ) -> None:  # fmt: skip
+        """`gathering`: a group of these ranks that brings new weights from their homes alone."""
         self.updates = True  # the user has the gradients, where not
         self._sums = sums
         self._weights = weights
@@ -48,7 +56,13 @@ class Replicas:
         self.shown: Gradients = {}
         #: names of tensors and a row of digests for each replica, by what waits, and minibatch
         self._digests: dict[tuple[Action, int], tuple[list[str], Handle]] = {}
-        self._gradients = Reduction(sums, {fqn: weights.master(fqn) for fqn in weights.owned})
+        own: dict[str, Tensor] = {fqn: weights.master(fqn) for fqn in weights.owned}
+        self._gathering: Gathering | None = None
+        apart: dict[str, int] = {}
+        if isinstance(gathering, GroupSums):  # in one process one update is all replicas'
+            apart = {fqn: homes[fqn] for fqn in own}
+            self._gathering = Gathering(gathering, own, apart)
+        self._gradients = Reduction(sums, own, apart)
         self._buffers = Reduction(sums, weights.buffers(written))
 
     def execute(self, action: Action, minibatch: int) -> None:
@@ -74,6 +88,12 @@ class Replicas:
             weights.run_hooks(minibatch, gradients, tied)
             if not self.updates:
                 weights.give_back(minibatch)
+        elif action is Action.POST_GATHER:
+            if self._gathering is not None:
+                self._gathering.post(number, self._updated(number))
+        elif action is Action.WAIT_GATHER:
+            if self._gathering is not None:
+                self._gathering.wait(number, self._updated(number))
         elif action is Action.POST_BUFFERS:
             held = weights.buffers(self._written)
             owned = weights.owned if self._sums.apart else ()
@@ -96,6 +116,11 @@ class Replicas:
                     held[fqn].copy_(total / replicas if _has_mean(held[fqn]) else total)
             if self._waits(minibatch):
                 self._bring_together(minibatch)
+
+    def _updated(self, number: int) -> dict[str, Tensor]:
+        """The weights that an update makes."""
+        weights = self._weights
+        return {fqn: weights.parameter(number + 1, fqn).data for fqn in weights.owned}
 
     def _waits(self, minibatch: int) -> bool:
         """True if gradients of this stage wait for others where a minibatch is the next."""
@@ -173,6 +198,8 @@ class Replicas:
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
             return self._gradients.ready(self._weights.update_of(minibatch))
+        if action is Action.WAIT_GATHER and self._gathering is not None:
+            return self._gathering.ready(self._weights.update_of(minibatch))
         if action is Action.WAIT_BUFFERS:
             _, told = self._digests[action, minibatch]
             waits = self._waits(minibatch)
@@ -184,6 +211,8 @@ class Replicas:
         """Forget what is in flight: the connections are about to close."""
         self._digests.clear()
         self._gradients.abandon()
+        if self._gathering is not None:
+            self._gathering.abandon()
         self._buffers.abandon()
 
 

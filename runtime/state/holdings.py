@@ -75,7 +75,7 @@ def stage_states(
     session: Session, minibatches: int, schedulers: Mapping[str, Any] | None = None
 ) -> list[tuple[StageState, dict[str, Tensor]]]:
     """State of each stage of which this process has the first replica, with the tensors of its
-    optimizer by the names that it has for them.
+    optimizer by the names that it has for them; of others that are homes, the optimizer's alone.
 
     Raises:
         CheckpointError: a value has no place in a file without code.
@@ -90,7 +90,10 @@ def stage_states(
         for name, its in (schedulers or {}).items()
     ]
     found = []
-    for worker in (worker for worker in session.workers if writes(session, worker)):
+    for worker in session.workers:
+        first, at_home = writes(session, worker), session.homes.at_home
+        if not (first or (session.world is not None and session.spec.gathers(worker.stage))):
+            continue
         stage, encoder, owned = worker.stage, Encoder(), worker.weights.owned
 
         def own(names: Sequence[str], stage: int = stage) -> tuple[str, ...]:
@@ -100,17 +103,20 @@ def stage_states(
         stored = [
             StoredGroup(own(one.names), encoder.encode(settings(v), f"groups/{n}"), one.kind)
             for n, (one, v) in enumerate(zip(groups, values, strict=True))
+            if first
         ]
         one = StageState(
             stage=stage,
-            trained=owned,
+            trained=owned if first else (),
             updates=minibatches // session.spec.group(stage),
             older=tuple(older_versions(session, stage, minibatches)),
             waiting=max((waiting[f].minibatches for f in owned if f in waiting), default=0),
             groups=tuple(stored),
-            state={f: encoder.encode(dict(state[f]), f) for f in own([*state])},
+            state={f: encoder.encode(dict(state[f]), f) for f in own([*state]) if at_home(f)},
             schedulers=tuple(
-                StoredScheduler(n, kind, tuple(map(own, held)), its) for n, kind, held, its in told
+                StoredScheduler(n, kind, tuple(map(own, held)), its)
+                for n, kind, held, its in told
+                if first
             ),
         )
         found.append((one, encoder.tensors))

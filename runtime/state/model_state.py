@@ -24,13 +24,27 @@ from pdcompile.hardware import devices
 from pdcompile.ir.records import TensorInfo
 from pdcompile.ir.stage_interface import holding_stages
 from pdcompile.options import Options
+from pdcompile.problem.deployment import balanced_homes
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.watch.same_model import allow_forward
+from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.warn import warn
 from pdcompile.weights.source import like, materialise, open_source, registered, set_tensor, slots
+
+
+def homes_of_replicas(
+    spec: PipelineSpec, infos: Mapping[str, TensorInfo], stages: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """The replica that updates each parameter, where not every one does."""
+    found = dict[str, int]()
+    for stage, ranks in enumerate(spec.ranks):
+        if spec.gathers(stage):
+            own = (f for f, i in infos.items() if i.requires_grad and stages[f][0] == stage)
+            found |= balanced_homes({fqn: infos[fqn].bytes for fqn in own}, len(ranks))
+    return found
 
 
 def check_state(
@@ -109,7 +123,8 @@ class State:
     """Tensors of the model by canonical FQN, as far as this process holds them.
 
     The first stage that holds a tensor owns it, and all of its replicas update it; `owned[r]`:
-    the trainable parameters of which rank r is the first owner.
+    the trainable parameters of which rank r is the first owner, or the home (`homes`: the replica
+    that updates each, where not all do).
     """
 
     def __init__(
@@ -132,8 +147,10 @@ class State:
         }
         mine = set(ranks)
         self._elsewhere = {f for f, holders in self._holders.items() if mine.isdisjoint(holders)}
+        self.homes = homes_of_replicas(compiled.stream.spec, self.infos, self.stages)
+        homes = {f: ranks[self.homes.get(f, 0)] for f, ranks in self._owners.items()}
         self.owned = [
-            [f for f, i in self.infos.items() if i.requires_grad and self._holders[f][0] == rank]
+            [f for f, i in self.infos.items() if i.requires_grad and homes[f] == rank]
             for rank in range(compiled.stream.spec.num_ranks)
         ]
         self.dtypes = {fqn: getattr(torch, info.dtype) for fqn, info in self.infos.items()}
@@ -184,6 +201,12 @@ class State:
             tensor = self.tensors[fqn]
             if not tensor.is_meta and fqn not in self._elsewhere:
                 tensor.data = self.own(fqn, tensor.data).clone()
+
+    def updated_here(self, fqn: str) -> bool:
+        """True if the optimizer of this process steps a parameter that the process owns."""
+        ranks = self._owners[fqn]
+        mine = [n for n, rank in enumerate(ranks) if rank in self._ranks]
+        return self.homes.get(fqn, mine[0] if mine else 0) in mine
 
     def owner(self, fqn: str) -> int:
         """The first stage that holds a tensor; stage 0 answers for those that none does."""

@@ -74,7 +74,7 @@ def save(
             deque(whole, 0)
             return {}
         with unwritten(written):
-            files = write_stages(written, identity, whole, states)
+            files = write_stages(written, identity, whole, states, session.replica)
         stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": generators}
 
@@ -95,17 +95,20 @@ def write_stages(
     identity: str,
     rows: Iterable[Row],
     states: Iterable[tuple[StageState, Mapping[str, Tensor]]],
+    replica: int = 0,
 ) -> Written:
-    """Write the files of what this process is to save.
+    """Write the files of what this process is to save, as this replica of its stages.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
     files = defaultdict[tuple[int, str], dict[str, Tensor]](dict)
     for state, of_optimizer in states:
-        files[state.stage, ""] = {}  # there in any case
+        if not replica:
+            files[state.stage, ""] = {}  # there in any case
         if of_optimizer:
-            files[state.stage, HoldingKind.OPTIMIZER.value[0]] = dict(of_optimizer)
+            ending = HoldingKind.OPTIMIZER.value[0] + f"-{replica:03d}" * (replica > 0)
+            files[state.stage, ending] = dict(of_optimizer)
     for row in rows:
         if row.owned:
             ending, key = row.holding.place
@@ -134,7 +137,11 @@ def _manifest(
     files: dict[int, list[Any]] = {}
     for stage, file in (one for part in parts for one in part["files"]):
         files.setdefault(stage, []).append(file)
-    told = {one["stage"]: one for part in parts for one in part["stages"]}
+    told: dict[int, Any] = {}
+    for one in (one for part in parts for one in part["stages"]):  # of homes more than one a stage
+        known = told.setdefault(one["stage"], one)
+        first, other = (known, one) if known["groups"] or known["trained"] else (one, known)
+        told[one["stage"]] = {**first, "state": {**first["state"], **other["state"]}}
     stages = [
         decode(StoredStage, {**one, "files": files[n]}, where=where, error=CheckpointError)
         for n, one in sorted(told.items())

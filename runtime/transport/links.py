@@ -187,7 +187,7 @@ def _peers(spec: PipelineSpec, stage: int, replica: int) -> Iterable[int]:
             yield spec.rank(hop.stage, turn)
 
 
-def unrecorded(begin: Callable[..., Any], flat: Tensor, *where: int) -> Any:
+def unrecorded(begin: Callable[..., Any], flat: Tensor, *where: Any) -> Any:
     """Begin a message or sum, and return its Work; torch's profiler does not hear of it.
 
     What it hears of the begin it wants to hear of the end too, which may come in a later call, when

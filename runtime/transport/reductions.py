@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import BroadcastOptions, ReduceOptions
 
 from pdcompile.eager.gradients import norm_of
 from pdcompile.eager.loss_scale import LossScale
@@ -50,17 +51,30 @@ class GroupSums:
         self._direct = direct
         self._next = ranks[(index + 1) % len(ranks)]  # asked where a group does not say who it was
 
-    def start(self, flat: Tensor) -> Handle:
+    def start(self, flat: Tensor, root: int | None = None) -> Handle:
         """Add this rank's part; `wait` returns the sum, which may be in host memory where the part
-        was not.  The same calls on every rank."""
+        was not; with a `root` there alone.  The same calls on every rank."""
+        if root is None:
+            return self._begun(flat, self._group.allreduce)
+        options = ReduceOptions()
+        options.rootRank = root
+        return self._begun(flat, self._group.reduce, options)
+
+    def spread(self, flat: Tensor, root: int) -> Handle:
+        """Give all ranks what the root has; others give a tensor like it."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self._begun(flat, self._group.broadcast, options)
+
+    def _begun(self, flat: Tensor, collective: Any, *options: Any) -> Handle:
         fetched = Fetched(self.device.place(flat)) if self._direct else self.device.fetch(flat)
         here = fetched.tensor
         real = torch.view_as_real(here) if here.is_complex() else here  # neither sums complex
-        begin = partial(fetched.then, partial(unrecorded, self._group.allreduce, real))
+        begin = partial(fetched.then, partial(unrecorded, collective, real, *options))
         try:
             return Working(begin, fetched, self._next)
         finally:
-            del begin  # see Working
+            del begin, collective  # see Working
 
     def abandon(self) -> None:
         """Let go of what was begun, so that connections can close."""
@@ -83,7 +97,7 @@ class LocalSums:
         self._board = board
         self._numbers = count()
 
-    def start(self, flat: Tensor) -> Handle:
+    def start(self, flat: Tensor, root: int | None = None) -> Handle:
         number = next(self._numbers)
         parts = self._board.setdefault(number, {})
         parts[self.index] = flat
@@ -114,16 +128,21 @@ Sums = GroupSums | LocalSums
 
 
 class Reduction:
-    """One replica's part in the sums of its stage, of tensors like these, which every one has."""
+    """One replica's part in the sums of its stage, of tensors like these, which every one has.
 
-    def __init__(self, sums: Sums, tensors: Mapping[str, Tensor]) -> None:
-        self._sums, self._device = sums, sums.device
+    `homes`: the replica that alone gets the sum of each; empty: all get all.
+    """
+
+    def __init__(
+        self, sums: Sums, tensors: Mapping[str, Tensor], homes: Mapping[str, int] | None = None
+    ) -> None:
+        self._sums, self._device, self._homes = sums, sums.device, homes or {}
         summed = {f: torch.uint8 if t.dtype is torch.bool else t.dtype for f, t in tensors.items()}
         self._like = {
             name: torch.empty_like(one, dtype=summed[name], device="meta")
             for name, one in tensors.items()
         }
-        self._buckets = _buckets(self._like)
+        self._buckets = _buckets(self._like, self._homes)
         self._posted: dict[int, list[Handle]] = {}
 
     def post(self, number: int, tensors: dict[str, Tensor]) -> None:
@@ -133,7 +152,8 @@ class Reduction:
         Raises ContractError for a sparse tensor.
         """
         self._posted[number] = [
-            self._sums.start(self._flat(bucket, tensors)) for bucket in self._buckets
+            self._sums.start(self._flat(bucket, tensors), self._homes.get(bucket[0]))
+            for bucket in self._buckets
         ]
 
     def _flat(self, bucket: Sequence[str], tensors: dict[str, Tensor]) -> Tensor:
@@ -164,6 +184,8 @@ class Reduction:
         for bucket, handle in zip(self._buckets, self._posted.pop(number), strict=True):
             flat = handle.wait()
             assert flat is not None
+            if self._homes.get(bucket[0], self._sums.index) != self._sums.index:
+                continue
             sizes = [self._like[name].numel() for name in bucket]
             present = self._device.fetch(flat[-len(bucket) :].real).wait()
             parts = torch.split(self._device.place(flat), [*sizes, len(bucket)])
@@ -177,18 +199,61 @@ class Reduction:
         self._sums.abandon()
 
 
-def _buckets(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names in the order in which backward ends with them, in runs of one dtype."""
+class Gathering:
+    """One replica's part in bringing tensors like these from their homes to all replicas."""
+
+    def __init__(
+        self, sums: GroupSums, tensors: Mapping[str, Tensor], homes: Mapping[str, int]
+    ) -> None:
+        self._sums, self._homes, self._buckets = sums, homes, _buckets(tensors, homes)
+        self._posted: dict[int, list[tuple[list[str], Handle]]] = {}
+
+    def post(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Give what this replica is the home of, and expect tensors like the others."""
+        self._posted[number] = [
+            (bucket, self._sums.spread(self._flat([tensors[n] for n in bucket], home), home))
+            for bucket in self._buckets
+            for home in (self._homes[bucket[0]],)
+        ]
+
+    def _flat(self, tensors: list[Tensor], home: int) -> Tensor:
+        if home == self._sums.index:
+            return torch.cat([one.detach().reshape(-1) for one in tensors])
+        return tensors[0].new_empty(sum(one.numel() for one in tensors))
+
+    def ready(self, number: int) -> bool:
+        return all(handle.ready() for _, handle in self._posted[number])
+
+    @torch.no_grad()
+    def wait(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of other homes."""
+        for bucket, handle in self._posted.pop(number):
+            flat = handle.wait()
+            assert flat is not None
+            if self._homes[bucket[0]] != self._sums.index:
+                parts = torch.split(flat, [tensors[name].numel() for name in bucket])
+                for name, part in zip(bucket, parts, strict=True):
+                    tensors[name].copy_(part.view(tensors[name].shape))
+
+    def abandon(self) -> None:
+        """Forget what is in flight: the connections are about to close."""
+        self._posted.clear()
+        self._sums.abandon()
+
+
+def _buckets(tensors: Mapping[str, Tensor], homes: Mapping[str, int]) -> list[list[str]]:
+    """Names in the order in which backward ends with them, in runs of one dtype and home."""
+    open_: dict[tuple[torch.dtype, int | None], tuple[list[str], int]] = {}
     found: list[list[str]] = []
-    taken = 0
     for name in reversed(list(tensors)):
         one = tensors[name]
-        full = taken + one.nbytes > BUCKET_BYTES
-        if not found or full or tensors[found[-1][0]].dtype != one.dtype:
-            found.append([])
-            taken = 0
-        found[-1].append(name)
-        taken += one.nbytes
+        kind = one.dtype, homes.get(name)
+        bucket, taken = open_.get(kind, ([], BUCKET_BYTES))
+        if taken + one.nbytes > BUCKET_BYTES:
+            bucket, taken = [], 0
+            found.append(bucket)
+        bucket.append(name)
+        open_[kind] = bucket, taken + one.nbytes
     return found
 
 

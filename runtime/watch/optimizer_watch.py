@@ -21,6 +21,7 @@ from pdcompile.eager.optimizers import all_step_hooks, make_optimizer, members
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.parts.shard import Shard
+from pdcompile.problem.deployment import balanced_homes
 from pdcompile.releases.torch_internals import global_step_hooks
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.homes import Homes
@@ -65,10 +66,10 @@ def homes_of(build: Any, state: State) -> dict[str, int]:
     found = set(stepped_whole(build, slices, wholes, shards)) if build is not None else set()
     homes, units = dict[str, int](), list[list[str]]()
     for names in state.owned:
-        apart: list[list[str]] = [[] for _ in range(1 if beside is None else beside.count)]
-        for fqn in sorted(found.intersection(names), key=lambda f: (-wholes[f].nbytes, f)):
-            min(apart, key=lambda of: sum(wholes[f].nbytes for f in of)).append(fqn)
-        homes |= {fqn: part for part, of in enumerate(apart) for fqn in of}
+        count = 1 if beside is None else beside.count
+        own = balanced_homes({fqn: wholes[fqn].nbytes for fqn in found.intersection(names)}, count)
+        homes |= own
+        apart = [[fqn for fqn in names if own.get(fqn) == part] for part in range(count)]
         units += [[fqn for fqn in names if fqn not in found], *apart]
     refuse_coupled(build, wholes, units, parts=beside is not None)
     return homes

@@ -59,8 +59,8 @@ def assembled(
     """The plan of a partition, without a forecast."""
     rows = zip(problem.items, partition.stage_of, strict=True)
     stage_of = {name: stage for item, stage in rows for name in item.ops}
-    speeds = [limits.speed for limits in problem.stages]
-    plan = plan_of_cut(graph, stage_of, speeds, training, cluster)
+    ranks = [(s,) for s in range(len(problem.stages))]
+    plan = plan_of_cut(graph, stage_of, ranks, training, cluster)
     return replace(plan, certificate=certificate)
 
 

@@ -36,6 +36,7 @@ def make_plan(
     depths: tuple[int, ...] | None = None,
     per_rank: int = 1,
     seconds: Sequence[tuple[float, float]] | None = None,
+    homes: bool = False,
     **stage: Any,
 ) -> Plan:
     """A chain of stages with F = 1 and B = 2 unless told otherwise; where each rank has several,
@@ -58,7 +59,10 @@ def make_plan(
     )
     if depths is None:
         depths = warmup(name, num_stages, num_microbatches, replicas, extra, placed)
-    training = Training(name, num_microbatches, num_microbatches, depths, max_grad_norm=clip)
+    training = Training(
+        name, num_microbatches, num_microbatches, depths, max_grad_norm=clip,
+        updates="home" if homes else "every",
+    )  # fmt: skip
     found = chain(num_stages) if edges is None else edges
     return Plan("hand-made", stages, found, tied, training, "", CERTIFICATE)
 
@@ -107,6 +111,7 @@ def plans(
         replicas=replicas,
         extra=draw(st.integers(0, 2)),
         per_rank=per_rank,
+        homes=bool(replicas) and not kind.updates_each and draw(st.booleans()),
     )
 
 
@@ -263,6 +268,8 @@ class Meaning:
             self.losses.append((minibatch, rank, me.forwards.pop(minibatch, ())))
         elif one.action.kind is Kind.LOSS:
             pass  # told to other ranks, which compute nothing from it
+        elif one.action in (Action.POST_GATHER, Action.WAIT_GATHER):
+            return self._gather(rank, one, minibatch)
         elif "REDUCE" in one.action or "NORMS" in one.action:
             return self._collective(rank, one, minibatch)
         elif kind == "POST":
@@ -351,6 +358,19 @@ class Meaning:
         if value is None:
             raise Broken("nothing to send")
         self.sent.setdefault(channel, []).append((family, one.edge, label, value))
+        return True
+
+    def _gather(self, rank: int, one: Instruction, minibatch: int) -> bool:
+        """What the update made is a part, until the parts of all replicas have come."""
+        given = self.collective.setdefault(("GATHER", one.stage, minibatch), {})
+        me = self.ranks[rank]
+        slot = me.steps % self.versions[one.stage]
+        if one.action is Action.POST_GATHER:
+            given[rank] = me.weights[slot]
+        elif len(given) < len(self.replicas[one.stage]):
+            return False
+        else:
+            me.weights[slot] = hash(("whole", minibatch, str(sorted(given.items()))))
         return True
 
     def _collective(self, rank: int, one: Instruction, minibatch: int) -> bool:

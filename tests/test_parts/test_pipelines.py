@@ -38,8 +38,7 @@ COMMON = """
 
 RANKS = """
     for kwargs in json.loads(sys.argv[1]):
-        if isinstance(kwargs["parts"], list):
-            kwargs["parts"] = tuple(kwargs["parts"])
+        kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
         name, clip = kwargs.pop("model", "gpt"), kwargs.get("max_grad_norm")
         model, (inputs, target) = model_of(name), batch_of(name)
         plain = copy.deepcopy(model)

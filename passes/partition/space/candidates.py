@@ -53,7 +53,7 @@ def holding(
     return Holding(
         kind.versions(depth, first),
         kind.gradient_buffers(depth, first, late=setting.clipping or option.replicas > 1),
-        setting.optimizer_factor,
+        setting.optimizer_factor / (option.replicas if setting.homes else 1),
         option.kept(in_flight),
         kind.slots(held, share),
         min(GRADIENT_SLOTS, in_flight),

@@ -357,7 +357,10 @@ def _least_share(
     for m, schedule, extra, used in () if space.placement else cases:
         if budget.late:
             return best, what, False
-        setting = Setting(schedule, m, extra, training.optimizer_factor, training.joint)
+        setting = Setting(
+            schedule, m, extra, training.optimizer_factor, training.joint,
+            homes=training.updates == "home",
+        )  # fmt: skip
         segments, seats = problems[m].segments, Seats(alike, tuple(range(used)))
         menu = tuple(StageDeployment(r, again) for r in space.counts(used))
         shares = Shares(

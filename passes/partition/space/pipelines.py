@@ -275,6 +275,7 @@ def simulated(found: Evaluation, candidate: Candidate, cluster: Cluster) -> Fore
         max_grad_norm=1.0 if setting.clipping else None,
         optimizer_factor=setting.optimizer_factor,
         step=setting.step,
+        updates="home" if setting.homes else "every",
     )
     merge = not any(level.latency_seconds for level in cluster.levels)
     plan = plan_of(found, training, merge=merge)

@@ -209,4 +209,7 @@ def settings(space: SearchSpace, training: Training, used: int) -> Iterator[Sett
         # whatever the warm-up is to be
         same = used == 1 or kind_of(schedule).warmup == "all" or space.placement
         for extra in space.extra_warmup[: 1 if same else None]:
-            yield Setting(schedule, m, extra, training.optimizer_factor, clips, training.step)
+            yield Setting(
+                schedule, m, extra, training.optimizer_factor, clips, training.step,
+                training.updates == "home",
+            )  # fmt: skip

@@ -74,7 +74,8 @@ class Trials:
         found, spent = evaluation(problem, self.cluster, candidate), defaultdict[int, float](float)
         stream = kind_of(candidate.setting.schedule).stream
         for s, ranks in enumerate(candidate.ranks):
-            once = self.training.update_seconds(found.trainable(s), versions=stream)
+            owned = found.trainable(s) // (len(ranks) if candidate.setting.homes else 1)
+            once = self.training.update_seconds(owned, versions=stream)
             for rank in ranks:
                 spent[rank] += once / self.cluster.devices[rank].speed
         return self._updates.setdefault(candidate, max(spent.values()))

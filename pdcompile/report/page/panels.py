@@ -18,6 +18,7 @@ from pdcompile.report.palette import MEMORY, WORK
 from pdcompile.report.plan_table import fullest, memory_table
 from pdcompile.report.timeline import Bar, Event, bars, duration, numbered
 from pdcompile.schedule import Kind, Phase
+from pdcompile.schedule.instruction import REPLICATED
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
 KINDS = tuple(WORK)
@@ -159,7 +160,7 @@ def traffic(plan: Plan, found: Simulation) -> dict[str, Any]:
             continue
         if event.action.phase is Phase.SEND:
             links[event.rank, event.peer].append(event)
-        elif event.action.kind is Kind.REDUCE and event.action.phase is Phase.POST:
+        elif event.action.kind in REPLICATED and event.action.phase is Phase.POST:
             sums[event.stage].append(event)
     rows = [_link(plan, ends, own, end - begin, steps) for ends, own in links.items()]
     rows += [_sums(plan, stage, own, end - begin, steps) for stage, own in sums.items()]

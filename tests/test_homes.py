@@ -1,0 +1,216 @@
+"""Updates at homes: each parameter is stepped by one of its stage's replicas (ZeRO-1)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pdcompile
+from examples.gpt import GPT, loss_fn
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
+from pdcompile.passes.check import check_programs
+from pdcompile.passes.planning.plan_check import check_plan
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan
+from pdcompile.problem import StageLimits
+from pdcompile.problem.deployment import balanced_homes
+from pdcompile.schedule import Action
+from tests.helpers.launch import processes
+from tests.helpers.schedules import make_plan, mutated
+from tests.test_check import programs_of
+from tests.test_parts.test_pipelines import COMMON, RANKS, agree, checkpoints_fit
+
+HOME = {"updates": "home", "microbatches": 4}
+
+
+def gpt(**options: Any) -> pdcompile.Pipeline:
+    torch.manual_seed(0)
+    ids = torch.randint(256, (8, 16))
+    return pdcompile.compile(
+        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
+        **{"microbatches": 4, "cluster": "1x4", "stages": 2, "replicas": 2, **options},
+    )  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 5))
+def test_homes_are_balanced(sizes: list[int], count: int) -> None:
+    named = {str(n): size for n, size in enumerate(sizes)}
+    homes = balanced_homes(named, count)
+    held = [sum(named[f] for f, home in homes.items() if home == h) for h in range(count)]
+    assert homes.keys() == named.keys()
+    assert max(held) <= sum(sizes) / count + (1 - 1 / count) * max(sizes)
+
+
+def test_the_ledger_has_the_optimizer_state_of_each_home() -> None:
+    plans = {updates: gpt(updates=updates).plan for updates in ("every", "home")}
+    for stage, other in zip(plans["home"].stages, plans["every"].stages, strict=True):
+        assert sum(stage.home_bytes) == stage.trainable_bytes - 65536 * stage.index  # the head
+        assert max(stage.home_bytes) <= 1.1 * sum(stage.home_bytes) / 2
+        assert other.home_bytes == ()
+        assert stage.update_seconds == pytest.approx(
+            other.update_seconds * max(stage.home_bytes) / sum(stage.home_bytes)
+        )
+        for rank, own in zip(stage.ranks, stage.home_bytes, strict=True):
+            assert plans["home"].ledgers[rank].optimizer_bytes == 2 * own
+            assert plans["every"].ledgers[rank].optimizer_bytes == 2 * sum(stage.home_bytes)
+
+
+def test_a_limit_on_memory_that_only_homes_keep() -> None:
+    options: dict[str, Any] = {"stages": 1, "replicas": 4, "memory": "2000 kB"}
+    with pytest.raises(InfeasibleError):
+        gpt(**options)
+    plan = gpt(**options, updates="home").plan
+    assert max(ledger.total_bytes for ledger in plan.ledgers) <= 2_000_000
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_a_flush_takes_as_long_and_sends_as_much(schedule: str) -> None:
+    """Half of an all-reduce is before the update, half after it."""
+    link = StageLimits(bytes_per_second=1.0)
+    found = [
+        simulate(
+            make_plan(schedule, 2, 4, replicas=(2, 2), homes=homes, trainable_bytes=8),
+            links=lambda *_: link,
+        ).forecast
+        for homes in (False, True)
+    ]
+    assert found[0].step_seconds == found[1].step_seconds
+    assert found[0].sent_bytes == found[1].sent_bytes
+
+
+def test_a_stream_hides_both_halves_behind_a_minibatch() -> None:
+    link = StageLimits(bytes_per_second=1.0)
+    plan = make_plan("2bw", 2, 16, replicas=(2, 2), homes=True, edges=(), trainable_bytes=16)
+    forecast = simulate(plan, links=lambda *_: link).forecast
+    assert forecast.step_seconds == 16 / 2 * 3  # compute alone: an all-reduce takes 16 s
+
+
+@pytest.mark.parametrize(
+    ("action", "to", "what"),
+    [(Action.WAIT_GATHER, -1, "before they have come from their homes"),
+     (Action.POST_GATHER, 0, "gives weights before their update")],
+)  # fmt: skip
+def test_weights_come_from_homes_in_time(action: Action, to: int, what: str) -> None:
+    plan = make_plan("2bw", 1, 4, replicas=(2,), homes=True)
+    programs = programs_of(plan, (4, 4, 4))
+    number, column = next(
+        (n, list(p.columns[0]))
+        for n, p in enumerate(programs)
+        if any(one.action is action for one in p.columns[0])
+    )
+    place = next(n for n, one in enumerate(column) if one.action is action)
+    one = column.pop(place)
+    column.insert(to if to >= 0 else len(column), one)
+    changed = [*programs]
+    changed[number] = mutated(programs[number], 0, column)
+    with pytest.raises(ScheduleError, match=what):
+        check_programs(plan, changed)
+
+
+def test_an_edited_share_of_a_home_is_refused() -> None:
+    pipe = gpt(updates="home")
+    plan, compiled = pipe.plan, pipe._running.compiled
+    first = replace(plan.stages[0], home_bytes=(1, 2))
+    edited = replace(plan, stages=(first, *plan.stages[1:]))
+    with pytest.raises(PlanError, match="home_bytes"):
+        check_plan(edited, compiled.capture.train, plan.machines)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"schedule": "stash", "microbatches": 1}, "an update averages a minibatch of each"),
+     ({"optimizer": None}, "optimizer=None makes none"),
+     ({"updates": "homes"}, "updates='homes'")],
+)  # fmt: skip
+def test_homes_that_cannot_be(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        gpt(**{"updates": "home", **options})
+
+
+def test_gradients_without_an_update_are_refused() -> None:
+    ids = torch.randint(256, (8, 16))
+    with pytest.raises(ConfigError, match="on one replica alone"):
+        gpt(updates="home").forward_backward(ids, target=ids)
+
+
+FAST = [
+    {**HOME, "replicas": 2, "stages": 2, "max_grad_norm": 0.5},
+    {**HOME, "replicas": 2, "stages": 2, "schedule": "2bw"},
+    {**HOME, "replicas": (3, 1), "schedule": "zb-h1"},
+    {**HOME, "replicas": 2, "parts": 2, "stages": 1, "max_grad_norm": 0.5},
+]
+
+
+def test_gpt_trains_at_homes_as_plain_pytorch(tmp_path: Path) -> None:
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(FAST)), len(FAST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw", "zb-v", "interleaved"])
+def test_homes_under_every_schedule(schedule: str, tmp_path: Path) -> None:
+    several = {"stages": 4} if schedule in ("zb-v", "interleaved") else {"stages": 2}
+    settings = [
+        {**HOME, "schedule": schedule, "replicas": 2, **several},
+        {**HOME, "schedule": schedule, "replicas": 2, "max_grad_norm": 0.5, **several},
+        {**HOME, "schedule": schedule, "replicas": 2, "recompute": True, **several},
+    ]
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+def test_homes_in_device_order(tmp_path: Path) -> None:
+    script = "import os\nos.environ['PDCOMPILE_TRANSPORT'] = 'ordered'\n"
+    settings = [{**HOME, "replicas": 2, "stages": 2, "schedule": name} for name in ("1f1b", "2bw")]
+    indented = "\n".join(f"    {line}" for line in script.splitlines())
+    run = processes(indented + COMMON + RANKS, 4, tmp_path, json.dumps(settings))
+    agree(run, len(settings))
+
+
+@pytest.mark.parametrize("optimizer", [
+    "adamw", pytest.param("muon", marks=pytest.mark.slow)
+])  # fmt: skip
+def test_checkpoints_from_homes_fit_any_other_plan(optimizer: str, tmp_path: Path) -> None:
+    at_home = {"updates": "home", "replicas": 2}
+    settings = [
+        {**at_home, "stages": 2}, {"stages": 4}, {**at_home, "stages": 1, "parts": 2},
+        {"replicas": 2, "stages": 2}, {**at_home, "stages": 2},
+    ]  # fmt: skip
+    checkpoints_fit(optimizer, settings, tmp_path)
+
+
+BYTES = """
+    import torch
+    import pdcompile
+    from examples.gpt import GPT, loss_fn
+
+    torch.manual_seed(0)
+    ids = torch.randint(256, (8, 16))
+    pipe = pdcompile.compile(
+        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
+        microbatches=4, replicas=2, stages=1, updates="home",
+    )
+    pipe.step(ids, target=ids)
+    states = pipe.optimizer.state.values()
+    held = sum(one.nbytes for of in states for one in of.values() if one.dim())
+    assert held == pipe.plan.ledgers[pipe.ranks[0]].optimizer_bytes, held
+    assert "stepped by other replicas" in pipe.explain()
+    try:
+        pipe.optimizer.step()
+    except pdcompile.PdcompileError as error:
+        assert "updates='home'" in str(error)
+        print("REFUSED")
+"""
+
+
+def test_optimizers_hold_what_the_ledger_says(tmp_path: Path) -> None:
+    run = processes(BYTES, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("REFUSED") == 2, run
