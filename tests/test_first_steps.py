@@ -145,7 +145,8 @@ def test_a_batch_passed_whole(whole: Any, remedy: str, first: bool) -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "message", "remedy"),
     [
-        (lambda out, y: (out - y).sum().item(), "returned a Python number", "without item()"),
+        (lambda out, y: (out - y).sum().item(), r"loss_fn reads .* \(item\)", "without item()"),
+        (lambda out, y: 1.0, "returned a Python number", "without item()"),
         (
             lambda out, y: float((out - y).sum()),
             r"loss_fn reads .* \(__float__\)",

@@ -21,9 +21,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_261,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_937),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_631),
-    "trace": (("passes/trace",), 6_815),
-    "costs": (("passes/costs", "passes/profile"), 3_553),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_630),
+    "trace": (("passes/trace",), 6_604),
+    "costs": (("passes/costs", "passes/profile"), 3_534),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_492,
@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_338,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_362),
-    "verify": (("passes/verify",), 1_537),
+    "verify": (("passes/verify",), 1_506),
     "parts": (("passes/parts", "pdcompile/parts"), 3_395),
     "runtime": (("runtime",), 9_417),
     "checkpoints and state": (

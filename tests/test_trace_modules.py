@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pdcompile.errors import InputError, TraceError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.trace import capture, trace
-from tests.helpers import models
+from tests.helpers import fidelity, models
 from tests.helpers.captures import captured, make, rows
 
 
@@ -243,7 +243,6 @@ def test_a_comparison_that_is_interrupted_leaves_the_model_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.comparison import steps
 
     model = models.mlp().eval()
     inputs, target = models.batch_for(model, 4)
@@ -255,7 +254,7 @@ def test_a_comparison_that_is_interrupted_leaves_the_model_as_it_was(
         assert model.training
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "differing", interrupted)
+    monkeypatch.setattr(fidelity, "differing", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        steps.differs(model, found, flat, layout)
+        fidelity.compare(model, found, flat, layout)
     assert not model.training, caught  # while somebody has the error

@@ -229,16 +229,16 @@ def _longest(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
     return self.lin(x) * (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
 
 
-def test_a_number_that_is_only_compared_is_not_captured() -> None:
+def test_a_number_that_is_only_compared_is_captured_and_checked() -> None:
     model, x = make(_longest), torch.randn(4, 3, 8)
-    graph = faithful(model, x, torch.tensor([1, 3, 2, 1])).train
-    assert len(_checks(graph)) == 2
+    with pytest.warns(UserWarning, match="it is 2 in the example"):
+        graph = faithful(model, x, torch.full((4,), 2)).train
     module = graph.to_module(model)
-    lengths = torch.tensor([2, 2, 1, 1])
-    assert torch.equal(module(x, lengths), model(x, lengths))
-    for wrong in (4, 0):
-        with pytest.raises(InputError, match="ValueError"):
-            module(x, torch.full((4,), wrong))
+    assert torch.equal(module(x, torch.tensor([2, 2, 1, 1])), model(x, torch.tensor([2, 2, 1, 1])))
+    with pytest.raises(InputError, match="this value is 2"):
+        module(x, torch.full((4,), 3))
+    with pytest.raises(TraceError, match="not the same for all samples of the example"):
+        captured(model, x, torch.tensor([1, 3, 2, 1]))
 
 
 def test_a_number_of_the_inputs_is_captured_and_checked() -> None:

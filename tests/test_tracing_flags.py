@@ -14,7 +14,6 @@ import torch
 import pdcompile
 from pdcompile.batch import example_call
 from pdcompile.driver import build
-from pdcompile.errors import InputError
 from pdcompile.options import Options
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt as attempts
@@ -69,15 +68,12 @@ def test_without_a_mask_the_short_cut_is_eagers(use_cache: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_mask_of_ones_is_captured_as_eager_takes_it_and_no_other() -> None:
+def test_a_mask_of_ones_is_captured_for_others_too() -> None:
     model = grouped(use_cache=True)
     pipe = compiled(model)
-    assert differing(pipe, model, batch()) == []
-    if GENERAL_PATH in pipe.explain():  # on processors whose kernels round alike for ones
-        differing(pipe, model, batch(masked=2))
-        return
-    with pytest.raises(InputError, match="an example in which it varies"):
-        pipe.step(**batch(masked=2))
+    for call in (batch(), batch(masked=2)):
+        differing(pipe, model, call)
+    assert GENERAL_PATH in pipe.explain()
 
 
 @pytest.mark.slow
@@ -134,9 +130,6 @@ def test_the_question_is_put_back_as_it_was() -> None:
     with Unknown(tape).around():
         assert import_utils.is_fake_tensor(fake)
         assert findings.asked_of_inputs
-    tape.assumed = Assumptions(hides_tracing=True)
-    with Unknown(tape).around():
-        assert not import_utils.is_fake_tensor(fake)
     assert import_utils.is_fake_tensor is plain
 
 

@@ -45,11 +45,10 @@ def _convolved(
     if name.startswith("Slow"):
         return _columns(name, given, weights, out, how, wanted)
     x, w, y = (int(one.nbytes) for one in (given, weights, out))
-    summed = _summed(given, weights, out, how) if wanted is not None and wanted[1] else 0
     if layout is not torch.contiguous_format:  # only weights are copied, and what is laid out else
         copied = [one for one in (given, weights) if not one.is_contiguous(memory_format=layout)]
         again = sum(int(one.nbytes) for one in copied)
-        return again + max(2 * w if wanted is not None and wanted[1] else w, summed)
+        return again + (2 * w if wanted is not None and wanted[1] else w)
     # The gradient of what a strided window has read is copied twice; so is a transposed result.
     strided = 2 if max(how[0]) > 1 and how[5] == 1 else 1
     if wanted is None:
@@ -57,25 +56,7 @@ def _convolved(
     made = x * (1 if how[3] else strided)
     if not wanted[1]:
         return max(y + w, made)
-    return max(x + y, w, made - w if wanted[0] else 0, summed)
-
-
-def _summed(given: Tensor, weights: Tensor, out: Tensor, how: list[Any]) -> int:
-    """Bytes of oneDNN's kernel for gradients of weights where AVX2 has none made to measure, as
-    AVX-512 has: dilated windows, three dimensions, and windows higher than the image.
-
-    Each thread has the columns of one sample (of one slice of it) and four sums.
-    """
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        return 0
-    _, _, dilation, transposed, *_ = how
-    window, image = weights.shape[2:], (out if transposed else given).shape[2:]
-    outside = len(window) == 2 and window[0] > image[0]
-    if math.prod(window) == 1 or not (outside or len(window) == 3 or max(dilation) > 1):
-        return 0
-    read = (given if transposed else out).shape[2:]
-    columns = int(weights[0].numel()) * math.prod(read[-2:]) * weights.itemsize
-    return (columns + 4 * int(weights.nbytes)) * torch.get_num_threads()
+    return max(x + y, w, made - w if wanted[0] else 0)
 
 
 def _columns(

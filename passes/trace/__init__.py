@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
 from pdcompile.passes.trace.batch_sizes import fails_as_microbatch, warn_of_one_size
-from pdcompile.passes.trace.comparison.steps import differs
 from pdcompile.passes.trace.constants import demanded
 from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
@@ -118,7 +116,7 @@ def capture(
             raise
         raise told from error
     if any(recording.findings.asked_of_inputs for recording in attempts.recordings):
-        found, attempts = _where_paths_differ(subject, start, found, attempts)
+        found = _with_graphs(found, lambda one: replace(one, notes=(*one.notes, GENERAL_PATH)))
     warn_of(subject, attempts.assumed.opaque)
     findings = [recording.findings for recording in attempts.recordings]
     _warn_of_values(findings)
@@ -139,21 +137,6 @@ def _with_graphs(found: Capture, change: Callable[[OpGraph], OpGraph]) -> Captur
     return replace(found, train=change(found.train), eval=change(found.eval))
 
 
-def _where_paths_differ(
-    subject: Subject, start: Assumptions, found: Capture, attempts: Attempts
-) -> tuple[Capture, Attempts]:
-    """The capture on the path that eager takes; else the general one, with a note."""
-    if not _differs(subject, found):
-        return _noted(found), attempts
-    others = Attempts(subject)
-    with suppress(TraceError):
-        short = settled_on(others, replace(start, hides_tracing=True))
-        smaller = set(others.assumed.opaque) <= set(attempts.assumed.opaque)
-        if smaller and not _differs(subject, short):
-            return short, others
-    return _noted(found), attempts
-
-
 def _of_the_microbatch(subject: Subject, error: ForwardRaised) -> TraceError:
     """The error to report for what forward raised; the size of a microbatch may be its cause."""
     if subject.size == subject.layout.size or not subject.layout.splits:
@@ -163,22 +146,6 @@ def _of_the_microbatch(subject: Subject, error: ForwardRaised) -> TraceError:
     except TraceError as other:
         return other if isinstance(other, ForwardRaised) else error
     return fails_as_microbatch(subject.size, subject.flat, subject.layout, error)
-
-
-def _noted(found: Capture) -> Capture:
-    return _with_graphs(found, lambda graph: replace(graph, notes=(*graph.notes, GENERAL_PATH)))
-
-
-def _differs(subject: Subject, found: Capture) -> bool:
-    """True if graph and eager differ on one sample."""
-    model, call, single = subject.model, subject.flat, subject.layout
-    if single.splits:
-        size = 1 if found.train.sizes.holds(1) else found.train.batch_size
-        call, single = subject.call(size), replace(single, size=size)
-    origin = Origin(loss_fn=subject.loss_fn, autocast=subject.autocast)
-    found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
-    real = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    return real and differs(model, found, call, single)
 
 
 def _warn_of_values(findings: Sequence[Findings]) -> None:

@@ -51,8 +51,6 @@ class Assumptions:
     sizes_vary: modes in which sizes that depend on values are made up.
     refusal: the refusal that led to made-up sizes.
     one_size: the capture may be for the microbatch size alone.
-    hides_tracing: libraries that ask whether they are traced hear no, so that they look into their
-        inputs for a short cut as eager does; the capture then holds for the example.
     drawing: functions that draw from numpy's or Python's generator: (module, name in it).
     """
 
@@ -63,7 +61,6 @@ class Assumptions:
     sizes_vary: frozenset[bool] = frozenset()
     refusal: SizeByValues | None = None
     one_size: bool = False
-    hides_tracing: bool = False
     drawing: frozenset[tuple[str, str]] = frozenset()
 
 

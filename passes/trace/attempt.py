@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -60,7 +60,7 @@ class Attempts:
         self._subject = subject
         self._size = subject.size
         self._recordings: dict[Kind, Recording] = {}
-        self._recorded_for: tuple[Any, ...] = ()
+        self._recorded_for: tuple[str, ...] | None = None
         self._reads: AttributeReads
         self.assumed = Assumptions()  # of the last attempt
 
@@ -72,7 +72,7 @@ class Attempts:
             TraceError: it is refused under any assumptions.
         """
         self.assumed = assumed
-        recorded_for = tuple(assumed.opaque), assumed.hides_tracing
+        recorded_for = tuple(assumed.opaque)
         if recorded_for != self._recorded_for:
             self._recorded_for = recorded_for
             self._recordings.clear()

@@ -205,7 +205,7 @@ class Comparison:
         makers = [op for op in step.graph.ops if first.name in (op.name, *op.used_tensors)]
         where = makers[-1].source if makers else None
         with self._around(step.graph):
-            again = recorded(step, step.eager)
+            again = recorded(step)
         if again is not None and not any(differing(again, got, exact=self.exact)):
             raise AsksForGradients(f"{first.what} {first.name!r}", where)
         return [f"{op.name} ({op.target}) at {op.source}, in the capture" for op in makers[-1:]]

@@ -2,7 +2,7 @@
 
 A pipeline computes the same as gradient accumulation.  That is the gradient of the full batch only
 where the loss is linear in the batch and has the right weights: both are computed here in plain
-PyTorch, with dropout off, and the cause is named where it is known.
+PyTorch, in evaluation mode, and the cause is named where it is known.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
 from pdcompile.batch.step_result import own_loss
-from pdcompile.eager.randomness import is_random_function, preserved_rng
+from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError, some
+from pdcompile.hardware import devices
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.trace.python_state import preserved_state
 from pdcompile.plan import Training
-from pdcompile.releases.torch_internals import BatchNorm
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
 
@@ -116,29 +114,26 @@ def _gaps(
 
 
 def _gradient(model: nn.Module, call: FlatCall, loss_fn: Any) -> dict[str, Tensor]:
-    """The gradient of each parameter, without dropout, and with the running statistics of batch
-    norm: those of a microbatch are another matter."""
-    device = next((p.device for p in model.parameters()), None)
+    """The gradient of each parameter in evaluation mode: without dropout, and with the running
+    statistics of batch norm, as those of a microbatch are another matter."""
+    device = next((p.device for p in model.parameters()), devices.HOST)
     args, kwargs, target = call.unflatten(call.copied_leaves())
-    with preserved_rng(device), preserved_state(model, True):
+    on_host = devices.is_host(device)
+    generator = torch.default_generator if on_host else devices.generator(device)
+    with preserved_rng(device), preserved_state(model, False), torch.enable_grad():
         model.zero_grad(set_to_none=True)
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.dropout = 0.0
-            elif isinstance(module, BatchNorm) and module.running_mean is not None:
-                module.training = False  # takes its running statistics
-        with _NoDropout() as mode, torch.enable_grad():
-            try:
-                output = model(*args, **kwargs)
-                loss = loss_fn(output, target) if loss_fn else own_loss(output)
-                if loss is None or not loss.requires_grad:
-                    raise NotComparable("the model has no loss to differentiate")
-                if mode.drawn:
-                    raise NotComparable(f"{mode.drawn} draws random numbers")
-                loss.backward()
-            except (PdcompileError, RuntimeError, ValueError, IndexError) as error:
-                first = (str(error).splitlines() or [""])[0]
-                raise NotComparable(f"the model fails on it ({first})") from error
+        state = generator.get_state()
+        try:
+            output = model(*args, **kwargs)
+            loss = loss_fn(output, target) if loss_fn else own_loss(output)
+            if loss is None or not loss.requires_grad:
+                raise NotComparable("the model has no loss to differentiate")
+            if not torch.equal(state, generator.get_state()):
+                raise NotComparable("the model draws random numbers in evaluation too")
+            loss.backward()
+        except (PdcompileError, RuntimeError, ValueError, IndexError) as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise NotComparable(f"the model fails on it ({first})") from error
         found = {}
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
@@ -146,32 +141,6 @@ def _gradient(model: nn.Module, call: FlatCall, loss_fn: Any) -> dict[str, Tenso
                 dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
                 found[name] = torch.view_as_real(dense) if dense.is_complex() else dense
         return found
-
-
-class _NoDropout(TorchFunctionMode):
-    """Switches dropout off; `drawn` names another function that drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn = ""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            elif "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        elif name == "multi_head_attention_forward":
-            kwargs["training"] = False
-        elif is_random_function(func) and not name.endswith(("lstm", "gru", "rnn_tanh")):
-            self.drawn = self.drawn or name
-        return func(*args, **kwargs)
 
 
 def _places(gradient: Tensor) -> Tensor:

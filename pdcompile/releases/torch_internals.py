@@ -127,7 +127,6 @@ def flex_attention_uncompiled() -> AbstractContextManager[Any]:
 
 MODULE_MOVE: Place = (nn.Module, "_apply")  # of ``module.to(…)`` and its like
 DropoutNd: type[nn.Module] = nn.modules.dropout._DropoutNd
-BatchNorm = nn.modules.batchnorm._BatchNorm
 
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
 

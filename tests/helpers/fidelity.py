@@ -7,6 +7,7 @@ too, and nothing of `CapturedModule` runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -16,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.eager.autocast import autocast_region
-from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.eager.autocast import autocast_region, regions_of
+from pdcompile.eager.randomness import DrawScope, preserved_rng, reseed, seed_of
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
+from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.execution import Lookup, _modes, _region, bound, materialise
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
 from pdcompile.passes.trace.comparison.step_values import differing
-from pdcompile.passes.trace.comparison.steps import Step, eager_values, step_of
+from pdcompile.passes.trace.comparison.steps import Step, eager_values
+from pdcompile.passes.trace.python_state import preserved_state
 from pdcompile.passes.trace.subject import device_of
 
 
@@ -44,6 +47,21 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
             exact = devices.is_host(device_of(model, flat))
             for kind, name, _ in differing(eager, found, exact=exact):
                 raise VerifyError(f"graph and model differ in {kind} {name!r}", remedy="find out")
+
+
+@contextmanager
+def step_of(
+    model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout
+) -> Iterator[Step]:
+    """A step of the graph's mode, which the model is in meanwhile; it is left as it was."""
+    origin = graph.origin or Origin()
+    device = device_of(model, flat)
+    regions = regions_of(origin.autocast, device)
+    with preserved_rng(device), preserved_state(model, graph.training), regions:
+        yield Step(
+            model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
+            outputs_backward=True,
+        )  # fmt: skip
 
 
 def captured(step: Step) -> tuple[dict[str, Any], Tensor | None]:

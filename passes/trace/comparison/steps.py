@@ -1,34 +1,28 @@
-"""One step of the model in plain PyTorch, or of its graph as a module, on the same tensors.
+"""One step of the model in plain PyTorch.
 
-Compared with stages, every draw has a stream of its own (`pdcompile.eager.randomness`), as stages
-have them.  A graph draws from one generator in the model's order.
+Every draw has a stream of its own (`pdcompile.eager.randomness`), as stages have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pdcompile.batch import BatchLayout, FlatCall, output_leaves
-from pdcompile.eager.autocast import autocast_region, region_dtype, regions_of
-from pdcompile.eager.randomness import DrawScope, preserved_rng
+from pdcompile.batch import FlatCall, output_leaves
+from pdcompile.eager.autocast import autocast_region, region_dtype
+from pdcompile.eager.randomness import DrawScope
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.hardware import devices
-from pdcompile.ir.captured_module import CapturedModule, Origin
-from pdcompile.ir.graph import Capture, LeftOut, OpGraph, Ref, leaves
-from pdcompile.passes.trace.comparison.step_values import StepValues, differing
-from pdcompile.passes.trace.python_state import kept_buffers, preserved_state
-from pdcompile.passes.trace.subject import device_of
+from pdcompile.ir.graph import LeftOut, OpGraph, Ref, leaves
+from pdcompile.passes.trace.comparison.step_values import StepValues
+from pdcompile.passes.trace.python_state import kept_buffers
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.plan import TiedParameter
 from pdcompile.reference.tied_uses import TiedUses
-from pdcompile.releases.torch_internals import flex_attention_uncompiled
 
 Outputs: TypeAlias = dict[str, Any]
 Loss: TypeAlias = Tensor | None
@@ -102,26 +96,15 @@ class Step:
         with uses.of_minibatch():
             return self._run(uses, DrawScope(self.model, self.seed, self.minibatch, 0))
 
-    def plain(self, *, captured: bool = False) -> tuple[Outputs, Loss]:
-        """Runs the model, or its graph as a module, on the generators as they are, which stay so;
-        returns and raises as `eager`."""
-        graph = CapturedModule(self.graph, None, self.model) if captured else None
-        with preserved_rng(device_of(self.model, self.call)), flex_attention_uncompiled():
-            return self._run(TiedUses(self.model, ()), None, graph)
-
-    def _run(
-        self, uses: TiedUses, scope: DrawScope | None, graph: CapturedModule | None = None
-    ) -> tuple[Outputs, Loss]:
-        module, what = (self.model, "the model") if graph is None else (graph, "its graph")
+    def _run(self, uses: TiedUses, scope: DrawScope) -> tuple[Outputs, Loss]:
         args, kwargs, target = self.call.unflatten(self.call.copied_leaves())
-        with scope or nullcontext():
-            with autocast_region(self.autocast), _runs(what), uses.forward():
-                output = module(*args, **kwargs)
+        with scope:
+            with autocast_region(self.autocast), _runs(), uses.forward():
+                output = self.model(*args, **kwargs)
             outputs = self._named(output_leaves(output))
             loss = outputs.get(self.graph.loss or "")
             if (loss_fn := self.loss_fn) is not None:
-                naming = nullcontext() if scope is None else scope.loss()
-                with naming, autocast_region(self.autocast), _runs(what), uses.loss():
+                with scope.loss(), autocast_region(self.autocast), _runs(), uses.loss():
                     loss = loss_fn(output, target)
         try:
             self._backward(scope, outputs, loss)
@@ -142,13 +125,13 @@ class Step:
             if not isinstance(place, LeftOut)
         }
 
-    def _backward(self, scope: DrawScope | None, outputs: Outputs, loss: Loss) -> None:
+    def _backward(self, scope: DrawScope, outputs: Outputs, loss: Loss) -> None:
         roots: list[Any] = [loss]
         if loss is None and self.outputs_backward:
             roots = list(outputs.values())
         tensors = [root for root in roots if isinstance(root, Tensor) and root.requires_grad]
         if self.graph.training and tensors:
-            backward = scope.backward if scope and scope.draws else torch.autograd.backward
+            backward = scope.backward if scope.draws else torch.autograd.backward
             backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 
@@ -157,7 +140,7 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _runs(what: str) -> Iterator[None]:
+def _runs() -> Iterator[None]:
     """Raises failures of the user's code as ModelFails, with the user's line."""
     try:
         yield
@@ -165,60 +148,20 @@ def _runs(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelFails(
-            f"{what} itself fails on these inputs: {type(error).__name__}: {error}",
+            f"the model itself fails on these inputs: {type(error).__name__}: {error}",
             where=source_of_traceback(error),
             remedy="run the model once without pdcompile",
         ) from error
 
 
-def differs(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
-    """True if a graph and eager differ in a microbatch, in one of both modes, with equal random
-    streams: in outputs, the loss, the gradient of a parameter or a buffer.
-
-    Compared bit for bit, on a GPU up to the rounding of sums without a fixed order.  The model and
-    the generators are left as they were.
-    """
-    try:
-        for graph in (capture.train, capture.eval):
-            with step_of(model, graph, flat, layout) as step:
-                eager, _ = eager_values(step, step.plain)
-                found = step.values(partial(step.plain, captured=True))
-                exact = devices.is_host(device_of(model, flat))
-                if any(differing(eager, found, exact=exact)):
-                    return True
-    except VerifyError:
-        return True
-    return False
-
-
-@contextmanager
-def step_of(
-    model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout
-) -> Iterator[Step]:
-    """A step of the graph's mode, which the model is in meanwhile; it is left as it was."""
-    origin = graph.origin or Origin()
-    device = device_of(model, flat)
-    regions = regions_of(origin.autocast, device)
-    with preserved_rng(device), preserved_state(model, graph.training), regions:
-        yield Step(
-            model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
-            outputs_backward=True,
-        )  # fmt: skip
-
-
-def eager_values(
-    step: Step, run: Callable[[], Any] | None = None
-) -> tuple[StepValues, ModelFails | None]:
+def eager_values(step: Step) -> tuple[StepValues, ModelFails | None]:
     """Values that the model leaves behind; where it fails under no_grad, that failure and those of
     a run that autograd records, as a graph and stages record what forward differentiates.
-
-    `run`: runs the model; None: `Step.eager`.
     """
-    run = run or step.eager
     try:
-        return step.values(run), None
+        return step.values(step.eager), None
     except ModelFails as failed:
-        if (found := recorded(step, run)) is None:
+        if (found := recorded(step)) is None:
             raise
         return found, failed
 
@@ -237,11 +180,11 @@ class AsksForGradients(VerifyError):
         )
 
 
-def recorded(step: Step, run: Callable[[], Any]) -> StepValues | None:
+def recorded(step: Step) -> StepValues | None:
     """Evaluation of the model while autograd records; None in training, or where that fails."""
     if step.graph.training:
         return None
     try:
-        return step.values(run, gradients=True)
+        return step.values(step.eager, gradients=True)
     except VerifyError:  # the error that is told is the first one
         return None

@@ -5,7 +5,7 @@ from pdcompile.passes.trace.interceptors.flex_attention import FlexAttention
 from pdcompile.passes.trace.interceptors.generators import Arrays, Generators, PythonRng
 from pdcompile.passes.trace.interceptors.module_ops import ArgumentNames, LeafModules, OpaqueCalls
 from pdcompile.passes.trace.interceptors.process_state import ProcessState, TracingFlags
-from pdcompile.passes.trace.interceptors.properties import Properties, UnchangedTensors
+from pdcompile.passes.trace.interceptors.properties import Properties, UnmovedModules
 from pdcompile.passes.trace.interceptors.size_reads import SizeReads
 from pdcompile.passes.trace.interceptors.value_reads import ValueReads
 
@@ -20,7 +20,7 @@ INTERCEPTORS = (
     SizeReads,
     Properties,
     ValueReads,
-    UnchangedTensors,
+    UnmovedModules,
     Arrays,
     TracingFlags,
     ProcessState,

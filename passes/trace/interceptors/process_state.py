@@ -102,7 +102,7 @@ class TracingFlags(Interceptor):
     nothing masked; attention with fewer key than query heads then runs another kernel, whose
     gradients are rounded differently.  A tensor that depends on constants alone can be read while
     recording, so the answer for it is no.  For one that depends on the inputs it is yes: that
-    general path holds for all inputs, and is kept unless the capture is found to differ from eager.
+    general path holds for all inputs, up to rounding where eager takes the short cut.
     """
 
     @contextmanager
@@ -115,7 +115,7 @@ class TracingFlags(Interceptor):
             if not plain(x) or self._is_constant(x):
                 return False
             tape.fakes.findings.asked_of_inputs = True
-            return not tape.assumed.hides_tracing
+            return True
 
         places = () if plain is None else ((module, QUESTION, is_fake_tensor),)
         # The tape is no part of the answer: modules of torch that are imported meanwhile keep it.

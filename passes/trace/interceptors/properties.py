@@ -1,11 +1,8 @@
-"""Properties of tensors: reading a tensor is an op; only requires_grad may be set.
-
-Writes that change nothing are left out.
-"""
+"""Properties of tensors: reading a tensor is an op; only requires_grad may be set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,21 +54,11 @@ class Properties(Interceptor):
         return tensor
 
 
-_BY_ONE = frozenset(("mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__",
-                     "__itruediv__", "pow_"))  # fmt: skip
-
-
-class UnchangedTensors(Interceptor):
-    """Leaves out writes that change nothing."""
-
-    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        return args[0] if _writes_nothing(func, args, kwargs) else proceed(func, args, kwargs)
+class UnmovedModules(Interceptor):
+    """Makes ``module.to(dtype)`` do nothing where all tensors have the dtype and device: it would
+    assign every parameter's ``data`` to itself."""
 
     def around(self) -> AbstractContextManager[None]:
-        """Makes ``module.to(dtype)`` do nothing where all tensors have the dtype and device.
-
-        It would assign every parameter's ``data`` to itself.
-        """
         home, name = MODULE_MOVE
         plain = getattr(home, name)
 
@@ -83,20 +70,3 @@ class UnchangedTensors(Interceptor):
             return plain(self, change, *args)
 
         return patched((home, name, move))
-
-
-def _writes_nothing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """True if a call scales a tensor in place by one, where nothing is recorded for gradients.
-
-    A model that rescales layer i of n by ``2 ** (i // k)`` does this with its parameters, which
-    no forward may write.
-    """
-    if getattr(func, "__name__", "") not in _BY_ONE or kwargs or len(args) != 2:
-        return False
-    tensor, factor = args
-    if not isinstance(tensor, torch.Tensor) or factor.__class__ not in (int, float) or factor != 1:
-        return False
-    # An in-place operation on a tensor that requires grad would be part of its history.
-    return tensor.is_floating_point() and not torch.is_grad_enabled()

@@ -17,8 +17,6 @@ a capture that holds for one value of an activation would fail in the middle of 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,83 +29,12 @@ from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Site, Undecided
 from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, parameter_share
-from pdcompile.passes.trace.tape.arguments import is_public, with_parts
+from pdcompile.passes.trace.tape.arguments import is_public
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
-from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
+from pdcompile.releases.torch_internals import no_dispatch_modes
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
-
-
-class Scalar:
-    """Stands for ``tensor.item()``, a number that is not known yet.
-
-    A comparison with another number is made on tensors, so that
-    ``assert lengths.max().item() <= n`` reads a truth value.  Everything else needs the number.
-
-    Args:
-        number: returns the number, or raises where it is not known.
-    """
-
-    def __init__(self, tensor: Tensor, number: Callable[[], Any]) -> None:
-        self._tensor = tensor
-        self._number = number
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The type that item() returns, for isinstance()."""
-        return float if self._tensor.dtype.is_floating_point else int
-
-    def __bool__(self) -> bool:
-        return bool(self._tensor)
-
-    def __hash__(self) -> int:
-        return hash(self._number())
-
-    def __repr__(self) -> str:
-        return repr(self._number())
-
-    def __format__(self, form: str) -> str:
-        return format(self._number(), form)
-
-
-def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Scalar, Any], Any]:
-    def method(self: Scalar, other: Any) -> Any:
-        if other.__class__ not in (int, float, bool):
-            return compare(self._number(), other)
-        exact = torch.float64 if isinstance(other, float) else torch.int64
-        if self._tensor.dtype.is_floating_point:
-            exact = torch.float64
-        tensor = self._tensor if self._tensor.dtype is exact else self._tensor.to(exact)
-        return bool(compare(tensor, other))
-
-    return method
-
-
-def _computed(compute: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def method(self: Scalar, *others: Any) -> Any:
-        number = self._number()
-        return compute(*others, number) if swapped else compute(number, *others)
-
-    return method
-
-
-for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(Scalar, f"__{_name}__", _compared(getattr(operator, _name)))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Scalar, f"__{_name}__", _computed(getattr(operator, _name)))
-    setattr(Scalar, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
-for _name in ("neg", "pos", "abs", "index"):
-    setattr(Scalar, f"__{_name}__", _computed(getattr(operator, _name)))
-for _name, _function in (("int", int), ("float", float), ("round", round)):
-    setattr(Scalar, f"__{_name}__", _computed(_function))
-
-
-def numbers(argument: Any) -> Any:
-    """An argument with numbers in place of `Scalar` objects."""
-    if type(argument) is Scalar:
-        return argument._number()
-    return with_parts(argument, numbers)
 
 
 DIFFERS = "; it is not the same for all samples of the example"
@@ -121,8 +48,7 @@ class GoesOn(BaseException):
 
 
 class ValueReads(Interceptor):
-    """Answers reads of values where these are known, and refuses other calls of `REFUSED`; gives
-    operators the number of each `Scalar` among their arguments.
+    """Answers reads of values where these are known, and refuses other calls of `REFUSED`.
 
     Raises:
         Undecided: the place of the read has to be tried.
@@ -143,8 +69,6 @@ class ValueReads(Interceptor):
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         tape, name = self.tape, str(getattr(func, "__name__", ""))
-        if tape.handed_out is not None:
-            args, kwargs = numbers(args), numbers(kwargs)
         refusal = refusals.REFUSED.get(name) if name != "__format__" else refusals.READ
         if refusal is None or not (name == "__format__" or is_public(func, name)):
             return proceed(func, args, kwargs)
@@ -168,24 +92,12 @@ class ValueReads(Interceptor):
         raise error
 
     def _number(self, func: Any, tensor: Tensor, refusal: TraceError) -> Any:
-        """The number in a tensor, or a `Scalar` in its place."""
-        tape = self.tape
-
-        def number() -> Any:
-            trial = tape.assumed.trial
-            if trial is not None and trial.begun:
-                return _some_number(func.__name__, tensor.dtype)
-            with NoTorchFunction():
-                if tensor.dtype.is_floating_point:
-                    raise refusal
-                value = self._specialised(tensor, refusal)
-                self._held(tape.call(torch.eq, (tensor, value)), value, refusal)
-            return float(value) if func.__name__ == "__float__" else value
-
-        if func.__name__ != "item" or tensor.numel() != 1:
-            return number()
-        tape.handed_out = refusal
-        return Scalar(tensor, number)
+        """The number in a tensor, which is checked for every microbatch."""
+        if tensor.dtype.is_floating_point:
+            raise refusal
+        value = self._specialised(tensor, refusal)
+        self._held(self.tape.call(torch.eq, (tensor, value)), value, refusal)
+        return float(value) if func.__name__ == "__float__" else value
 
     def _branch(self, tensor: Tensor, refusal: TraceError) -> bool:
         tape = self.tape

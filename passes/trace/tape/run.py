@@ -283,7 +283,7 @@ def run(
         raise
     except Exception as error:
         if isinstance(error, TypeError) and tape.handed_out is not None:
-            raise tape.handed_out from error  # torch does not take a Scalar for a number
+            raise tape.handed_out from error  # torch does not take a DrawnArray for an array
         what = "loss_fn" if tape.region == "loss" else "the model's forward"
         said = f"{what} raised {type(error).__name__}: {error}"
         lost = tape.region == "loss"

@@ -81,7 +81,7 @@ class Tape(TorchFunctionMode):
         self.assumed = Assumptions()
         self.opaque: Mapping[CallKey, ObservedCall] = {}  # as a real run showed them
         # Found in this run.
-        self.handed_out: TraceError | None = None  # refusal of a `Scalar` that Python got
+        self.handed_out: TraceError | None = None  # refusal of a `DrawnArray` that Python got
         self.within = 0  # in a leaf module or another call that is one op
         self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
