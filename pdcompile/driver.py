@@ -232,7 +232,8 @@ def fastest(
 ) -> Planned:
     """The fastest plan, of the layouts of parts that are open: half of the time is for one plan of
     each, the other half for that of the best layout."""
-    open_to = layouts(options, num_ranks)
+    matrices = any(one.dim() == 3 for one in model.parameters())
+    open_to = layouts(options, num_ranks, experts=matrices)
     search = LayoutSearch(len(open_to) > 1, step.listener)
     for one in search.turns(open_to):
         with search.trying(one):
@@ -386,7 +387,16 @@ def compile(
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
     parts: int | tuple[int, ...] | Literal["any"] | None = None,
-    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = "auto",
+    split: Literal[
+        "auto",
+        "width",
+        "width+sequence",
+        "sequence",
+        "context",
+        "samples",
+        "experts",
+        "experts+samples",
+    ] = "auto",
     updates: Literal["every", "home"] | None = None,
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),

@@ -107,8 +107,8 @@ def test_own_loop_ends_with_the_weights_of_a_plain_model(tmp_path: Path) -> None
 
 # Examples that run as they are, with an argument.
 PROGRAMS = (
-    "gnmt.py", "t5.py", "experts.py", "edited_stage.py", "finetune.py gpt2", "finetune.py llama",
-    "vision.py resnet50", "vision.py vgg16",
+    "gnmt.py", "t5.py", "experts.py", "switch.py", "edited_stage.py", "finetune.py gpt2",
+    "finetune.py llama", "vision.py resnet50", "vision.py vgg16",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ _OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "i
               "rmul": "mul", "rsub": "sub", "rtruediv": "div", "rpow": "pow", "rmatmul": "matmul",
               "iand": "and", "ior": "or", "divide": "div", "multiply": "mul", "subtract": "sub",
               "rdiv": "div", "invert": "bitwisenot", "meancrossentropy": "crossentropy",
-              "vocabularycrossentropy": "crossentropy",
+              "vocabularycrossentropy": "crossentropy", "owngroupedmm": "groupedmm",
               "vocabularyembedding": "embedding"}  # fmt: skip
 _MODULES = {"crossentropyloss": "crossentropy", "bceloss": "binarycrossentropy",
             "bcewithlogitsloss": "binarycrossentropywithlogits", "zeropad2d": "pad"}  # fmt: skip

@@ -67,6 +67,14 @@ def _matmul(call: CostedOp) -> int:
     return 2 * left.shape[-1] * call.out.elements if left.shape else 0
 
 
+def _grouped(call: CostedOp) -> int:
+    """Rows of a part's own experts, where rows are spread evenly."""
+    weight, ends = call.tensor(1, "mat_b"), call.tensor(2, "offs")
+    if weight is None or ends is None:
+        return _matmul(call)
+    return _matmul(call) * weight.shape[0] // ends.elements
+
+
 def _addmm(call: CostedOp) -> int:
     left = call.tensor(1, "mat1") or call.tensor(1, "batch1") or call.first
     return 2 * left.shape[-1] * call.out.elements
@@ -207,7 +215,8 @@ _RULES: dict[str, Rule] = {
     "logsumexp": Rule(_read(12)),
     **_named(Rule(_read(14)), "crossentropy binarycrossentropywithlogits"),
     **_named(Rule(_interpolate), "interpolate upsample"),
-    **_named(Rule(_matmul, product=True), "linear matmul mm bmm mv dot inner vdot groupedmm"),
+    **_named(Rule(_matmul, product=True), "linear matmul mm bmm mv dot inner vdot"),
+    "groupedmm": Rule(_grouped, product=True),
     **_named(Rule(_addmm, product=True), "addmm baddbmm addmv"),
     "addbmm": Rule(_addbmm, product=True),
     **_named(Rule(_made(1), product=True), "outer ger"),

@@ -69,7 +69,7 @@ def _others(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> str:
 
 def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Capture:
     parts, split = training.most_parts, training.split
-    if split == "samples":
+    if split.endswith("samples"):
         _refuse_unequal(training)
     evaluation = write(lay_out(capture.eval, split, parts, cut=cuts[1]))
     layouts = lay_out(capture.train, split, parts, outputs=training.keeps_outputs, cut=cuts[0])
@@ -85,7 +85,7 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
                 for op in train.graph.ops} if cuts[0].stage_of else {}  # fmt: skip
     division = Division(parts, split, dict(train.shards), train.summed, outputs, stage_of)
     _check_alike(evaluation, division)
-    notes = [*train.graph.notes, *train.notes, *_stay_whole(layouts)]
+    notes = [*train.graph.notes, *train.notes, *layouts.notes, *_stay_whole(layouts)]
     if stage_of:
         each = ", ".join(map(str, cast(tuple[int, ...], training.parts)))
         notes.append(
@@ -102,8 +102,8 @@ def _refuse_unequal(training: Training) -> None:
     if batch % (count * parts):
         fit = [m for m in range(1, batch + 1) if batch % (m * parts) == 0]
         raise ConfigError(
-            f"parts={parts}, split='samples': microbatches={count} of {batch} samples do not each "
-            f"have a multiple of {parts}",
+            f"parts={parts}, split={training.split!r}: microbatches={count} of {batch} samples do "
+            f"not each have a multiple of {parts}",
             where="microbatches",
             remedy=f"microbatches={min(fit, key=lambda m: abs(m - count))}" if fit
             else f"a minibatch of a multiple of {count * parts} samples, or split='width'",

@@ -7,8 +7,8 @@ be split, each part computing its own share; what is whole may not, in this op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Value
 from pdcompile.passes.parts.atoms import Atom, Run, extent, fresh, join, leaves
@@ -16,6 +16,7 @@ from pdcompile.passes.parts.calls import Call, Operand, extents
 from pdcompile.passes.parts.in_place import written_storages
 from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Layout
 from pdcompile.passes.parts.rules import form_of
+from pdcompile.passes.parts.shares import GROUPED, Shares, passed_on
 from pdcompile.passes.parts.signature import (
     Binding,
     Dims,
@@ -61,7 +62,8 @@ class OpAxes:
 
     `reads` and `makes` are the loops, by letter, of the dimensions of operands and results, by
     number.  `added`: numbers of operands that are added after a sum.  `vocabulary`: the letter of
-    what operands have numbers of.
+    what operands have numbers of.  `partial`: operands that may be shares of a sum over experts,
+    and then make `shares`.
     """
 
     call: Call
@@ -73,6 +75,8 @@ class OpAxes:
     added: tuple[int, ...] = ()
     reason: str = ""
     vocabulary: str = ""
+    partial: tuple[int, ...] = ()
+    shares: Shares | None = None
 
     @property
     def op(self) -> Op:
@@ -91,9 +95,9 @@ class OpAxes:
     def ways(self) -> list[Way]:
         """Every way to split it whose layouts can be written, in order of its loops.
 
-        Operands with the axis are S, others are read whole (R).
+        Operands with the axis are S, others are read whole (R); last, that on shares of a sum (P).
         """
-        found = []
+        found = list[Way]()
         for letter, loop in self.loops.items():
             run = leaves(loop.run) if loop.kind != "whole" else ()
             if letter == self.vocabulary:
@@ -108,7 +112,18 @@ class OpAxes:
                               for n in range(len(self.call.operands)))  # fmt: skip
                 made = {0: SUM} if loop.kind == "sum" else made if loop.kind == "free" else {}
                 found.append(Way(axis, wants, made, added, WHOLE if added else None))
-        return found
+        return [*found, *self._of_shares(found)]
+
+    def _of_shares(self, ways: Sequence[Way]) -> Iterator[Way]:
+        """The way that takes shares and makes some: elsewhere than in products nothing is split."""
+        if self.shares is None or not self.partial:
+            return
+        for axis in leaves(self.shares.experts)[:1]:
+            count, made = len(self.call.operands), dict.fromkeys(self.results, SUM)
+            own = (way for way in ways if way.axis is axis and self.call.name == GROUPED)
+            way = next(own, Way(axis, (SPREAD,) * count, made))
+            wants = (SUM if i in self.partial else one for i, one in enumerate(way.operands))
+            yield replace(way, operands=tuple(wants))
 
     def _split(
         self, letter: str, at: int, terms: Mapping[int, Term], dims: Mapping[int, Dims]
@@ -131,6 +146,7 @@ class OpAxes:
 
 
 WHOLE_STAGE = "its stage is whole"  # the reason of an op that is not to divide
+READS_WRITTEN = "what it reads is written in place"
 
 
 class Axes:
@@ -197,7 +213,7 @@ class Axes:
             (self._is_written(*mutated), "it writes in place"),
             (draws and call.name not in ("dropout", ATTENTION), "it draws random numbers"),
             (op.buffers_written and not call.name.startswith("batchnorm"), "it writes a buffer"),
-            (self._is_written(*read), "what it reads is written in place"),
+            (self._is_written(*read) and not self._shares(call), READS_WRITTEN),
             (not (takes_item(op) or all(one.is_tensor for one in read)), "it takes a container"),
             (not (made.is_tensor or self._taken_apart(op)), "its results are not taken apart"),
         ):
@@ -221,17 +237,31 @@ class Axes:
         loops = {letter: Loop(loop.run, "free" if loop.kind == "sum" else loop.kind)
                  for letter, loop in made.loops.items()
                  if any(letter in letters for letters in term[0])}  # fmt: skip
-        return OpAxes(call, loops, dims, dims, term, term, reason=made.reason)
+        return OpAxes(call, loops, dims, dims, term, term, reason=made.reason, shares=made.shares)
 
     def _bound(self, call: Call, form: Form) -> OpAxes:
         made = self._results(call.op)
         dims = {i: self._dims(operand) for i, operand in enumerate(call.operands)
                 if operand.of_model or self.graph.values[operand.name].is_tensor}  # fmt: skip
-        if not form.signature:
-            return _viewed(call, dims, made)
-        bound = Binding(form, dims, made)
-        return OpAxes(call, bound.loops, made, dims, bound.reads, bound.makes, bound.added,
-                      vocabulary=form.vocabulary)  # fmt: skip
+        if form.signature:
+            bound = Binding(form, dims, made)
+            found = OpAxes(call, bound.loops, made, dims, bound.reads, bound.makes, bound.added,
+                           vocabulary=form.vocabulary)  # fmt: skip
+        else:
+            found = _viewed(call, dims, made)
+        partial, shares = passed_on(found, self._shares(call))
+        about = [self.graph.values[name] for name in call.op.inputs]
+        if written := [one for one in about if self._is_written(one)]:
+            if not partial or any(one.requires_grad for one in written):
+                raise Whole(READS_WRITTEN)
+            found = replace(found, loops={}, reason=READS_WRITTEN)  # a copy would soon be old
+        return replace(found, partial=partial, shares=shares)
+
+    def _shares(self, call: Call) -> dict[int, Shares]:
+        """Return the shares of a sum over experts that an op reads, by number of operand."""
+        known = {i: self.ops[one.name].shares for i, one in enumerate(call.operands)
+                 if not one.of_model and one.name in self.ops}  # fmt: skip
+        return {i: one for i, one in known.items() if one is not None}
 
     def _dims(self, operand: Operand) -> Dims:
         return self.tensors[operand.name] if operand.of_model else self.values[operand.name]

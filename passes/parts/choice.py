@@ -62,7 +62,9 @@ class Choice:
             for name, ways in possible.items()
             if name not in self._maker
         }
-        self.ways = {name: ways[0] for name, ways in self.open.items()}
+        self.ways = {}
+        for name, ways in self.open.items():
+            self.ways[name] = max(ways, key=lambda way: self._of_shares(name, way))
         self._improve()
         self.ways = {name: self._way(name) for name in axes.ops}
         self.held = self._held(shared)
@@ -126,6 +128,12 @@ class Choice:
             for name in having[axis].keys() & self.flops.keys():
                 found.setdefault(name, axis)
         return found
+
+    def _of_shares(self, name: str, way: Way) -> int:
+        """1 if all that a way takes shares of is had in shares so far; -1 where it is not."""
+        read = zip(self.axes.ops[name].call.operands, way.operands, strict=True)
+        had = [self.given(one.name) == SUM for one, want in read if want == SUM]
+        return (1 if all(had) else -1) if had else 0
 
     def _of_all_products(
         self, taken: Mapping[str, Atom], possible: Mapping[str, list[Way]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +12,9 @@ from pdcompile.passes.costs.flops import rule_of
 from pdcompile.passes.parts.atoms import Atom, Extent, leaves
 from pdcompile.passes.parts.axes import ATTENTION, Axes, OpAxes, Way
 from pdcompile.passes.parts.layout import SUM
+from pdcompile.passes.parts.shares import GROUPED
 
-Kind = Literal["width", "sequence", "samples"]
+Kind = Literal["width", "sequence", "samples", "experts"]
 
 #: Kinds of axes by split, the one that is preferred first.
 FAMILIES: dict[Split, tuple[Kind, ...]] = {
@@ -22,22 +23,30 @@ FAMILIES: dict[Split, tuple[Kind, ...]] = {
     "sequence": ("sequence", "width"),
     "context": ("sequence",),
     "samples": ("samples",),
+    "experts": ("experts", "width"),
+    "experts+samples": ("experts", "samples"),
 }
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Kind of the axis of an atom: samples, weights of products, or else a sequence."""
+    """Kind of the axis of an atom: samples, experts, weights of products, or else a sequence.
+
+    Experts are what several matrices of a weight are for, each for its rows of the other factor.
+    """
 
     family: Split
     width: frozenset[Atom | None]
     names: dict[Atom, str]
+    experts: frozenset[Atom | None] = frozenset()  # where the family divides by them
+    weights: frozenset[str] = frozenset()  # values that are made of the model's tensors alone
 
     @staticmethod
     def of(axes: Axes, family: Split) -> Kinds:
         found: set[Atom | None] = set()
+        experts: set[Atom | None] = set()
         names: dict[Atom, str] = {}
-        weights: set[str] = set()  # made of the model's tensors alone: a transposed one
+        weights: set[str] = set()  # such as a transposed one
         tensors = axes.graph.tensors
         calls = costed_ops(axes.graph, axes.graph.batch_size)
         for call, op in zip(calls, axes.ops.values(), strict=True):
@@ -45,22 +54,32 @@ class Kinds:
             if read and all(tensors[one.name].kind == "parameter" if one.of_model
                             else one.name in weights for one in read):  # fmt: skip
                 weights.add(op.op.name)
-            if op.classes is not None:
+            if op.classes is not None and op.call.name != GROUPED:
                 names.setdefault(op.classes, "vocabulary")
             if not rule_of(call).product and op.call.name != "embedding":
                 continue
             _name(op, weights, names)
+            if "experts" in FAMILIES[family]:
+                experts.update(_experts(op, weights))
             for number, dims in op.dims.items():
                 operand = read[number]
                 rows = op.call.name == "embedding" and number == op.call.role(0, "input")
                 if not rows and (operand.of_model or operand.name in weights):
                     found.update(atom for run in dims for atom in leaves(run))
-        return Kinds(family, frozenset(found), names)
+        names |= {axis: "experts" for axis in experts if axis and names.get(axis) != "heads"}
+        return Kinds(
+            family, frozenset(found), names, frozenset(experts - {None}), frozenset(weights)
+        )
 
     @property
     def by_width(self) -> bool:
         """True if weights are divided first."""
-        return FAMILIES[self.family][0] == "width"
+        return "width" in FAMILIES[self.family] and self.family != "sequence"
+
+    @property
+    def other(self) -> Kind:
+        """How is divided what does not divide in the first way."""
+        return FAMILIES[self.family][-1]
 
     def name(self, axis: Atom) -> str:
         """Name of the axis in messages."""
@@ -69,13 +88,17 @@ class Kinds:
     def kind(self, axis: Atom) -> Kind:
         if axis.extent.power:
             return "samples"
+        if axis in self.experts:
+            return "experts"
         return "width" if axis in self.width else "sequence"
 
     def allowed(self, op: OpAxes) -> list[Way]:
         """The ways of an op along axes of the family."""
         kinds = FAMILIES[self.family]
         ways = [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
-        return [way for way in ways if self.by_width or way.axis is not op.classes]
+        numbered = op.classes if op.call.name == GROUPED or not self.by_width else None
+        return [way for way in ways if way.axis in self.experts or
+                (way.axis is not numbered and SUM not in way.operands)]  # fmt: skip
 
     def preferred(self, op: OpAxes, ways: Sequence[Way]) -> list[Way]:
         """The ways that a product is to be split along: those of the first kind that it has.
@@ -90,6 +113,8 @@ class Kinds:
         assert way.axis is not None
         kinds, kind = FAMILIES[self.family], self.kind(way.axis)
         apart = kind == "sequence" and self.family != "context" and not _alone(op, way)
+        if kind == "experts" and not self.by_width and not _matrices(op, way, self.weights):
+            return len(kinds)  # a router, which is not worth that its tokens are exchanged
         if (self.family, op.call.name, self.name(way.axis)) == ("sequence", ATTENTION, "hidden"):
             return len(kinds) + 1
         return len(kinds) if apart else kinds.index(kind)
@@ -110,6 +135,23 @@ def _name(op: OpAxes, weights: set[str], names: dict[Atom, str]) -> None:
         split = {i for i in made if way.operands[i].kind == "S"}
         if way.axis and not way.axis.extent.power and len(split) > 1 and way.result != SUM:
             names.setdefault(way.axis, "heads")
+
+
+def _experts(op: OpAxes, weights: Collection[str]) -> Iterator[Atom | None]:
+    """Axes along which the rows of an op have a matrix each."""
+    if op.call.name == GROUPED:
+        yield op.classes
+    for way in op.ways():
+        split = {i for i, one in enumerate(way.operands) if one.kind == "S"}
+        matrices = _matrices(op, way, weights)
+        if matrices and split - matrices and way.result.kind == "S" and "conv" not in op.call.name:
+            yield way.axis
+
+
+def _matrices(op: OpAxes, way: Way, weights: Collection[str]) -> set[int]:
+    """Weights that a way splits, of which each part then has whole matrices."""
+    return {i for i, one in enumerate(op.call.operands) if one.of_model or one.name in weights
+            if way.operands[i].kind == "S" and len(op.dims[i]) > 2}  # fmt: skip
 
 
 def _alone(op: OpAxes, way: Way) -> bool:

@@ -74,10 +74,15 @@ _CONVERSIONS = {
 }  # fmt: skip
 
 
+NEVER = 1e9  # bytes: nothing is made a share of a sum
+
+
 def wire(have: Layout, want: Layout, parts: int, gradient: bool) -> float:
     """Bytes that one part sends for each byte of the value, to convert it and its gradient."""
     if have == want:
         return 0.0
+    if want == SUM:
+        return NEVER
     swapped = "swap", 1 / parts, 1 / parts
     _, forward, backward = _CONVERSIONS.get((have.kind, want.kind), swapped)
     return (forward + backward * gradient) * (parts - 1) / parts

@@ -16,9 +16,11 @@ from pdcompile.parts.shard import Shard, Split
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import ATTENTION, WHOLE_STAGE, Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
-from pdcompile.passes.parts.families import divides
+from pdcompile.passes.parts.families import FAMILIES, divides
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
 from pdcompile.passes.parts.local import has_function
+
+GROUPED_EXPERTS = "experts_implementation='grouped_mm' of a model of transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Layouts:
     stays: tuple[Stays, ...]
     graph: OpGraph = field(repr=False, compare=False)
     stage_of: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    notes: tuple[str, ...] = ()
 
     def of(self, name: str) -> Layout:
         """The layout of a value; graph inputs are whole."""
@@ -128,8 +131,9 @@ def lay_out(
              for name, flops in products.items() if flops]  # fmt: skip
     stays += _whole_vocabularies(choice)
     found = Layouts(
-        family, parts, ops, names, shown, choice.held, tuple(stays), graph, cut.stage_of
-    )
+        family, parts, ops, names, shown, choice.held, tuple(stays), graph, cut.stage_of,
+        tuple(_notes(choice)),
+    )  # fmt: skip
     _refuse(choice, found)
     return found
 
@@ -189,12 +193,14 @@ def _why(choice: Choice, op: OpAxes) -> str:
 
 
 def _refuse(choice: Choice, found: Layouts) -> None:
-    """Refuses what divides nothing or less than half, and a sequence with too few heads."""
+    """Refuses what divides nothing or less than half, a sequence with too few heads, no experts."""
     kinds, ops = choice.kinds, choice.axes.ops
     last = "parts=1" if found.family == "samples" else "split='samples'"
     stays = [one for one in found.stays if one.flops]
-    if found.family == "samples":
-        _refuse_statistics(ops.values())
+    if found.family.endswith("samples"):
+        _refuse_statistics(ops.values(), found.family)
+    if "experts" in FAMILIES[found.family]:
+        _refuse_experts(choice, found)
     if found.family == "sequence":
         for name in choice.flops:
             _refuse_heads(choice, ops[name], found)
@@ -215,18 +221,72 @@ def _refuse(choice: Choice, found: Layouts) -> None:
     raise ConfigError(said, where=stays[0].source, remedy=remedy)
 
 
-def _refuse_statistics(ops: Iterable[OpAxes]) -> None:
+def _refuse_statistics(ops: Iterable[OpAxes], family: Split) -> None:
     """Refuses batch norm in training where samples are split."""
     for op in ops:
         samples = [a for loop in op.loops.values() if loop.kind == "whole" for a in leaves(loop.run)
                    if a.extent.power]  # fmt: skip
         if samples and op.call.name.startswith("batchnorm"):
             raise ConfigError(
-                f"split='samples': {_place(op)} normalises by statistics of all samples of a "
+                f"split={family!r}: {_place(op)} normalises by statistics of all samples of a "
                 "microbatch, of which each part has its share alone",
                 where=op.op.source,
                 remedy="use split='width', replicas of the stage, or group norm in the model",
             )
+
+
+def _refuse_experts(choice: Choice, found: Layouts) -> None:
+    """Refuses what has no experts that are computed together, or none that divide."""
+    if any(choice.ways[name].axis in choice.kinds.experts for name in choice.flops):
+        return
+    uneven, apart = _uneven_experts(choice), _experts_apart(choice.axes.ops.values())
+    whole = any(op.reason == WHOLE_STAGE for op in choice.axes.ops.values())
+    why = f"no product{' of stages in parts' * whole} has a matrix for each of several experts"
+    remedy = "use split='width'"
+    if apart:
+        why = f"{_place(apart[0])} computes them one by one, or looks up a matrix for each token"
+        remedy = f"use {GROUPED_EXPERTS}, or split='width'"
+    if uneven:
+        why = f"{some([*uneven.values()])} do not divide by {found.parts}"
+        remedy = _other_parts(uneven, "split='width'")
+    raise ConfigError(
+        f"parts={found.parts}, split={found.family!r} divides no experts: {why}",
+        where=apart[0].op.source if apart else "split",
+        remedy=remedy,
+    )
+
+
+def _uneven_experts(choice: Choice) -> dict[Atom | None, str]:
+    """Experts that the parts cannot share equally, in words."""
+    kinds, ops = choice.kinds, choice.axes.ops
+    return {
+        way.axis: f"{_sized(choice, way.axis)} of {_place(ops[name])}"
+        for name in choice.flops for way in kinds.allowed(ops[name])
+        if way.axis in kinds.experts and not divides(way.axis, choice.parts)
+    }  # fmt: skip
+
+
+def _experts_apart(ops: Iterable[OpAxes]) -> list[OpAxes]:
+    """Opaque modules of experts, and look-ups of their matrices."""
+    return [
+        op for op in ops
+        if (op.op.opaque and "expert" in op.op.module_path)
+        or (op.call.name in ("getitem", "indexselect") and len(op.call.operands) > 1
+            and op.call.operands[0].of_model and op.call.rank(0) > 2)
+    ]  # fmt: skip
+
+
+def _notes(choice: Choice) -> Iterator[str]:
+    """What is computed whole, or divided otherwise than the split says."""
+    if choice.kinds.experts and (uneven := _uneven_experts(choice)):
+        yield f"{some([*uneven.values()])} do not divide: as in split='{choice.kinds.other}'"
+    opaque = [op for op in choice.axes.ops.values() if op.op.opaque and op.op.parameters
+              and op.reason != WHOLE_STAGE]  # fmt: skip
+    if opaque:
+        apart = _experts_apart(opaque)
+        hint = f"; {GROUPED_EXPERTS} gives parts their experts op by op" if apart else ""
+        shown = some(list(dict.fromkeys(map(_place, opaque))), 3)
+        yield f"opaque modules are computed whole by each part: {shown}{hint}"
 
 
 def _refuse_heads(choice: Choice, op: OpAxes, found: Layouts) -> None:

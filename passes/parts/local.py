@@ -16,6 +16,7 @@ from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Call, Operand, operands, whole_numbers
 from pdcompile.passes.parts.layout import SUM, WHOLE, share
+from pdcompile.passes.parts.shares import GROUPED
 from pdcompile.passes.stages.naming import scope_of
 
 Kwargs = tuple[tuple[str, Argument], ...]
@@ -53,6 +54,7 @@ _SHARED: dict[str, tuple[tuple[int, str, Any], ...]] = {
     "crossentropy": (
         (4, "ignore_index", -100), (6, "reduction", "mean"), (7, "label_smoothing", 0.0),
     ),
+    GROUPED: ((2, "offs", None), (4, "out_dtype", None)),
 }  # fmt: skip
 _VIEWS = {
     "view": "view", "viewas": "view", "reshape": "reshape", "reshapeas": "reshape",
@@ -66,7 +68,8 @@ def local_op(graph: OpGraph, op: Op, layout: Way, parts: int) -> Op:
     if layout.axis is None:
         return op
     call = Call(op, graph)
-    if layout.result == {"embedding": SUM, "crossentropy": WHOLE}.get(call.name):
+    mine = {"embedding": SUM, "crossentropy": WHOLE}.get(call.name)
+    if layout.result == mine or _by_experts(call, layout):
         return _shared(op, call, layout)
     if op.mutates:
         op = _anew(op)
@@ -110,18 +113,26 @@ def _function(op: Op, target: str, args: tuple[Argument, ...], kwargs: Kwargs = 
 
 
 def _shared(op: Op, call: Call, layout: Way) -> Op:
-    """The function by which parts share a vocabulary, or the mean over rows."""
-    names = ("input", "weight" if call.name == "embedding" else "target")
+    """The function by which parts share a vocabulary, experts, or the mean over rows."""
+    names = {"embedding": ("input", "weight"), "crossentropy": ("input", "target"),
+             GROUPED: ("mat_a", "mat_b")}[call.name]  # fmt: skip
     numbers = [n for i, name in enumerate(names) if (n := call.role(i, name)) is not None]
     by_rows = all(layout.operands[number].kind == "S" for number in numbers)
-    function = f"{'mean' if by_rows else 'vocabulary'}_cross_entropy"
-    function = "vocabulary_embedding" if call.name == "embedding" else function
+    function = {
+        "embedding": "vocabulary_embedding", GROUPED: "own_grouped_mm",
+        "crossentropy": f"{'mean' if by_rows else 'vocabulary'}_cross_entropy",
+    }[call.name]  # fmt: skip
     read = [call.operands[number] for number in numbers]
     kwargs = tuple(
         (word, found) for position, word, default in _SHARED[call.name]
         if (found := call.argument(position, word, default)) != default
     )  # fmt: skip
     return _function(op, f"{PARTS}.{function}", tuple(map(given, read)), kwargs)
+
+
+def _by_experts(call: Call, layout: Way) -> bool:
+    """True if each part has the matrices of its own experts."""
+    return call.name == GROUPED and any(one.kind == "S" and one.dim == 0 for one in layout.operands)
 
 
 def given(one: Operand) -> Ref | Attr:
@@ -178,7 +189,8 @@ def _resized(op: Op, call: Call, layout: Way, parts: int) -> Op:
 def _of_sections(op: Op, call: Call, layout: Way, parts: int) -> Op:
     """Sizes of sections, where the split is inside of them."""
     dim = call.argument(2, "dim", 0) % call.rank(0)
-    if call.name == "tensorsplit" or layout.operands[0].dim != dim or len(op.args) < 2:
+    own = layout.operands[0]
+    if call.name == "tensorsplit" or own.kind != "S" or own.dim != dim or len(op.args) < 2:
         return op
     return _given(op, 1, "", rewritten(op.args[1], lambda size: share(size, parts)))
 

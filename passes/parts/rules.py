@@ -86,6 +86,12 @@ def _multihead(call: Call) -> Form:
     return named(call, f"query {q}E, key {k}F, value {k}G, {masks} -> {q}E,bQM")
 
 
+def _grouped(call: Call) -> Form:
+    """Rows sorted by expert, each by its expert's matrix: a sum over experts, of which each part
+    has the rows of its own, and zeros."""
+    return named(call, "mat_a Tk, mat_b ekn, =offs e -> Tn", vocabulary="e")
+
+
 def _einsum(call: Call) -> Form:
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -164,12 +170,13 @@ def _whole_along(position: int, name: str, default: int | None, made: str) -> Ru
 
 def _reduced(call: Call) -> Form:
     """Reductions over given dimensions, or over all; sums may be of parts."""
-    if not call.graph.values[call.op.name].is_tensor:
-        raise Whole("it has several results")
     if call.name in ("max", "min") and call.role(1, "other") is not None:
         return _elementwise(call)
     gone = whole_numbers(call.argument(1, "dim|axis")) or tuple(range(call.rank(0)))
-    form = _along(call, gone, "one" if len(call.out) == call.rank(0) else "gone")
+    made = call.graph.values[call.op.name]  # max and min of a dimension have places beside values
+    kept = call.argument(2, "keepdim", False) if not made.is_tensor else (
+        len(call.out) == call.rank(0))  # fmt: skip
+    form = _along(call, gone, "one" if kept else "gone")
     return Form(form.signature.lower()) if call.name == "sum" else form
 
 
@@ -385,7 +392,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("matmul mm mv bmm dot"), _matmul),
     "addmm": _addmm, "einsum": _einsum,
     "baddbmm": "input bmn, batch1 bmK, batch2 bKn -> bmn",  # input is part of every part's product
-    "groupedmm": "mat_a Tk, mat_b Ekn -> Tn",  # rows sorted by expert, each by its expert's matrix
+    "groupedmm": _grouped,
     "outer": "input m, vec2 n -> mn",
     "scaleddotproductattention": _attention, "multiheadattention": _multihead,
     "embedding": _embedding, "crossentropy": _cross_entropy,

@@ -3,12 +3,14 @@
     "input *k, weight nk, +bias n -> *n"          linear: rows and n free, k summed; then the bias
     "query *qD, key *KD, value *Ke, attn_mask? *qK -> *qe"       D and K are needed whole
     "input b(gi)~, weight (go)i~, +bias (go) -> b(go)~"          a convolution in groups
+    "mat_a Tk, mat_b ekn, =offs e -> Tn"         rows by groups, of which each part sums its own
 
 As in einsum, a letter is a loop over a dimension, and what the result does not have is summed.  A
 capital is a loop that the op needs whole.  `*` stands for leading dimensions that broadcast, `&`
 for dimensions that are needed whole, `~` for such that no other term has.  `1` is a dimension of
 size one, parentheses are a product as in einops, the outermost factor first.  An operand with fewer
-dimensions has the last ones.  `+` marks an operand that is added to the sum.
+dimensions has the last ones.  `+` marks an operand that is added to the sum, `=` one that is read
+whole wherever the op is split.
 """
 
 from __future__ import annotations
@@ -84,12 +86,12 @@ def named(call: Call, text: str, **other: Any) -> Form:
         found = [call.role(int(at or i), name) for name in names.split("|")]
         numbers.append(next((one for one in found if one is not None), None))
         terms.append(plus + term)
-        if numbers[-1] is None and not (plus or optional):
+        if numbers[-1] is None and not (plus == "+" or optional):
             raise Whole("its operands are not known")
     return Form(f"{','.join(terms)}->{right.strip()}", numbers, **other)
 
 
-_NAMED = re.compile(r"(\+?)([\w|]+)(?:@(\d+))?(\??) ([^\s,]*)")
+_NAMED = re.compile(r"([+=]?)([\w|]+)(?:@(\d+))?(\??) ([^\s,]*)")
 
 
 def letters_with(count: int, capital: Sequence[int] = ()) -> str:
@@ -106,7 +108,7 @@ def _terms(text: str) -> tuple[Term, ...]:
     )
 
 
-_FACTORS = re.compile(r"\(\w*\)|[^+]")
+_FACTORS = re.compile(r"\(\w*\)|[^+=]")
 
 
 class Binding:
@@ -128,7 +130,7 @@ class Binding:
         self.reads: dict[int, Term] = {}
         self.makes: dict[int, Term] = {}
         inputs, outputs = map(_terms, form.signature.split("->"))
-        marked = zip(form.signature.split(","), form.operands, strict=False)
+        marked = [*zip(form.signature.split(","), form.operands, strict=False)]
         self.added = tuple(i for term, i in marked if term[:1] == "+" and i is not None)
         self._form, self._shown = form, {c for term in outputs for one in term for c in one}
         for i, number in enumerate(form.operands):
@@ -143,6 +145,8 @@ class Binding:
                 self._size(c) for one, run in zip(term, each, strict=True) if not run for c in one
             ):
                 raise Whole  # of size one, and what is read is not
+        for i in (i for text, i in marked if text[:1] == "=" and i is not None):
+            del self.reads[i]
 
     def _bind(self, term: Term, dims: Dims, *, made: bool = False) -> None:
         seen = set[str]()

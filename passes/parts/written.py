@@ -123,8 +123,11 @@ class _Layouts:
         return Value("", info.shape, info.dtype, info.requires_grad, info.requires_grad)
 
     def _of_sum(self, name: str) -> Layout:
-        """The layout that a sum over parts gets at once: the one that all want, else whole."""
+        """The layout that a sum over parts gets at once: none where shares are read, or else the
+        one that all want, or whole."""
         wants = self.wanted.get(name, set())
+        if SUM in wants:
+            return SUM
         (one, *others) = wants or {WHOLE}
         return one if not others and one.kind == "S" and name not in self.leaving else WHOLE
 
@@ -133,7 +136,7 @@ class _Layouts:
         by the caller."""
         self.made[name] = _Form(Ref(name), layout)
         wants, found = self.wanted.get(name, set()), conversion(layout, WHOLE)
-        split = any(want.kind == "S" for want in wants)
+        split = any(want.kind in "SP" for want in wants)
         if found is None or not (name in self.leaving or (WHOLE in wants and not split)):
             return
         op, share = self.ops.pop(), self._fresh(f"{name}_share")
@@ -198,7 +201,7 @@ class _Writer(_Layouts):
             tensors[fqn] = replace(tensors[fqn], shape=shard.local_shape(tensors[fqn].shape))
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
                           parts=self.parts)  # fmt: skip
-        if layouts.family == "samples":
+        if layouts.family.endswith("samples"):
             written = replace(written, sizes=replace(graph.sizes, multiple=self.parts))
         return Program(
             written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
@@ -220,7 +223,8 @@ class _Writer(_Layouts):
         if drops_out:
             local = self._attention(local, plan.result)
         made = _renamed(local, read, forms)
-        if plan.result == SUM:
+        one = self.graph.values[op.name].is_tensor  # items of a container have a layout each
+        if plan.result == SUM and one and (plan.after or self._of_sum(op.name)) != SUM:
             self._sum(op, made, plan, [forms[i].given for i in plan.added])
         else:
             self._add(op, made, plan.result)

@@ -20,7 +20,7 @@ CONVERSIONS = frozenset(
 )
 FROM_PARTS = CONVERSIONS | {f"{PARTS}.{name}" for name in (
     "scaled_dot_product_attention", "vocabulary_embedding", "vocabulary_cross_entropy",
-    "mean_cross_entropy")}  # fmt: skip
+    "mean_cross_entropy", "own_grouped_mm")}  # fmt: skip
 CHECK = "torch._assert"  # `pdcompile.ir.value_checks`: raises where its first argument is false
 GRADIENT = "torch.autograd.grad"
 

@@ -343,7 +343,7 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         each = options.stage_parts
         parts = each if isinstance(each, int) else max(each)
-        if options.split == "samples" and batch_size % parts == 0:  # equal shares of each
+        if options.split.endswith("samples") and batch_size % parts == 0:  # equal shares of each
             pieces = batch_size // parts
             return max(m for m in range(1, min(wanted, pieces) + 1) if pieces % m == 0)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)

@@ -10,14 +10,20 @@ from pdcompile.errors import ClusterError, ConfigError, LaunchError
 from pdcompile.options import Options
 from pdcompile.options.configuration import innermost_devices, machines
 
-Split = Literal["width", "width+sequence", "sequence", "samples"]
+Split = Literal["width", "width+sequence", "sequence", "samples", "experts", "experts+samples"]
 #: in the order in which they are tried; context, which few models want, has to be named
 SPLITS: tuple[Split, ...] = ("width", "width+sequence", "sequence", "samples")
+OF_EXPERTS: tuple[Split, ...] = ("experts", "experts+samples")
 
 
-def layouts(options: Options, num_ranks: int | None) -> tuple[Options, ...]:
+def layouts(
+    options: Options, num_ranks: int | None, *, experts: bool = False
+) -> tuple[Options, ...]:
     """The options with each layout that the machines have room for: whole stages, and stages in
     2, 4, 8, … parts as far as the devices of the innermost level of links reach, by each split.
+
+    Args:
+        experts: the model may have some.
 
     Raises:
         ConfigError: there is none (ClusterError, LaunchError: where that is why).
@@ -25,7 +31,7 @@ def layouts(options: Options, num_ranks: int | None) -> tuple[Options, ...]:
     if options.parts != "any" or options.plan is not None:
         return (options,)
     found, first = list[Options](), None
-    for one in _tried(options, innermost_devices(options, num_ranks)):
+    for one in _tried(options, innermost_devices(options, num_ranks), experts):
         try:
             machines(one, num_ranks)
             found.append(one)
@@ -42,12 +48,12 @@ def named(options: Options) -> str:
     return "whole stages" if options.parts == 1 else f"{options.parts} parts by {options.split}"
 
 
-def _tried(options: Options, most: int) -> Iterator[Options]:
-    parts = 1
+def _tried(options: Options, most: int, experts: bool) -> Iterator[Options]:
+    parts, splits = 1, SPLITS + OF_EXPERTS * experts
     while parts <= most:
         if parts == 1:
             yield replace(options, parts=1, split="auto")
         else:
-            for split in SPLITS if options.split == "auto" else (options.split,):
+            for split in splits if options.split == "auto" else (options.split,):
                 yield replace(options, parts=parts, split=split)
         parts *= 2

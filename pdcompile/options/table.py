@@ -258,12 +258,22 @@ class MachineOptions:
             remedy="a number for all stages (2), that of each (2,1), or any",
         ),
     )
-    split: Literal["auto", "width", "width+sequence", "sequence", "context", "samples"] = option(
+    split: Literal[
+        "auto",
+        "width",
+        "width+sequence",
+        "sequence",
+        "context",
+        "samples",
+        "experts",
+        "experts+samples",
+    ] = option(
         "auto",
         "What parts divide: width (heads and hidden units, as Megatron-LM), width+sequence (and "
         "activations between them along the sequence), sequence (heads in attention alone, as "
-        "DeepSpeed-Ulysses), context (the sequence alone), samples (those of each microbatch); "
-        "auto: width, samples where that divides nothing.",
+        "DeepSpeed-Ulysses), context (the sequence alone), samples (those of each microbatch), "
+        "experts (all else by width), experts+samples (all else by samples); auto: width, samples "
+        "where that divides nothing.",
         check=one_of(*values.SPLITS),
         plan="training.split",
         compared=True,

@@ -18,7 +18,10 @@ from pdcompile.problem.constraints import KNOWN, Constraint
 from pdcompile.units import parse_bytes
 
 SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
-SPLITS = ("auto", "width", "width+sequence", "sequence", "context", "samples")
+SPLITS = (
+    "auto", "width", "width+sequence", "sequence", "context", "samples", "experts",
+    "experts+samples",
+)  # fmt: skip
 OUTPUTS = ("none", "evaluation", "last", "everything", "all")
 
 #: what is wrong with a value of an option, by its name, and what to do

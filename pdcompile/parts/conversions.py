@@ -9,8 +9,8 @@
 
 Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
 equal share: runs=3 for a fused qkv.  `vocabulary_…` are for tables and logits of which parts have
-shares of the vocabulary, `mean_cross_entropy` for those of which they have shares of the rows.
-`scaled_dot_product_attention` drops out what torch's would drop out of the whole.
+shares of the vocabulary, `mean_cross_entropy` for those of which they have shares of the rows,
+`own_grouped_mm` for experts; `scaled_dot_product_attention` drops out what the whole would.
 
 Parts are processes of a group (`Group`), or take turns in one process (`in_turns`).  This file
 needs torch alone: written stages carry it along.
@@ -115,12 +115,25 @@ def scaled_dot_product_attention(
 
 
 @_as_of_torch
+def own_grouped_mm(x: Tensor, weight: Tensor, *, offs: Tensor, out_dtype: Any = None) -> Tensor:
+    """This part's share of a sum: rows of its own experts, zeros for all others.
+
+    Own rows come first: for rows of no group `F.grouped_mm` gives what lay in memory, also back.
+    """
+    ends = F.pad(offs, (1, 0))[here().part * len(weight) :][: len(weight) + 1]
+    first, rows = ends[0], torch.arange(len(x), device=x.device)
+    others = (rows >= ends[-1] - first).unsqueeze(-1)
+    own = x[(rows + first) % len(x)].masked_fill(others, 0)
+    found = F.grouped_mm(own, weight, offs=ends[1:] - first, out_dtype=out_dtype)
+    return found.masked_fill(others, 0)[(rows - first) % len(x)]
+
+
+@_as_of_torch
 def vocabulary_embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """This part's share of a sum: the rows of its own share of a table, zeros for all other ids."""
     rows, others = _own_numbers(ids, len(weight))
     if padding_idx is not None:
-        first, last = here().part * len(weight), here().count * len(weight)
-        padding_idx = padding_idx % last - first
+        padding_idx = padding_idx % (here().count * len(weight)) - here().part * len(weight)
         padding_idx = padding_idx if 0 <= padding_idx < len(weight) else None
     return F.embedding(rows, weight, padding_idx).masked_fill(others.unsqueeze(-1), 0)
 
@@ -223,14 +236,10 @@ def _result(kind: str, given: Sequence[Tensor], part: int) -> Tensor:
     """Give a part its result of the collective; sums are always in the order of parts."""
     if kind in ("scatter", "swap"):
         given = [one[part] for one in given]
-    return _sum(given) if kind in ("sum", "scatter") else torch.stack([*given])
-
-
-def _sum(given: Sequence[Tensor]) -> Tensor:
-    result = given[0].clone(memory_format=torch.contiguous_format)
-    for one in given[1:]:
-        result += one
-    return result
+    if kind in ("gather", "swap"):
+        return torch.stack([*given])
+    first = given[0].clone(memory_format=torch.contiguous_format)
+    return functools.reduce(Tensor.add_, given[1:], first)
 
 
 class Group(Alone):
@@ -406,8 +415,8 @@ def _meeting(turn: _Turn) -> tuple[Any, ...]:
 
 
 def _state(turn: _Turn) -> str:
-    shape = list(turn.given.shape)
-    return f"is at {turn.at} with {turn.given.dtype}{shape}" if turn.at else "has ended"
+    x = turn.given
+    return f"is at {turn.at} with {x.dtype}{list(x.shape)}" if turn.at else "has ended"
 
 
 def _draws() -> list[tuple[torch.Generator, Tensor]]:

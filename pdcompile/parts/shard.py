@@ -17,7 +17,10 @@ from pdcompile.errors import PlanError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Split: TypeAlias = Literal["", "auto", "width", "width+sequence", "sequence", "context", "samples"]
+Split: TypeAlias = Literal[
+    "", "auto", "width", "width+sequence", "sequence", "context", "samples", "experts",
+    "experts+samples",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

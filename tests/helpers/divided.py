@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt import GPT
+from examples.switch import Model as Switch
+from examples.switch import batches
 from pdcompile.eager.optimizers import NamedParameters
 
 VOCABULARY, BATCH, LENGTH, PIECES = 96, 8, 16, 4
@@ -22,6 +24,8 @@ def model_of(name: str) -> nn.Module:
         return GPT(2, 64, 4, LENGTH)
     if name == "mlp":
         return _Mlp()
+    if name == "switch":
+        return Switch()
     import transformers
 
     sizes: dict[str, dict[str, Any]] = {
@@ -41,10 +45,21 @@ def model_of(name: str) -> nn.Module:
                 "intermediate_size": 128, "image_size": 32, "patch_size": 8, "num_labels": 8,
                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     }  # fmt: skip
+    of_experts: dict[str, Any] = {
+        "mixtral": {"num_local_experts": 4, "output_router_logits": True},
+        "qwen2moe": {"num_experts": 4, "moe_intermediate_size": 32,
+                     "shared_expert_intermediate_size": 32, "output_router_logits": True},
+        "deepseek": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "v_head_dim": 16,
+                     "first_k_dense_replace": 1, "moe_intermediate_size": 32, "q_lora_rank": 32,
+                     "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+    }  # fmt: skip
+    for one, more in of_experts.items():
+        sizes[one] = sizes["llama"] | more | {"num_experts_per_tok": 2}
     kinds = {
         "llama": ("Llama", "ForCausalLM"), "gpt2": ("GPT2", "LMHeadModel"),
         "t5": ("T5", "ForConditionalGeneration"), "bert": ("Bert", "ForMaskedLM"),
-        "vit": ("ViT", "ForImageClassification"),
+        "vit": ("ViT", "ForImageClassification"), "mixtral": ("Mixtral", "ForCausalLM"),
+        "qwen2moe": ("Qwen2Moe", "ForCausalLM"), "deepseek": ("DeepseekV3", "ForCausalLM"),
     }  # fmt: skip
     first, last = kinds[name]
     made: nn.Module = getattr(transformers, first + last)(
@@ -73,10 +88,15 @@ def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor | None]:
     if name == "vit":
         pixels = torch.randn(BATCH, 3, 32, 32, generator=draw)
         return {"pixel_values": pixels, "labels": torch.arange(BATCH)}, None
+    if name == "switch":
+        return next(batches(BATCH))[0], None
     ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=draw)
     if name == "gpt":
         return {"ids": ids}, ids.roll(-1, 1)
-    return {"input_ids": ids, "labels": ids.clone()}, None
+    given = {"input_ids": ids, "labels": ids.clone()}
+    if name in ("mixtral", "qwen2moe"):  # the loss of their routers is a mean over what it shows
+        given["attention_mask"] = torch.ones_like(ids)
+    return given, None
 
 
 def plain_training(
@@ -102,7 +122,8 @@ def plain_training(
             given = {key: value[rows] for key, value in inputs.items()}
             made = at(**given)
             loss = loss_fn(made, target[rows]) if loss_fn and target is not None else made
-            loss = getattr(loss, "loss", loss) / PIECES
+            loss = loss["loss"] if isinstance(loss, dict) else getattr(loss, "loss", loss)
+            loss = loss / PIECES
             loss.backward()
             found += loss.item()
         if lag:

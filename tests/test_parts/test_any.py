@@ -54,12 +54,13 @@ def planned(cluster: Cluster, width: int = 512, **options: Any) -> Compiled:
 
 
 def test_layouts_stay_inside_the_innermost_links() -> None:
-    found = layouts(
-        Options.given({"parts": "any", "cluster": two_hosts(), "replicas": "any"}), None
-    )
-    assert [named(one) for one in found] == [
-        "whole stages", *(f"2 parts by {split}" for split in SPLITS)
+    given = Options.given({"parts": "any", "cluster": two_hosts(), "replicas": "any"})
+    splits = [named(one) for one in layouts(given, None, experts=True)]
+    assert splits == [
+        "whole stages",
+        *(f"2 parts by {split}" for split in (*SPLITS, "experts", "experts+samples")),
     ]  # fmt: skip
+    assert [named(one) for one in layouts(given, None)] == splits[:-2]
     given = Options.given({"parts": "any", "split": "context", "cluster": two_hosts()})
     assert [named(one) for one in layouts(given, None)] == ["whole stages", "2 parts by context"]
     assert [named(one) for one in layouts(Options.given({"parts": "any"}), None)] == [

@@ -172,9 +172,11 @@ CHECKPOINTS = """
     from tests.test_parts.test_pipelines import tensors_of
 
     folder, settings, before = sys.argv[1], eval(sys.argv[2]), None
-    optimizer = OPTIMIZERS[sys.argv[3]]
+    optimizer, which = OPTIMIZERS[sys.argv[3]], sys.argv[4]
+    (inputs, target), loss = batch_of(which), loss_fn if which == "gpt" else None
+    fixed = {"optimizer": optimizer, "resume": folder, "loss_fn": loss}
     for n, kwargs in enumerate(settings):
-        with compiled(model_of("gpt"), optimizer=optimizer, resume=folder, **kwargs) as pipe:
+        with compiled(model_of(which), **fixed, **kwargs) as pipe:
             pipe.prepare(**inputs, target=target)
             now = tensors_of((pipe.full_state_dict(), pipe.full_optimizer_state_dict()))
             if before is not None and pipe.ranks == (0,):
@@ -190,25 +192,25 @@ CHECKPOINTS = """
 
 
 def checkpoints_fit(
-    name: str, settings: list[dict[str, Any]], folder: Path, ranks: int = 4
+    name: str, settings: list[dict[str, Any]], folder: Path, ranks: int = 4, model: str = "gpt"
 ) -> None:
     """Training goes on from plan to plan, and in the end in plain PyTorch, with the same bits."""
     kept = folder / "checkpoints"
     kept.mkdir()
-    run = processes(COMMON + CHECKPOINTS, ranks, folder, str(kept), repr(settings), name)
+    run = processes(COMMON + CHECKPOINTS, ranks, folder, str(kept), repr(settings), name, model)
     assert run.code == 0, run
-    model = model_of("gpt")
-    made = OPTIMIZERS[name](NamedParameters(model.named_parameters()))
+    plain = model_of(model)
+    made = OPTIMIZERS[name](NamedParameters(plain.named_parameters()))
     optimizers = made if isinstance(made, list) else [made]
-    assert pdcompile.load_checkpoint(kept, model, optimizers).minibatches == len(settings)
+    assert pdcompile.load_checkpoint(kept, plain, optimizers).minibatches == len(settings)
     last, seen = torch.load(kept / "last.pt"), dict[str, torch.Tensor]()
-    for fqn, parameter in model.named_parameters():
+    for fqn, parameter in plain.named_parameters():
         states = [one.state[parameter] for one in optimizers if parameter in one.state]
         assert bool(states) == (name != "sizes")
         found = {f"{fqn}.{key}": value for one in states for key, value in one.items()}
         seen |= {key: one for key, one in found.items() if isinstance(one, torch.Tensor)}
         seen[fqn] = parameter.detach()
-    assert seen.keys() == last.keys() - {"head.weight"}  # which is tied
+    assert seen.keys() == last.keys() - ({"head.weight"} if model == "gpt" else set())  # tied
     assert all(torch.equal(value, last[name]) for name, value in seen.items())
 
 
