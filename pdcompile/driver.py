@@ -33,6 +33,7 @@ from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.options.row import documented
 from pdcompile.options.table import ROWS, default_optimizer
 from pdcompile.parts.hooks import refuse_hooks
+from pdcompile.parts.shard import Split
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
@@ -387,16 +388,7 @@ def compile(
     recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
     parts: int | tuple[int, ...] | Literal["any"] | None = None,
-    split: Literal[
-        "auto",
-        "width",
-        "width+sequence",
-        "sequence",
-        "context",
-        "samples",
-        "experts",
-        "experts+samples",
-    ] = "auto",
+    split: Split = "auto",
     updates: Literal["every", "home"] | None = None,
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),

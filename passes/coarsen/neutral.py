@@ -9,8 +9,9 @@ traffic and memory stay equal or fall, and some optimum keeps v with its reader.
 
 Constants (aranges, masks, slices of a buffer that nobody writes: nothing of the call enters them)
 are not free of load, a few microseconds each; where one group reads them they run on its stage.
-Views of parameters that nothing else reads (the transposed weights of experts) go to their reader
-too, with the parameter: apart from it they would be sent to it for every microbatch.  These are
+Views of parameters that nothing else reads (the transposed weights of experts), and what gathers
+them where parts hold slices, go to their reader too, with the parameter: apart from it they would
+be sent to it for every microbatch.  These are
 rules like those of spans: no plan is looked at that keeps constants or weights elsewhere.
 """
 
@@ -21,12 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import OpGraph, Ref, Value, walk, written_buffers
+from pdcompile.ir.records import CONVERSIONS
 from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
 
 VIEW = "views moved to the op that reads their bytes"
 CONSTANT = "constants moved to the op that reads them"
-WEIGHT = "views of parameters moved, with these, to the op that reads them"
+WEIGHT = "views and shares of parameters moved, with these, to the op that reads them"
 
 
 def join_neutral(
@@ -93,7 +95,9 @@ def _neutral(graph: OpGraph, b: int) -> Iterator[tuple[int, str]]:
             yield i, CONSTANT
         elif view and not held:
             yield i, VIEW
-        elif view and not op.inputs and all(f in parameters and holders[f] == 1 for f in held):
+        elif op.inputs or not parameters.issuperset(held):
+            continue
+        elif op.target in CONVERSIONS or (view and all(holders[fqn] == 1 for fqn in held)):
             yield i, WEIGHT
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import inspect
+from types import ModuleType
 
 from pdcompile.ir.graph import Capture
-from pdcompile.ir.records import PARTS
+from pdcompile.ir.records import PARTS, TURNS
 from pdcompile.ir.stage_interface import Sources, module_of
-from pdcompile.parts import conversions
+from pdcompile.parts import conversions, turns
 from pdcompile.passes.codegen.folder import read, set_draw, stage_classes, write
 from pdcompile.passes.codegen.pipeline_file import pipeline_file
 from pdcompile.passes.codegen.stage_file import stage_file
@@ -33,7 +34,18 @@ def generate(capture: Capture, plan: Plan) -> Sources:
     }
     files["pipeline.py"] = pipeline_file(capture, plan, found, parts)
     if parts > 1:
-        files[f"{PARTS}.py"] = Path(conversions.__file__).read_text(encoding="utf-8")
+        files |= {f"{name}.py": _carried(module) for name, module in _CARRIED.items()}
     files["plan.json"] = plan.to_json()
     constants = {**capture.eval.tensor_values, **capture.train.tensor_values}
     return Sources(files, found, constants=constants, shards=capture.division.shards)
+
+
+_CARRIED = {PARTS: conversions, TURNS: turns}
+
+
+def _carried(module: ModuleType) -> str:
+    """The text of one of our modules, for a folder in which it has another name."""
+    text = inspect.getsource(module)
+    for name, own in _CARRIED.items():
+        text = text.replace(own.__name__, name)
+    return text

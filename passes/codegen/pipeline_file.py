@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, GraphInput, OpGraph, Size
-from pdcompile.ir.records import PARTS
+from pdcompile.ir.records import PARTS, TURNS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.source_text import Line, filled, fold, render, shape_text
@@ -47,6 +47,7 @@ def pipeline_file(
         "needs": ", and main(model) the model" if opaque else "",
         "imports": "\n".join(sorted(f"from stage_{k} import Stage{k}" for k in range(count))),
         "conversions": PARTS,
+        "turns": TURNS,
         "batch": graph.batch_size,
         "inputs": "".join(_inputs(graph, interfaces)),
         "given": "model=None" if opaque else "",

@@ -19,8 +19,9 @@ from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way, item_of, takes_item
-from pdcompile.passes.parts.families import Kinds, divides
+from pdcompile.passes.parts.families import AT_REST, Kinds, divides
 from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
+from pdcompile.passes.parts.local import has_function
 
 UPDATED = 4.0  # of the bytes of a table: its weights, gradient and states, updated on every part
 UNDIVIDED = 0.01  # of the bytes of a result: what computing it on every part costs
@@ -182,7 +183,24 @@ class Choice:
             for operand, layout in zip(op.call.operands, self.ways[name].operands, strict=True):
                 if operand.of_model:
                     wanted.setdefault(operand.name, set()).add(layout)
-        return {fqn: found.pop() if len(found) == 1 else WHOLE for fqn, found in wanted.items()}
+        held = {f: found.pop() if len(found) == 1 else WHOLE for f, found in wanted.items()}
+        if self.kinds.family == AT_REST:
+            held |= self._at_rest({*held} - {*whole})
+        return held
+
+    def _at_rest(self, names: set[str]) -> dict[str, Layout]:
+        """Slices of weights that are split at rest: of those with several dimensions, along the
+        first one that divides, unless a module that reads one runs only as it is built."""
+        fixed = {o.name for op in self.axes.ops.values() for o in op.call.operands
+                 if op.op.opaque or op.reason == WHOLE_STAGE
+                 or (op.op.kind == "module" and not has_function(op.op))}  # fmt: skip
+        found: dict[str, Layout] = {}
+        for fqn in names - fixed:
+            info = self.graph.tensors[fqn]
+            dims = [n for n, size in enumerate(info.shape) if size and size % self.parts == 0]
+            if info.kind == "parameter" and len(info.shape) > 1 and dims:
+                found[fqn] = Layout("S", dims[0], (info.shape[dims[0]],))
+        return found
 
     def converts(self, op: OpAxes) -> bool:
         """True if an op wants a tensor of the model in another layout than it is held in, or adds

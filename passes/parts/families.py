@@ -16,6 +16,7 @@ from pdcompile.passes.parts.shares import GROUPED
 
 Kind = Literal["width", "sequence", "samples", "experts"]
 
+AT_REST: Split = "weights+samples"  # slices of weights, which are gathered before use
 #: Kinds of axes by split, the one that is preferred first.
 FAMILIES: dict[Split, tuple[Kind, ...]] = {
     "width": ("width",),
@@ -23,6 +24,7 @@ FAMILIES: dict[Split, tuple[Kind, ...]] = {
     "sequence": ("sequence", "width"),
     "context": ("sequence",),
     "samples": ("samples",),
+    AT_REST: ("samples",),
     "experts": ("experts", "width"),
     "experts+samples": ("experts", "samples"),
 }

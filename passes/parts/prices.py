@@ -47,6 +47,7 @@ def _priced(graph: OpGraph, op: Op, link: Level) -> Op:
         "spread": (0.0, reduced),
         "total": (reduced, 0.0),
         "gather": (gathered, gathered if dict(op.kwargs).get("spread") else 0.0),
+        "unshard": (gathered, 2 * gathered),  # before its gradient is scattered it is had again
         "own": (0.0, gathered),
         "scatter": (gathered, gathered),
         "swap": (exchanged, exchanged),

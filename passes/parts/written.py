@@ -30,7 +30,8 @@ from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Call, Operand, operands
-from pdcompile.passes.parts.layout import SUM, WHOLE, Conversion, Layout, conversion
+from pdcompile.passes.parts.families import AT_REST
+from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Conversion, Layout, conversion
 from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import Kwargs, as_function, local_op
 from pdcompile.passes.stages.naming import scope_of
@@ -103,12 +104,17 @@ class _Layouts:
         form = self.made[name] if not operand.of_model else _Form(
             Attr(name), self.layouts.tensor(name))  # fmt: skip
         found = conversion(form.layout, want)
+        if operand.of_model and want == SPREAD and found and found.name == "gather":
+            kwargs = tuple(one for one in found.kwargs if one[0] != "spread")
+            found = Conversion("unshard", found.args, kwargs)
         if found is None or (found.name == "spread" and not value.requires_grad):
             return form
         if name in self.gathered and want == WHOLE:
             return _Form(Ref(name), WHOLE)
         stage = self.layouts.stage_of.get(op.name, 0)
         key = name, want, f"{scope_of(op)}#{self.calls[op.name]}#{op.region}#{stage}"
+        if operand.of_model and form.layout.kind == "S" and self.layouts.family == AT_REST:
+            key = name, want, op.name  # is had whole for one op at a time
         if key not in self.forms:
             wish = f"{name.replace('.', '_')}_{found.name}"
             new = self._convert(found, form.given, op, self._fresh(wish), value, want)

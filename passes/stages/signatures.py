@@ -9,6 +9,7 @@ from typing import Any
 
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Affine, GraphInput, Op, OpGraph, Ref, Size, walk
+from pdcompile.ir.records import UNSHARD
 from pdcompile.ir.stage_interface import OpaqueCall, Place, Port, Signature
 from pdcompile.passes.stages.naming import unique, wishes
 from pdcompile.plan import Edge
@@ -75,6 +76,7 @@ def signature(mode: Mode, k: int) -> Signature:
         loss=mode.graph.loss if k == mode.last else None,
         draws=draws,
         opaque_calls=_expectations(mode.graph, ops),
+        unshards=any(op.target == UNSHARD for op in ops),
     )
 
 

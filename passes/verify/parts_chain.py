@@ -15,8 +15,8 @@ from pdcompile.eager.module_copies import twin_with
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.parts.conversions import UnequalParts, in_turns
 from pdcompile.parts.shard import Division, Shard
+from pdcompile.parts.turns import UnequalParts, in_turns
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.plan import Edge, TiedParameter
 

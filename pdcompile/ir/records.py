@@ -15,9 +15,11 @@ DTYPE_BYTES = {
 
 # A stage in parts imports its conversions from the file of this name, which dumped stages carry.
 PARTS = "pdcompile_parts"
-CONVERSIONS = frozenset(
+TURNS = "pdcompile_turns"  # beside it, for the parts of one process
+UNSHARD = f"{PARTS}.unshard"
+CONVERSIONS = frozenset((UNSHARD, *(
     f"{PARTS}.{name}" for name in ("spread", "total", "gather", "own", "scatter", "swap")
-)
+)))  # fmt: skip
 FROM_PARTS = CONVERSIONS | {f"{PARTS}.{name}" for name in (
     "scaled_dot_product_attention", "vocabulary_embedding", "vocabulary_cross_entropy",
     "mean_cross_entropy", "own_grouped_mm")}  # fmt: skip

@@ -81,6 +81,7 @@ class Signature:
     it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
     draws in order of execution (a module may be called on several stages).  `opaque_calls`: for
     each opaque module, the tensors of its calls.
+    `unshards`: its forward gathers weights that are split at rest.
     `outputs` are the values that later stages and (last stage) the model's own output need.
     """
 
@@ -90,6 +91,7 @@ class Signature:
     loss: str | None = None
     draws: dict[str, tuple[int, ...]] = field(default_factory=dict)
     opaque_calls: dict[str, tuple[OpaqueCall, ...]] = field(default_factory=dict)
+    unshards: bool = False
 
 
 @dataclass(frozen=True, slots=True)

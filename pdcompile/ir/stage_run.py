@@ -24,6 +24,7 @@ from pdcompile.eager.split_backward import Entrance, Rest, Root, accumulate, fir
 from pdcompile.ir.stage_interface import Port, named_results
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
+from pdcompile.parts.conversions import resharding
 
 Gradient = Callable[[int], Tensor | None]  # of an edge, from later stages
 
@@ -104,7 +105,9 @@ class StageRun:
                 value = entrance.value
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(call.minibatch, call.microbatch)
-        with torch.set_grad_enabled(wiring.training), self._region():
+        again = wiring.training and wiring.signature.unshards
+        whole = resharding() if again else nullcontext()
+        with torch.set_grad_enabled(wiring.training), self._region(), whole:
             results = module(*arguments)
             values = named_results(self._stage, [port for port, _ in wiring.outputs], results)
             if call.loss is not None and wiring.signature.loss is not None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 from pdcompile.errors import ClusterError, ConfigError, LaunchError
 from pdcompile.options import Options
 from pdcompile.options.configuration import innermost_devices, machines
+from pdcompile.parts.shard import Split
 
-Split = Literal["width", "width+sequence", "sequence", "samples", "experts", "experts+samples"]
 #: in the order in which they are tried; context, which few models want, has to be named
-SPLITS: tuple[Split, ...] = ("width", "width+sequence", "sequence", "samples")
+SPLITS: tuple[Split, ...] = ("width", "width+sequence", "sequence", "samples", "weights+samples")
 OF_EXPERTS: tuple[Split, ...] = ("experts", "experts+samples")
 
 

@@ -18,6 +18,7 @@ from pdcompile.clusters import names
 from pdcompile.options import texts, values
 from pdcompile.options.row import Flag, Row, option, rows_of
 from pdcompile.options.values import count, number, one_of
+from pdcompile.parts.shard import Split
 from pdcompile.schedule.registry import (
     DEFAULT,
     allowed,
@@ -258,22 +259,14 @@ class MachineOptions:
             remedy="a number for all stages (2), that of each (2,1), or any",
         ),
     )
-    split: Literal[
-        "auto",
-        "width",
-        "width+sequence",
-        "sequence",
-        "context",
-        "samples",
-        "experts",
-        "experts+samples",
-    ] = option(
+    split: Split = option(
         "auto",
         "What parts divide: width (heads and hidden units, as Megatron-LM), width+sequence (and "
         "activations between them along the sequence), sequence (heads in attention alone, as "
         "DeepSpeed-Ulysses), context (the sequence alone), samples (those of each microbatch), "
-        "experts (all else by width), experts+samples (all else by samples); auto: width, samples "
-        "where that divides nothing.",
+        "experts (all else by width), experts+samples (all else by samples), weights+samples "
+        "(samples, and each part holds slices of weights, which are gathered before use: FSDP, "
+        "ZeRO-3); auto: width, samples where that divides nothing.",
         check=one_of(*values.SPLITS),
         plan="training.split",
         compared=True,

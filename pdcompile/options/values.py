@@ -8,20 +8,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pdcompile.cluster import Cluster
 from pdcompile.clusters import FORMS, cluster_of
 from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.files import is_path
+from pdcompile.parts.shard import Split
 from pdcompile.problem.constraints import KNOWN, Constraint
 from pdcompile.units import parse_bytes
 
 SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
-SPLITS = (
-    "auto", "width", "width+sequence", "sequence", "context", "samples", "experts",
-    "experts+samples",
-)  # fmt: skip
+SPLITS = get_args(Split)[1:]
 OUTPUTS = ("none", "evaluation", "last", "everything", "all")
 
 #: what is wrong with a value of an option, by its name, and what to do

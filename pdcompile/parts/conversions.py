@@ -6,14 +6,15 @@
     own      whole -> split
     scatter  what parts have to be summed -> the sum, split
     swap     split along one dimension -> split along another
+    unshard  weight that is split at rest -> whole; its gradients are summed
 
 Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
 equal share: runs=3 for a fused qkv.  `vocabulary_…` are for tables and logits of which parts have
 shares of the vocabulary, `mean_cross_entropy` for those of which they have shares of the rows,
 `own_grouped_mm` for experts; `scaled_dot_product_attention` drops out what the whole would.
 
-Parts are processes of a group (`Group`), or take turns in one process (`in_turns`).  This file
-needs torch alone: written stages carry it along.
+Parts are processes of a group (`Group`), or take turns in one process (`pdcompile.parts.turns`).
+This file needs torch alone: written stages carry it along.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -85,6 +86,44 @@ def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1)
     """The value split along the dimension `new`, from one that is split along `old`."""
     back = ("swap", new, new_runs, old, old_runs)
     return _convert(x, "swap", ("swap", old, old_runs, new, new_runs), back)
+
+
+@_as_of_torch
+def unshard(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
+    """The whole of a weight of which each part holds a slice, as `gather` gives it; in a context of
+    `resharding` it is gathered again where a backward needs it."""
+    there = ("gather", dim, runs)
+    whole = _convert(x, "unshard", there, ("scatter", dim, runs))
+    if (known := getattr(thread, "unsharded", None)) is not None:
+        storage = whole.untyped_storage()
+        known[storage._cdata] = weakref.ref(storage), x.detach(), At("unshard", "backward", *there)
+    return whole
+
+
+@contextmanager
+def resharding() -> Iterator[None]:
+    """Context of a forward of which autograd keeps no weight that `unshard` has made."""
+    known: dict[int, tuple[Any, Tensor, At]] = {}
+    thread.unsharded = known
+
+    def pack(tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        alive, own, at = known.get(storage._cdata, (lambda: None, tensor, None))
+        if at is None or alive() is None:
+            return tensor.detach()  # what its own node keeps would never die
+        return own, at, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        own, at, *view = kept
+        return _run(at, own, here()).as_strided(*view)
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        thread.unsharded = None
 
 
 @_as_of_torch
@@ -229,10 +268,10 @@ class Alone:
         The result is the sum of what all give, the stack of it ("gather"), or of stacks with an
         item for each part the sum ("scatter") or the stack ("swap") of this part's items.
         """
-        return _result(at.kind, [x] * self.count, self.part)
+        return result_of(at.kind, [x] * self.count, self.part)
 
 
-def _result(kind: str, given: Sequence[Tensor], part: int) -> Tensor:
+def result_of(kind: str, given: Sequence[Tensor], part: int) -> Tensor:
     """Give a part its result of the collective; sums are always in the order of parts."""
     if kind in ("scatter", "swap"):
         given = [one[part] for one in given]
@@ -280,13 +319,13 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-_turn = threading.local()  # .parts, in a thread of `in_turns`
+thread = threading.local()  # .parts, in a thread of `in_turns`
 _process: list[Alone] = []  # of this process, where it is one part
 
 
 def here() -> Alone:
     """The part that is running."""
-    found: Alone | None = getattr(_turn, "parts", None) or (_process[-1] if _process else None)
+    found: Alone | None = getattr(thread, "parts", None) or (_process[-1] if _process else None)
     if found is None:
         raise RuntimeError(
             "this stage is one of several parts, and nothing says which: run it by in_turns(...), "
@@ -303,133 +342,6 @@ def using(parts: Alone) -> Iterator[None]:
         yield
     finally:
         _process.pop()
-
-
-class UnequalParts(RuntimeError):
-    """Raised where parts of one process do not come to the same conversion."""
-
-
-class _Ended(BaseException):
-    """Raised in a part at its next conversion, once another has failed."""
-
-
-class _Turn(Alone):
-    """A part that runs in a thread, from one meeting to the next each time that it is resumed."""
-
-    def __init__(self, part: int, count: int, function: Callable[[], Any]) -> None:
-        super().__init__(count, part)
-        self.at: At | None = None  # the conversion that it waits at
-        self.given = torch.empty(0)
-        self.returned: Any = None
-        self._function, self._grad = function, torch.is_grad_enabled()
-        self.draws = _draws()
-        self._answers: SimpleQueue[Tensor | None] = SimpleQueue()  # None: it is to end
-        self._stops: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, name=f"pdcompile part {part}", daemon=True
-        )
-        self._thread.start()
-
-    def meet(self, x: Tensor, at: At) -> Tensor:
-        self.at, self.given = at, x
-        self._stops.put(None)
-        return self._answer()
-
-    def _answer(self) -> Tensor:
-        answer = self._answers.get()
-        if answer is None:
-            self._answers.put(None)  # for whom a handler of the user's calls
-            raise _Ended
-        return answer
-
-    def resume(self, answer: Tensor) -> None:
-        """Runs the part up to its next meeting or its end; raises what it raised."""
-        _set_draws(self.draws)
-        self.at = None
-        self._answers.put(answer)
-        error = self._stops.get()
-        self.draws = _draws()
-        if error is not None:
-            raise error
-
-    def end(self) -> None:
-        """Ends the part where it stands."""
-        self._answers.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        _turn.parts = self
-        try:
-            self._answer()
-            # Backward stays in this thread: the one that a device has would wait for itself.
-            alone = torch.autograd.set_multithreading_enabled(False)
-            with alone, torch.set_grad_enabled(self._grad):
-                self.returned = self._function()
-        except BaseException as error:
-            self._stops.put(error)
-        self._stops.put(None)
-
-
-def in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs a function for each part in this process, and gives what they return.
-
-    One runs at a time, up to its next conversion; then the next one does.  Each draws random
-    numbers as if it were alone, from where the caller's generators stand.  Autocast and other
-    modes of a thread are for the functions to open.
-
-    Raises:
-        UnequalParts: they come to different conversions, or one ends while another waits.
-    """
-    turns = [_Turn(part, len(functions), one) for part, one in enumerate(functions)]
-    answers = [turn.given for turn in turns]
-    try:
-        while True:
-            for turn, answer in zip(turns, answers, strict=True):
-                turn.resume(answer)
-            if not any(turn.at for turn in turns):
-                return [turn.returned for turn in turns]
-            answers = _answers(turns)
-    finally:
-        for turn in turns:
-            turn.end()
-        _set_draws(turns[0].draws)
-
-
-def _answers(turns: Sequence[_Turn]) -> list[Tensor]:
-    """The results of the conversion that all parts have come to."""
-    first, given = turns[0], [turn.given for turn in turns]
-    for turn in turns[1:]:
-        if _meeting(turn) != _meeting(first):
-            said = [f"part {one.part} {_state(one)}" for one in (first, turn)]
-            raise UnequalParts(
-                f"{' and '.join(said)}: all parts have to come to the same conversions, in the "
-                "same order; undo the last edit of the stage, or write it again"
-            )
-    assert first.at is not None
-    with torch.no_grad():  # before any goes on, and may write into what it gave
-        return [_result(first.at.kind, given, turn.part) for turn in turns]
-
-
-def _meeting(turn: _Turn) -> tuple[Any, ...]:
-    return (turn.at, turn.given.shape, turn.given.dtype) if turn.at else (None,)
-
-
-def _state(turn: _Turn) -> str:
-    x = turn.given
-    return f"is at {turn.at} with {x.dtype}{list(x.shape)}" if turn.at else "has ended"
-
-
-def _draws() -> list[tuple[torch.Generator, Tensor]]:
-    """The states of the default generators."""
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found += torch.cuda.default_generators
-    return [(one, one.get_state()) for one in found]
-
-
-def _set_draws(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
 
 
 def _run(at: At, x: Tensor, parts: Alone) -> Tensor:

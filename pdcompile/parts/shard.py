@@ -17,9 +17,10 @@ from pdcompile.errors import PlanError
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: what may be divided between parts, by the names of the option; "": nothing
 Split: TypeAlias = Literal[
     "", "auto", "width", "width+sequence", "sequence", "context", "samples", "experts",
-    "experts+samples",
+    "experts+samples", "weights+samples",
 ]  # fmt: skip
 
 

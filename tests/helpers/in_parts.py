@@ -13,8 +13,8 @@ from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources, StageInterface, named_results
 from pdcompile.ir.stage_streams import Streams
-from pdcompile.parts.conversions import in_turns
 from pdcompile.parts.shard import Division, Shard, Split
+from pdcompile.parts.turns import in_turns
 from pdcompile.passes.codegen import generate, stage_classes
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.written import Program, write

@@ -17,10 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pdcompile.parts import conversions
 from pdcompile.parts.conversions import (
     Alone,
-    UnequalParts,
     gather,
     here,
-    in_turns,
     own,
     scatter,
     spread,
@@ -28,6 +26,7 @@ from pdcompile.parts.conversions import (
     total,
     using,
 )
+from pdcompile.parts.turns import UnequalParts, in_turns
 from tests.helpers.launch import processes
 from tests.helpers.parts import FORMS, PARTS, check, train
 

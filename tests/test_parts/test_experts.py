@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture
-from pdcompile.parts.conversions import in_turns, own_grouped_mm
+from pdcompile.parts.conversions import own_grouped_mm
 from pdcompile.parts.shard import Split
+from pdcompile.parts.turns import in_turns
 from pdcompile.passes.parts.layout import SUM
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.written import write

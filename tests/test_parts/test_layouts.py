@@ -17,6 +17,7 @@ from pdcompile.ir.execution import Lookup, execute, run_op
 from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, size_at, walk
 from pdcompile.parts import conversions
 from pdcompile.parts.shard import Split
+from pdcompile.parts.turns import in_turns
 from pdcompile.passes import trace
 from pdcompile.passes.parts.calls import operands
 from pdcompile.passes.parts.layout import Layout
@@ -172,7 +173,7 @@ def test_parts_compute_the_model_and_its_gradients(name: str, family: Split) -> 
     loss = execute(graph, given, lookup)[str(graph.loss)]
     expected = torch.autograd.grad(loss, [*whole.values()], allow_unused=True)
     parts = [Part(model, layouts, part) for part in range(2)]
-    found = conversions.in_turns([partial(one.run, given) for one in parts])
+    found = in_turns([partial(one.run, given) for one in parts])
     for one, _ in found:
         torch.testing.assert_close(one, loss.detach())
     for fqn, gradient in zip(whole, expected, strict=True):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import ListOf, Op, OpGraph, Ref, Slice
-from pdcompile.parts.conversions import in_turns
 from pdcompile.parts.shard import Shard
+from pdcompile.parts.turns import in_turns
 from pdcompile.passes.parts.atoms import Extent, fresh, join, leaves
 from pdcompile.passes.parts.axes import Axes, OpAxes, Way
 from pdcompile.passes.parts.families import divides

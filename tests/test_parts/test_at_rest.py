@@ -1,0 +1,130 @@
+"""Weights that are split at rest: gathered before use, and again in backward (FSDP, ZeRO-3)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pdcompile
+from examples.gpt import GPT, loss_fn
+from pdcompile.parts.conversions import Alone, resharding, unshard, using
+from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
+from tests.helpers.launch import processes
+from tests.test_parts.test_pipelines import COMMON, RANKS, agree, checkpoints_fit
+
+SPLIT = "weights+samples"
+
+
+def gpt(**options: Any) -> pdcompile.Pipeline:
+    torch.manual_seed(0)
+    ids = torch.randint(256, (8, 16))
+    return pdcompile.compile(
+        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
+        cluster="1x4", microbatches=2, **options,
+    )  # fmt: skip
+
+
+def test_autograd_keeps_no_gathered_weight_and_gradients_are_the_same() -> None:
+    found: list[tuple[Tensor, ...]] = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(32, 64)), torch.randn(8, 64, requires_grad=True)
+        meter = LiveStorages([weight, x])
+        with using(Alone(2)), meter, resharding() if again else torch.enable_grad():
+            y = F.linear(F.linear(x, unshard(weight, 0)).exp(), unshard(weight, 0).t())
+        kept = 2 * 64 * 64 * 4 * (not again)
+        assert meter.now_bytes == kept + 2 * 8 * 64 * 4  # beside the results of exp and of y
+        with using(Alone(2)):
+            y.sum().backward()
+        assert weight.grad is not None
+        assert x.grad is not None
+        found.append((y.detach(), weight.grad, x.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_memory_that_came_again_is_no_weight() -> None:
+    """Weights die one by one, and activations come to lie where they were."""
+    weight, x = nn.Parameter(torch.randn(32, 64)), torch.randn(64, 64, requires_grad=True)
+    with using(Alone(2)):
+        with resharding():
+            y = x
+            for _ in range(20):
+                y = F.linear(y, unshard(weight, 0)).sin()
+        y.sum().backward()
+        own, weight.grad, x.grad = (x.grad, None, None)
+        y = x
+        for _ in range(20):
+            y = F.linear(y, unshard(weight, 0)).sin()
+        y.sum().backward()
+    assert own is not None
+    assert x.grad is not None
+    assert torch.equal(own, x.grad)
+
+
+def test_a_part_holds_its_share_of_the_weights_and_one_whole_at_a_time() -> None:
+    samples, at_rest = (gpt(parts=2, split=one, replicas=2, stages=1).plan for one in
+                        ("samples", SPLIT))  # fmt: skip
+    (whole,), (own,) = samples.stages, at_rest.stages
+    vectors = sum(one.numel() for one in GPT(2, 64, 4, 16).parameters() if one.dim() == 1) * 4
+    assert own.parameter_bytes == (whole.parameter_bytes - vectors) / 2 + vectors
+    assert own.saved_bytes == whole.saved_bytes
+    largest = 256 * 64 * 4
+    assert whole.workspace_bytes <= own.workspace_bytes <= whole.workspace_bytes + largest
+    assert own.backward_seconds > whole.backward_seconds
+
+
+def test_no_gathered_weight_crosses_stages() -> None:
+    plan = gpt(parts=2, split=SPLIT, stages=2).plan
+    assert not [edge.value for edge in plan.edges if "unshard" in edge.value]
+    assert "as 2 parts by weights+samples they were compared" in plan.notes[-1]
+
+
+FAST = [
+    {"parts": 2, "stages": 2, "split": SPLIT, "max_grad_norm": 0.5},
+    {"parts": 4, "stages": 1, "split": SPLIT, "microbatches": 2},
+    {"parts": 2, "stages": 2, "split": SPLIT, "schedule": "2bw"},
+    {"parts": 2, "replicas": 2, "stages": 1, "split": SPLIT, "updates": "home"},
+]
+
+
+def test_gpt_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(FAST)), len(FAST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "llama", "t5", "bert", "vit", "mlp"])
+def test_models_train_as_plain_pytorch(model: str, tmp_path: Path) -> None:
+    common = {"model": model, "parts": 2, "stages": 2, "split": SPLIT}
+    settings = [common, {**common, "recompute": True}]
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+def test_whole_stages_beside_divided_ones(tmp_path: Path) -> None:
+    settings = [{"parts": one, "split": SPLIT} for one in ([2, 1], [1, 2])]
+    agree(processes(COMMON + RANKS, 3, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.slow
+def test_under_every_schedule(tmp_path: Path) -> None:
+    settings = [{"parts": 2, "split": SPLIT, "schedule": name, "stages": 2}
+                for name in ("gpipe", "1f1b", "zb-h1")]  # fmt: skip
+    settings += [{"parts": 2, "split": SPLIT, "schedule": name, "stages": 4}
+                 for name in ("interleaved", "zb-v")]  # fmt: skip
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
+
+
+@pytest.mark.parametrize("optimizer", [
+    "adamw", pytest.param("muon", marks=pytest.mark.slow)
+])  # fmt: skip
+def test_checkpoints_fit_any_other_plan(optimizer: str, tmp_path: Path) -> None:
+    settings = [{"parts": 2, "stages": 2, "split": SPLIT}, {"stages": 4},
+                {"parts": 4, "split": SPLIT, "microbatches": 2},
+                {"parts": 2, "stages": 2}]  # fmt: skip
+    checkpoints_fit(optimizer, settings, tmp_path)
