@@ -103,6 +103,7 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MAX_CHAINS = 150  # evaluated one by one
+EVALUATING = 0.2  # of the time
 MOVING = 0.5  # of the time
 CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
@@ -235,10 +236,17 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
     cost = flush_bound(segments) if flush else segments.load_of
     chains = straight_chains(segments, cost, keep=True)
     chains.solve()
-    for n, (_, chain) in enumerate(chains.enumerate(lambda: search.upper * (1 - 1e-9))):
-        if search.late or n == most:
+    budget = Budget(EVALUATING * search.budget.left, within=search.budget)
+
+    def below() -> float:
+        return 0.0 if budget.late else search.upper * (1 - 1e-9)
+
+    for n, (_, chain) in enumerate(chains.enumerate(below)):
+        if n == most:
             return
         search.offer(groups_of(segments, chain))
+    if budget.late:
+        return
     if search.best is None:
         search.impossible = True
         return

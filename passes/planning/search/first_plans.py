@@ -24,18 +24,13 @@ from pdcompile.passes.partition.space.pipelines import (
 from pdcompile.passes.partition.space.search_branches import Branch, sharpened
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
-from pdcompile.passes.planning.search.trials import Trials
+from pdcompile.passes.planning.search.trials import SURE, Trials
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
-SHARE = 0.5  # of the time, for all of it
-CUTTING = 0.15  # of the time, until what is cut is judged first
-LONGER = 0.8  # while none is found
+JUDGING, BOUNDING = 0.7, 0.75  # of the time, until plans are tried, and bounds sought
 SPARING = 0.97  # of the memory, after a plan took too much of it
-REFUSED = 2  # plans that lack memory, before one is sought that holds the least
-RECOMPUTING = 12  # of these that are cut
-SPARED = 3  # of these that are judged
-SETTLING = 0.6  # of the time, until plans of it are judged
+SETTLING = 0.8  # of the time, until plans are judged that may lack memory
 LEAST = 0.3  # of the memory, with which plans are sought
 FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
 MOST_ORDERS = 6  # of unlike devices
@@ -86,57 +81,25 @@ class FirstPlans:
         self._judge()
         self.settings.sort(key=self.bounds.__getitem__)
         self._bound()
-        self.trials.settle(SETTLING, doubtful=False)
+        self.trials.settle(SETTLING, likely=True)
 
     def _judge(self) -> None:
-        """Cut what may be fastest and judge what is, until all else is slower; what lacks memory
+        """Cut what may be fastest first and try it, until all else is slower; what may lack memory
         comes again with a smaller share of it."""
         trials, ticket = self.trials, count()
-        heap: list[tuple[float, int, Case, float, Candidate | None]]
-        heap = [(self._estimate(case), next(ticket), case, 1.0, None) for case in self._cases()]
+        heap = [(self._estimate(case), next(ticket), case, 1.0) for case in self._cases()]
         heapq.heapify(heap)
-        refused = 0
-        while heap and not trials.over(SHARE if trials.found else LONGER):
-            seconds, _, case, share, candidate = heapq.heappop(heap)
-            schedule = case.setting.schedule
+        while heap and not trials.over(JUDGING):
+            seconds, _, case, share = heapq.heappop(heap)
             if trials.found and seconds >= trials.below_with_gain:
                 break
-            if candidate is None and trials.over(CUTTING) and any(one[-1] for one in heap):
-                heapq.heappush(heap, (math.inf, next(ticket), case, share, None))  # later
-                continue
-            if candidate is not None and share <= self.memory.get(schedule, 1.0):
-                if trials.offer(candidate, now=True):
-                    continue
-                refused += 1
-                if refused == REFUSED:
-                    self._recompute_all()
-                share = SPARING * min(share, 1 / trials.beyond_formula(candidate))
-                self.memory[schedule] = share
-            share = min(share, self.memory.get(schedule, 1.0))
-            for candidate in self._cut(case, share) if share > LEAST else ():
-                heapq.heappush(
-                    heap, (self._seconds(candidate), next(ticket), case, share, candidate)
-                )
-        if not trials.found and refused < REFUSED:
-            self._recompute_all()
-        for *_, candidate in sorted(heap, key=lambda one: one[:2]):  # what other choices cost
-            if trials.over(SHARE):
-                break
-            trials.offer(candidate)
-
-    def _recompute_all(self) -> None:
-        """Judge the fastest plans whose stages all recompute until one has the memory it needs."""
-        if self.trials.found or not self.space.decides_recomputation:
-            return
-        found = list[tuple[float, int, Candidate]]()
-        for n, case in enumerate(sorted(self._cases(), key=self._estimate)):
-            if self.trials.over(LONGER) or len(found) > RECOMPUTING:
-                break
-            found += ((self._seconds(one), n, one) for one in self._cut(case, 1.0, again=True))
-        for _, _, candidate in sorted(found, key=lambda one: one[:2])[:SPARED]:
-            self.trials.offer(candidate, now=True)
-            if self.trials.found:
-                return
+            schedule, less = case.setting.schedule, 1.0
+            for one in self._cut(case, share := min(share, self.memory.get(schedule, 1.0))):
+                if (taken := trials.offer(one)) > SURE:
+                    seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
+            if less < 1 and share * less > LEAST and not case.branch:
+                self.memory[schedule] = share * less
+                heapq.heappush(heap, (seconds, next(ticket), case, share * less))
 
     def _cases(self) -> Iterator[Case]:
         """Every setting with equally many replicas of all stages, and any, in orders of devices."""
@@ -181,22 +144,20 @@ class FirstPlans:
             return None
         return Seats(self.trials.cluster, case.order[:used], share)
 
-    def _cut(self, case: Case, memory: float, *, again: bool = False) -> Iterator[Candidate]:
+    def _cut(self, case: Case, memory: float) -> Iterator[Candidate]:
         """The best cut at positions by its bound, and the one by load, that takes that share of
-        the memory; `again`: all stages recompute."""
+        the memory."""
         if case.branch:
-            quick = case.branch.likely() if memory == 1 else ()
-            yield from (c for c in quick if not again or all(o.recompute for o in c.options))
+            yield from case.branch.likely()
             return
         space, prepared = self.space, self.prepared_at(case.setting.num_microbatches)
-        seats = self._seats(case, memory)
-        menu = tuple(one for one in space.menu(case.counts) if one.recompute or not again)
-        given, both = 0, len(case.counts) == 1  # looking at any replicas twice takes long
+        seats, given = self._seats(case, memory), 0
+        both = len(case.counts) == 1  # looking at any replicas twice takes long
         for likely in (False, True):
             if seats is None or (given and not both):
                 return
             pipelines = Pipelines(
-                prepared, space, case.setting, seats, menu, stages=space.stages,
+                prepared, space, case.setting, seats, space.menu(case.counts), stages=space.stages,
                 segments=prepared.positions, likely=likely,
             )  # fmt: skip
             if pipelines.bound() < math.inf:
@@ -214,7 +175,7 @@ class FirstPlans:
 
     def _bound(self) -> None:
         """Raise the bounds of settings to where nothing shows that a plan takes longer."""
-        late = partial(self.trials.over, SHARE)
+        late = partial(self.trials.over, BOUNDING)
         for setting in self.settings:
             known, upper = self.bounds[setting], self.trials.below
             if known < upper and not late():
@@ -225,5 +186,5 @@ class FirstPlans:
         self._note_floor(self.trials.below)
 
     def _note_floor(self, seconds: float) -> None:
-        least = sharpened(self.sharing, seconds, partial(self.trials.over, SHARE))
+        least = sharpened(self.sharing, seconds, partial(self.trials.over, BOUNDING))
         self.trials.floor = min(least, *self.bounds.values())
