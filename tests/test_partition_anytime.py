@@ -15,7 +15,7 @@ import pytest
 import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import flush_bound
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build, positions
@@ -134,7 +134,7 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
     assert all_ideals(model, 10**6, over) is None
     segments = Segments.build(model, positions(model))
     with pytest.raises(OutOfTimeError):
-        solve(segments, flush_bound(segments), over)
+        solve(segments, bounding_cost(segments), over)
 
 
 def test_a_part_ends_with_the_whole() -> None:
