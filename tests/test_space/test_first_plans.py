@@ -11,7 +11,8 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.planning.search.first_plans import Case, FirstPlans
+from pdcompile.passes.partition.space.search_branches import Branch
+from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
 from pdcompile.problem.space import Candidate, SearchSpace
@@ -71,19 +72,22 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing that was not cut is estimated to be faster than the best that was found."""
-    cut, judge, estimates = FirstPlans._cut, FirstPlans._judge, dict[Case, float]()
-    order, least = list[float](), list[float]()
+    estimate, likely, judge = FirstPlans._estimate, Branch.likely, FirstPlans._judge
+    estimates, order, least = dict[int, float](), list[float](), list[float]()
 
-    def made(self: FirstPlans, case: Case, memory: float) -> Iterator[Candidate]:
-        order.append(estimates.pop(case))
-        return cut(self, case, memory)
+    def estimated(self: FirstPlans, branch: Branch) -> float:
+        return estimates.setdefault(id(branch), estimate(self, branch))
+
+    def made(self: Branch, share: float) -> Iterator[Candidate]:
+        order.append(estimates.pop(id(self)))
+        return likely(self, share)
 
     def judged(self: FirstPlans) -> None:
-        estimates.update((case, self._estimate(case)) for case in self._cases())
         judge(self)
         least.append(self.trials.below_with_gain)
 
-    monkeypatch.setattr(FirstPlans, "_cut", made)
+    monkeypatch.setattr(FirstPlans, "_estimate", estimated)
+    monkeypatch.setattr(Branch, "likely", made)
     monkeypatch.setattr(FirstPlans, "_judge", judged)
     ticking(monkeypatch)
     searched(500.0, Told())

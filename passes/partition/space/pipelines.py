@@ -325,11 +325,25 @@ def near(
     seats = Seats(cluster, tuple(rank for ranks in candidate.ranks for rank in ranks))
     segments = Segments.build(small, positions(small))
     menu = as_it_is.menu(as_it_is.counts(len(seats.ranks)))
+    yield from likely_cuts(
+        prepared, as_it_is, candidate.setting, seats, menu, len(options), segments
+    )
+
+
+def likely_cuts(
+    prepared: PreparedProblem,
+    space: SearchSpace,
+    setting: Setting,
+    seats: Seats,
+    menu: tuple[StageDeployment, ...],
+    stages: int | None,
+    segments: Segments,
+) -> Iterator[Candidate]:
+    """The best cut at such places by its bound, and the one by load, that break nothing."""
     for likely in (False, True):
         pipelines = Pipelines(
-            prepared, as_it_is, candidate.setting, seats, menu, stages=len(options),
-            segments=segments, likely=likely,
-        )  # fmt: skip
+            prepared, space, setting, seats, menu, stages=stages, segments=segments, likely=likely
+        )
         if pipelines.bound() < math.inf:
             found = islice(pipelines.candidates(lambda: math.inf), CUTS)
             yield from islice((one for _, one in found if one is not None), 1)
