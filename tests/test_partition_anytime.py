@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pdcompile.passes.partition.search as search
@@ -17,7 +18,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
-from pdcompile.passes.partition.chains import solve
+from pdcompile.passes.partition.chains import solve, straight_chains
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
@@ -135,6 +136,16 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
     segments = Segments.build(model, positions(model))
     with pytest.raises(OutOfTimeError):
         solve(segments, bounding_cost(segments), over)
+
+
+def test_however_many_chains_are_equally_good_one_is_found_soon() -> None:
+    """Where too many were begun the program's own is the last one."""
+    model = build(gpt_problem(12, 4))
+    chains = straight_chains(Segments.build(model, positions(model)), lambda _: np.zeros((1, 1)))
+    chains.solve()
+    every = [*chains.enumerate(lambda: math.inf, 50)]
+    assert len(every) < 50
+    assert every[-1] == (0.0, chains.best())
 
 
 def test_a_part_ends_with_the_whole() -> None:

@@ -214,7 +214,7 @@ class PlanSearch:
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self.trials.below:
             self._unfinished(branch.bound, branch, left_out)
-        branch.candidates = pipelines.candidates(lambda: self.trials.below / branch.setting.scale)
+        branch.candidates = pipelines.candidates(partial(self._below, branch))
         if bound == math.inf:
             branch.bound = math.inf
             return
@@ -244,9 +244,16 @@ class PlanSearch:
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
         bound, candidate = next(branch.candidates, (math.inf, None))
+        if bound == math.inf and not self._below(branch):
+            return  # time was over, and something may be left
         if not branch.left_out or bound == math.inf:
             branch.bound = max(branch.bound, bound * branch.setting.scale)
         self.trials.offer(candidate)
+
+    def _below(self, branch: Branch) -> float:
+        """The objective that candidates of a branch have to be below; 0 where time is over."""
+        late = self.trials.seen and self.trials.over(1.0)
+        return 0.0 if late else self.trials.below / branch.setting.scale
 
     def result(self) -> Plan:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""

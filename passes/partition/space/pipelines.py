@@ -38,6 +38,7 @@ from pdcompile.schedule.registry import kind_of
 MAX_IDEALS = 1_000
 POSITIONS = 128  # where first plans are cut
 CUTS = 3  # of one setting, menu and order of devices, of which one is tried that may be
+MOST_BEGUN = 300  # chains, until the best one known is such a cut
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
@@ -183,14 +184,16 @@ class Pipelines:
         """
         return self.chains.solve() * (1 - 1e-12)
 
-    def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
+    def candidates(
+        self, below: Callable[[], float], most: int | None = None
+    ) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate) by rising bound, None for one that breaks something; after `bound`.
 
         One that lacks memory at its depths, which are known only now, is tried with recomputing
         stages right away; it comes again when its own bound has its turn.
         """
         problem, cluster = self.prepared.problem, self.seats.cluster
-        for bound, pieces in self.chains.enumerate(below):
+        for bound, pieces in self.chains.enumerate(below, most):
             candidate = self._candidate(pieces)
             if self.decide:
                 candidate = recomputing(problem, cluster, candidate)
@@ -345,7 +348,7 @@ def likely_cuts(
             prepared, space, setting, seats, menu, stages=stages, segments=segments, likely=likely
         )
         if pipelines.bound() < math.inf:
-            found = islice(pipelines.candidates(lambda: math.inf), CUTS)
+            found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS)
             yield from islice((one for _, one in found if one is not None), 1)
 
 
