@@ -67,9 +67,7 @@ def test_optimal_on_two_thousand_problems(block: int) -> None:
 
 
 @pytest.mark.parametrize("block", blocks(8))
-def test_integer_program_alone(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without enumeration, CP-SAT with its paths has to prove what the bounds do not."""
-    monkeypatch.setattr(search, "MAX_CHAINS", 0)
+def test_the_integer_program_proves_what_bounds_do_not(block: int) -> None:
     for seed in range(10_000 + 50 * block, 10_000 + 50 * block + 50):
         agrees_with_brute_force(seed)
 
@@ -83,7 +81,6 @@ def test_integer_program_without_any_start(block: int, monkeypatch: pytest.Monke
         return Segments.build(found.model, all_ideals(found.model, 10_000) or [])
 
     monkeypatch.setattr(search, "cut_by_program", nothing)
-    monkeypatch.setattr(search, "MAX_CHAINS", 0)
     for seed in range(20_000 + 40 * block, 20_000 + 40 * block + 40):
         agrees_with_brute_force(seed)
 

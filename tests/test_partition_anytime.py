@@ -10,14 +10,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import flush_bound
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
-from pdcompile.passes.partition.chains import solve
+from pdcompile.passes.partition.chains import solve, straight_chains
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
@@ -134,7 +135,17 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
     assert all_ideals(model, 10**6, over) is None
     segments = Segments.build(model, positions(model))
     with pytest.raises(OutOfTimeError):
-        solve(segments, flush_bound(segments), over)
+        solve(segments, bounding_cost(segments), over)
+
+
+def test_however_many_chains_are_equally_good_one_is_found_soon() -> None:
+    """Where too many were begun the program's own is the last one."""
+    model = build(gpt_problem(12, 4))
+    chains = straight_chains(Segments.build(model, positions(model)), lambda _: np.zeros((1, 1)))
+    chains.solve()
+    every = [*chains.enumerate(lambda: math.inf, 50)]
+    assert len(every) < 50
+    assert every[-1] == (0.0, chains.best())
 
 
 def test_a_part_ends_with_the_whole() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import flush_bound
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
@@ -74,7 +74,7 @@ def test_bounds_stay_below_the_optimum(block: int) -> None:
         best = brute_force(problem)
         assert best is not None
         segments = segments_of(problem)
-        found = solve(segments, flush_bound(segments))
+        found = solve(segments, bounding_cost(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9), f"seed {seed}"
         cut = cut_of(segments.model, lambda: False)

@@ -10,7 +10,7 @@ import pytest
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import flush_bound, seed_paths
+from pdcompile.passes.partition.bounds import bounding_cost, seed_paths
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
@@ -207,7 +207,7 @@ def flush_problem(seed: int) -> PartitionProblem | None:
     return problem if problem.objective == "flush" else None
 
 
-def test_flush_bound_is_below_the_optimum(fast: bool) -> None:
+def test_the_bounding_cost_is_below_the_optimum(fast: bool) -> None:
     compared, count = 0, 150 if fast else 600
     for seed in range(count):
         problem = flush_problem(seed)
@@ -216,7 +216,7 @@ def test_flush_bound_is_below_the_optimum(fast: bool) -> None:
             continue
         model = build(problem)
         segments = Segments.build(model, all_ideals(model, 10_000) or [])
-        found = solve(segments, flush_bound(segments))
+        found = solve(segments, bounding_cost(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         compared += 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdcompile.errors import InfeasibleError, ScheduleError
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import flush_bound
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.passes.schedules import make_stream, memory_rule, warmup
@@ -173,7 +173,7 @@ def test_bounds_stay_below_the_optimum_and_the_search_finds_it() -> None:
         if best is None:
             continue
         segments = segments_of(problem)
-        value = solve(segments, flush_bound(segments))
+        value = solve(segments, bounding_cost(segments))
         assert value is not None
         assert value[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         cut = cut_of(segments.model, lambda: False)

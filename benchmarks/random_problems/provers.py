@@ -10,9 +10,11 @@ import sys
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.answer import validate
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.chains import groups_of, straight_chains
 from pdcompile.passes.partition.model import all_ideals, build
-from pdcompile.passes.partition.search import Search, evaluate_all, find_any, prove, run_program
+from pdcompile.passes.partition.search import Search, find_any, prove, run_program
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.problem import Partition, PartitionProblem
 
@@ -30,8 +32,20 @@ def by_ideals(problem: PartitionProblem) -> tuple[Partition, float] | None:
     segments = Segments.build(search.model, ideals, complete=True)
     run_program(search, segments, None)
     if not search.proved:
-        evaluate_all(search, segments, None)
+        _evaluate_all(search, segments)
     return _end(search)
+
+
+def _evaluate_all(search: Search, segments: Segments) -> None:
+    """Evaluates every assignment that the bound leaves."""
+    chains = straight_chains(segments, bounding_cost(segments), keep=True)
+    chains.solve()
+    for _, chain in chains.enumerate(lambda: search.upper * (1 - 1e-9)):
+        search.offer(groups_of(segments, chain))
+    if search.best is None:
+        search.impossible = True
+        return
+    search.prove(search.upper * (1 - 1e-9), "brute force over what the bound leaves")
 
 
 def by_integer_program(problem: PartitionProblem) -> tuple[Partition, float] | None:

@@ -22,12 +22,12 @@ from pdcompile.schedule.registry import kind_of
 Vector = NDArray[np.float64]
 
 
-def flush_bound(segments: Segments) -> Cost:
-    """Seconds that the minibatch takes at least when a stage is J∖I.
+def bounding_cost(segments: Segments) -> Cost:
+    """Seconds of the objective when a stage is J∖I, at least: without a flush its load.
 
-    Always m·(F_s+W_s).  When every stage waits for its neighbours also these paths, where D is
-    the way of one microbatch down to stage s and back up from it (work and transfers before the
-    stage), T the same of what comes after it, and S = D + F_s + W_s + T:
+    With one always m·(F_s+W_s).  When every stage waits for its neighbours also these paths, where
+    D is the way of one microbatch down to stage s and back up from it (work and transfers before
+    the stage), T the same of what comes after it, and S = D + F_s + W_s + T:
 
     - D + m·(F_s+W_s);
     - S + (m−1)·F_s + (m−1−w_s)·W_s, and the same with F and W exchanged (until the first
@@ -40,6 +40,8 @@ def flush_bound(segments: Segments) -> Cost:
     first two with all of W_s, but without the ways back in D: nobody waits for the rest.
     """
     model = segments.model
+    if model.problem.objective == "bottleneck":
+        return segments.load_of
     m = model.problem.num_microbatches
     warmup = warmup_of(model.problem.memory.in_flight, model.num_stages, m)
     linked = always_linked(model, "forward") and always_linked(model, "backward")
@@ -73,8 +75,8 @@ def flush_bound(segments: Segments) -> Cost:
 def passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
     """Seconds between the first microbatch's arrival at a stage and the last one's return to it.
 
-    F and W of the stage, T in `after`, at most `depth` in flight: the three paths of `flush_bound`
-    without D.
+    F and W of the stage, T in `after`, at most `depth` in flight: the three paths of
+    `bounding_cost` without D.
     """
     own = f + w
     result: Matrix = np.maximum(m * own, _ends(f, w, after, m, depth))

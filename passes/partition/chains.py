@@ -137,14 +137,22 @@ class Chains:
     def _start(self) -> Key:
         return (self.stages or 0, self.ranks)
 
-    def enumerate(self, below: Callable[[], float]) -> Iterator[tuple[float, tuple[Piece, ...]]]:
-        """(bound, chain) by rising bound, while that is less than `below()`; after `solve`."""
+    def enumerate(
+        self, below: Callable[[], float], most: int | None = None
+    ) -> Iterator[tuple[float, tuple[Piece, ...]]]:
+        """(bound, chain) by rising bound, while that is less than `below()`; after `solve`.
+
+        `most`: begun chains that are looked at before `best` is the last one.
+        """
         if self._start not in self.rest:
             return
         ticket = count()
         rest, squares = float(self.rest[self._start][0]), float(self.squares[self._start][0])
         heap = [_Open(rest, squares, next(ticket), 0.0, 0.0, self._start, ())]
         while heap:
+            if most is not None and (most := most - 1) < 0:
+                yield rest, self.best()
+                return
             one = heapq.heappop(heap)
             if not one.bound < below():
                 return

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.any_cut import AnyCut
-from pdcompile.passes.partition.bounds import flush_bound, flush_costs, seed_paths, simple_bound
+from pdcompile.passes.partition.bounds import bounding_cost, flush_costs, seed_paths, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
-from pdcompile.passes.partition.chains import groups_of, straight_chains
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
 from pdcompile.passes.partition.model import (
@@ -19,7 +17,6 @@ from pdcompile.passes.partition.model import (
     all_ideals,
     build,
     contracted,
-    fused,
     next_to,
     positions,
 )
@@ -102,7 +99,6 @@ class Search:
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
-MAX_CHAINS = 150  # evaluated one by one
 MOVING = 0.5  # of the time
 CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
@@ -128,7 +124,7 @@ def solve(
     segments = cut_by_program(search)
     if search.best is None and thorough:
         find_any(search)
-    quick = (cut_near, evaluate_all, _bound, move_groups)
+    quick = (_bound, move_groups)
     for step in (*quick, prove) if thorough else quick:
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
@@ -189,9 +185,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         OutOfTimeError: `budget` ended first.
     """
     model = search.model
-    flush = search.problem.objective == "flush"
-    exact = flush_bound(segments) if flush else segments.load_of
-    found = best_chain(segments, exact, budget)
+    found = best_chain(segments, bounding_cost(segments), budget)
     complete = segments.complete and segments.model is model
     if found is None:
         search.impossible |= complete  # the matrices never overstate what a stage needs
@@ -202,7 +196,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         # Differences of sums lose digits relative to the total, not to the difference.
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
-    if flush:
+    if search.problem.objective == "flush":
         shares = None if search.cut is None else search.cut.shares
         for cost in flush_costs(segments, shares):
             if search.late and len(segments.ideals) > FIRST:
@@ -225,35 +219,6 @@ def find_any(search: Search) -> None:
         search.impossible = True
     else:
         search.offer(groups)
-
-
-def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
-    """Evaluates every assignment that the bound leaves; if they are more than `most`, so many."""
-    if segments.model is not search.model or not segments.complete:
-        return
-    flush = search.problem.objective == "flush"
-    cost = flush_bound(segments) if flush else segments.load_of
-    chains = straight_chains(segments, cost, keep=True)
-    chains.solve()
-    for n, (_, chain) in enumerate(chains.enumerate(lambda: search.upper * (1 - 1e-9))):
-        if search.late or n == most:
-            return
-        search.offer(groups_of(segments, chain))
-    if search.best is None:
-        search.impossible = True
-        return
-    search.prove(search.upper * (1 - 1e-9), "brute force over what the bound leaves")
-
-
-def cut_near(search: Search, _: Segments | None = None) -> None:
-    """Dynamic program over all places in the order near the boundaries of the best plan."""
-    model, best = search.model, search.groups
-    near = FIRST // max(1, 2 * (model.num_stages - 1))
-    ends = [v for v, (a, b) in enumerate(pairwise(best), start=1) if a != b]
-    places = {p for end in ends for p in range(end - near, end + near) if 0 < p < model.num_groups}
-    if model.num_groups > FIRST and len(places) < 2 * FIRST:
-        small = fused(model, sorted(places))
-        run_program(search, Segments.build(small, positions(small)), None)
 
 
 def _bound(search: Search, _: Segments) -> None:

@@ -163,7 +163,7 @@ class PlanSearch:
         """Move single groups of the best candidate over a boundary as long as that helps, and
         first whole boundaries where there are too many groups."""
         trials, left, moved = self.trials, MAX_MOVES, True
-        gain = EXACT if trials.found and trials.quick else GAIN
+        gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
             moved, best = False, trials.best
             for one in self._next_to(best):
@@ -214,7 +214,7 @@ class PlanSearch:
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self.trials.below:
             self._unfinished(branch.bound, branch, left_out)
-        branch.candidates = pipelines.candidates(lambda: self.trials.below / branch.setting.scale)
+        branch.candidates = pipelines.candidates(partial(self._below, branch))
         if bound == math.inf:
             branch.bound = math.inf
             return
@@ -236,7 +236,7 @@ class PlanSearch:
             return search.impossible
         bound = search.bound * (1 - 1e-12) * branch.setting.scale
         branch.bound = max(branch.bound, bound)
-        fits = self.trials.offer(branch.straight(search.best.stage_of), now=True)
+        fits = self.trials.offer(branch.straight(search.best.stage_of), now=True) <= 1
         if search.proved and fits:
             self.floor = min(self.floor, bound)
         return search.proved and fits
@@ -244,14 +244,23 @@ class PlanSearch:
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
         bound, candidate = next(branch.candidates, (math.inf, None))
+        if bound == math.inf and not self._below(branch):
+            return  # time was over, and something may be left
         if not branch.left_out or bound == math.inf:
             branch.bound = max(branch.bound, bound * branch.setting.scale)
-        self.trials.offer(candidate, now=True)
+        self.trials.offer(candidate)
+
+    def _below(self, branch: Branch) -> float:
+        """The objective that candidates of a branch have to be below; 0 where time is over."""
+        late = self.trials.seen and self.trials.over(1.0)
+        return 0.0 if late else self.trials.below / branch.setting.scale
 
     def result(self) -> Plan:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""
         if self.proved is not None:
             return self.proved
+        if (dropped := self.trials.confirm()) < math.inf:
+            self._unfinished(dropped, None, "a plan took more memory than was estimated")
         if not self.trials.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
@@ -280,7 +289,7 @@ class PlanSearch:
         candidate, certificate, saved = _preferred(self, candidate, certificate)
         plan = self.trials.plan(candidate)
         broken = violations(problem, self.cluster, candidate)
-        if broken or not self.trials.keeps_limits(candidate):
+        if broken or self.trials.filled(candidate) > 1:
             what = broken[0] if broken else "a ledger exceeds its device"
             raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
         notes = [*plan.notes, *notes, *saved]
@@ -303,7 +312,7 @@ def _preferred(
     found, making = evaluation(problem, search.cluster, candidate), trials.making(candidate)
 
     def fits(stage_of: tuple[int, ...]) -> bool:
-        return trials.keeps_limits(replace(candidate, stage_of=stage_of))
+        return trials.filled(replace(candidate, stage_of=stage_of)) <= 1
 
     left = search.whole.left - making
     stage_of, judged, notes = _prefer(search, found, candidate.setting, certificate, left, fits)
@@ -338,7 +347,7 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
     making = making_seconds(graph, even_cut(problem))
 
     def fits(stage_of: tuple[int, ...]) -> bool:
-        return trials.keeps_limits(branch.straight(stage_of))
+        return trials.filled(branch.straight(stage_of)) <= 1
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
         found, certificate = partition(

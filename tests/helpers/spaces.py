@@ -12,8 +12,7 @@ from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
     Pipelines,
     PreparedProblem,
-    exceeds,
-    limited,
+    filled,
     timed,
 )
 from pdcompile.passes.partition.space.seats import Seats
@@ -142,10 +141,10 @@ def seconds_of(
         ledgers: those of the plan that the candidate stands for; without a plan those of its
             graph-free plan.
     """
-    seconds, fits = timed(problem, cluster, candidate)
+    seconds, share = timed(problem, cluster, candidate)
     if ledgers is not None:
-        fits = not (limited(cluster) and exceeds(ledgers(candidate), cluster))
-    return seconds if fits else float("inf")
+        share = filled(ledgers(candidate), cluster)
+    return seconds if share <= 1 else float("inf")
 
 
 def best(

@@ -6,13 +6,13 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.planning.search.first_plans import Case, FirstPlans
+from pdcompile.passes.partition.space.search_branches import Branch
+from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
 from pdcompile.problem.space import Candidate, SearchSpace
@@ -36,10 +36,6 @@ class Told(Listener):
 
     def told(self, text: str) -> None:
         self.lines.append(text)
-
-
-class Judged(Exception):
-    """The search comes to its first candidate."""
 
 
 def searched(limit: float, told: Told, memory: int | None = None) -> Plan:
@@ -74,33 +70,47 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
     assert told.lines
 
 
-def test_the_fastest_of_all_settings_is_judged_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none that was not cut by then is estimated to be faster."""
-    cut, estimate = FirstPlans._cut, FirstPlans._estimate
-    seconds, estimates = dict[Candidate, float](), dict[Case, float]()
+def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing that was not cut is estimated to be faster than the best that was found."""
+    estimate, likely, judge = FirstPlans._estimate, Branch.likely, FirstPlans._judge
+    estimates, order, least = dict[int, float](), list[float](), list[float]()
 
-    def made(self: FirstPlans, case: Case, *rest: Any, **more: Any) -> Iterator[Candidate]:
-        del estimates[case]
-        for one in cut(self, case, *rest, **more):
-            seconds[one] = self._seconds(one)
-            yield one
+    def estimated(self: FirstPlans, branch: Branch) -> float:
+        return estimates.setdefault(id(branch), estimate(self, branch))
 
-    def estimated(self: FirstPlans, case: Case) -> float:
-        estimates[case] = estimate(self, case)
-        return estimates[case]
+    def made(self: Branch, share: float) -> Iterator[Candidate]:
+        order.append(estimates.pop(id(self)))
+        return likely(self, share)
 
-    def judged(_: Trials, candidate: Candidate, **__: Any) -> bool:
-        raise Judged(candidate)
+    def judged(self: FirstPlans) -> None:
+        judge(self)
+        least.append(self.trials.below_with_gain)
 
-    monkeypatch.setattr(FirstPlans, "_cut", made)
     monkeypatch.setattr(FirstPlans, "_estimate", estimated)
-    monkeypatch.setattr(Trials, "offer", judged)
+    monkeypatch.setattr(Branch, "likely", made)
+    monkeypatch.setattr(FirstPlans, "_judge", judged)
     ticking(monkeypatch)
-    with pytest.raises(Judged) as caught:
-        searched(500.0, Told())
-    assert {one.setting.schedule for one in seconds} == {"gpipe", "1f1b"}
-    assert seconds[caught.value.args[0]] == min(seconds.values())
-    assert min(estimates.values(), default=float("inf")) >= min(seconds.values())
+    searched(500.0, Told())
+    assert order == sorted(order)
+    assert min(estimates.values(), default=float("inf")) >= least[0]
+
+
+def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make a plan takes long: the graph-free ledger tells what surely fits."""
+    monkeypatch.setattr(Trials, "quick", lambda *_: False)
+    monkeypatch.setattr(FirstPlans, "_bound", lambda _: None)
+    told = Told()
+    made = list[Candidate]()
+
+    def plan(self: Trials, candidate: Candidate) -> Plan:
+        made.append(candidate)
+        return whole(self, candidate)
+
+    whole = Trials.plan
+    monkeypatch.setattr(Trials, "plan", plan)
+    searched(10.0, told, 10**9)
+    assert len(told.lines) > 1
+    assert len({*made}) == 1
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ def test_a_plan_that_just_does_not_fit_proves_nothing_of_the_others() -> None:
 def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are not drawn at once, because they hardly fit, count in every verdict."""
 
-    def doubted(*case: Any) -> tuple[float, bool]:
-        return timed(*case)[0], False
+    def doubted(*case: Any) -> tuple[float, float]:
+        return timed(*case)[0], 2.0
 
     monkeypatch.setattr(trials, "timed", doubted)
     assert {verdict(random_space(seed)) for seed in range(11, 17)} == {"optimal", "infeasible"}
@@ -74,7 +74,7 @@ def test_what_is_not_exhausted_is_not_called_infeasible(monkeypatch: pytest.Monk
     case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
     for share in ("SEARCHING", "SETTLING"):
         monkeypatch.setattr(branch_and_bound, share, 0.0)
-    monkeypatch.setattr(trials.Trials, "judge", lambda *_: False)  # of the first
+    monkeypatch.setattr(trials.Trials, "_judge", lambda *_: 2.0)  # of the first
     with pytest.raises(NotFoundError, match="time was over") as caught:
         explored(case)
     assert "not proved" in str(caught.value)

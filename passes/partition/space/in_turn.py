@@ -17,9 +17,9 @@ from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
     PreparedProblem,
+    graph_free_ledgers,
     limited,
     recomputing,
-    simulated,
 )
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import warmup
@@ -155,7 +155,7 @@ class StagesInTurn:
         for margin in MARGINS:
             for _ in range(ROUNDS):
                 found = evaluation(problem, cluster, candidate)
-                ledgers = simulated(found, candidate, cluster).ledgers
+                ledgers = graph_free_ledgers(problem, cluster, candidate)
                 parts = {
                     s: limit * (1 - margin) / max(ledgers[self.ranks[s][0]].total_bytes, 1)
                     for s, limit in enumerate(found.deployment.limits)

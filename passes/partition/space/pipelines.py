@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice, pairwise
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.chains import Chains, Piece
 from pdcompile.passes.partition.model import (
     Model,
@@ -26,11 +27,9 @@ from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.path_bound import Path
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.planning.graph_free import plan_of
+from pdcompile.passes.planning.graph_free import ledgers_of, plan_of
 from pdcompile.passes.schedules import warmup
-from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Forecast, MemoryLedger, Training
-from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan import MemoryLedger, Training
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -39,6 +38,7 @@ from pdcompile.schedule.registry import kind_of
 MAX_IDEALS = 1_000
 POSITIONS = 128  # where first plans are cut
 CUTS = 3  # of one setting, menu and order of devices, of which one is tried that may be
+MOST_BEGUN = 300  # chains, until the best one known is such a cut
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
@@ -184,14 +184,16 @@ class Pipelines:
         """
         return self.chains.solve() * (1 - 1e-12)
 
-    def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
+    def candidates(
+        self, below: Callable[[], float], most: int | None = None
+    ) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate) by rising bound, None for one that breaks something; after `bound`.
 
         One that lacks memory at its depths, which are known only now, is tried with recomputing
         stages right away; it comes again when its own bound has its turn.
         """
         problem, cluster = self.prepared.problem, self.seats.cluster
-        for bound, pieces in self.chains.enumerate(below):
+        for bound, pieces in self.chains.enumerate(below, most):
             candidate = self._candidate(pieces)
             if self.decide:
                 candidate = recomputing(problem, cluster, candidate)
@@ -222,20 +224,19 @@ def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidat
     By the formula; where ranks hold several stages by the ledger, which alone knows what these
     hold together, and the stage that gives most for it first.
     """
-    found, options = evaluation(problem, cluster, candidate), list(candidate.options)
-    several = len(set(candidate.ranks)) < len(candidate.ranks)
-    for s in sorted(found.stages, key=found.memory, reverse=several):
-        limit = found.deployment.limits[s]
+    found, ledgers = evaluation(problem, cluster, candidate), None
+    for s in sorted(found.stages, key=found.memory, reverse=candidate.shared):
+        limit, options = found.deployment.limits[s], list(candidate.options)
         if limit is None or options[s].recompute:
             continue
         needed = found.needed(s)
-        if several:
-            now = replace(candidate, options=tuple(options))
-            ledgers = simulated(evaluation(problem, cluster, now), now, cluster).ledgers
+        if candidate.shared:
+            ledgers = ledgers or graph_free_ledgers(problem, cluster, candidate)
             needed = max(ledgers[rank].total_bytes for rank in candidate.ranks[s])
         if needed > limit:
-            options[s] = replace(options[s], recompute=True)
-    return replace(candidate, options=tuple(options))
+            options[s], ledgers = replace(options[s], recompute=True), None
+            candidate = replace(candidate, options=tuple(options))
+    return candidate
 
 
 def timed(
@@ -243,29 +244,25 @@ def timed(
     cluster: Cluster,
     candidate: Candidate,
     below: float = float("inf"),
-) -> tuple[float, bool]:
-    """The objective of a candidate, and whether its graph-free plan fits into the memory there is.
+) -> tuple[float, float]:
+    """The objective of a candidate, and the share of its memory that a rank takes at most, by its
+    graph-free plan.
 
     Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
     whichever is more, because the simulator lets a rank use several links at once, and reductions
     none.  Memory is looked at where the seconds are `below` a limit, so that it matters.
     """
     found = evaluation(problem, cluster, candidate)
-    forecast = cache(lambda: simulated(found, candidate, cluster))
-    seconds = found.seconds
-    if seconds < below and not (candidate.straight or found.deployment.flush):
-        seconds = max(seconds, forecast().step_seconds / candidate.setting.num_microbatches)
+    seconds = found.seconds if found.seconds >= below else seconds_of(found)
     if not (seconds < below and limited(cluster)):
-        return seconds, True
-    return seconds, not exceeds(forecast().ledgers, cluster)
+        return seconds, 0.0
+    return seconds, filled(graph_free_ledgers(problem, cluster, candidate), cluster)
 
 
-def simulated(found: Evaluation, candidate: Candidate, cluster: Cluster) -> Forecast:
-    """The simulator's forecast for a candidate: seconds of a step in steady state, ledgers.
-
-    Values with the same stages are one edge where links have no latency: the same seconds in
-    fewer instructions.
-    """
+def graph_free_ledgers(
+    problem: PartitionProblem, cluster: Cluster, candidate: Candidate
+) -> tuple[MemoryLedger, ...]:
+    """Ledgers of its graph-free plan; values with the same stages are one edge."""
     setting = candidate.setting
     training = Training(
         setting.schedule,
@@ -277,9 +274,7 @@ def simulated(found: Evaluation, candidate: Candidate, cluster: Cluster) -> Fore
         step=setting.step,
         updates="home" if setting.homes else "every",
     )
-    merge = not any(level.latency_seconds for level in cluster.levels)
-    plan = plan_of(found, training, merge=merge)
-    return simulate(plan, links=cache(cluster.level_between), timeline=False).forecast
+    return ledgers_of(plan_of(evaluation(problem, cluster, candidate), training, merge=True))
 
 
 def limited(cluster: Cluster) -> bool:
@@ -287,11 +282,15 @@ def limited(cluster: Cluster) -> bool:
     return any(device.memory_bytes is not None for device in cluster.devices)
 
 
-def exceeds(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> bool:
-    """True if a rank holds more than its device has."""
-    return any(
-        device.memory_bytes is not None and ledger.total_bytes > device.memory_bytes
-        for ledger, device in zip(ledgers, cluster.devices, strict=False)
+def filled(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> float:
+    """The share of its device's memory that a rank takes at most."""
+    return max(
+        (
+            ledger.total_bytes / max(device.memory_bytes, 0.5)
+            for ledger, device in zip(ledgers, cluster.devices, strict=False)
+            if device.memory_bytes is not None
+        ),
+        default=0.0,
     )
 
 
@@ -330,13 +329,27 @@ def near(
     seats = Seats(cluster, tuple(rank for ranks in candidate.ranks for rank in ranks))
     segments = Segments.build(small, positions(small))
     menu = as_it_is.menu(as_it_is.counts(len(seats.ranks)))
+    yield from likely_cuts(
+        prepared, as_it_is, candidate.setting, seats, menu, len(options), segments
+    )
+
+
+def likely_cuts(
+    prepared: PreparedProblem,
+    space: SearchSpace,
+    setting: Setting,
+    seats: Seats,
+    menu: tuple[StageDeployment, ...],
+    stages: int | None,
+    segments: Segments,
+) -> Iterator[Candidate]:
+    """The best cut at such places by its bound, and the one by load, that break nothing."""
     for likely in (False, True):
         pipelines = Pipelines(
-            prepared, as_it_is, candidate.setting, seats, menu, stages=len(options),
-            segments=segments, likely=likely,
-        )  # fmt: skip
+            prepared, space, setting, seats, menu, stages=stages, segments=segments, likely=likely
+        )
         if pipelines.bound() < math.inf:
-            found = islice(pipelines.candidates(lambda: math.inf), CUTS)
+            found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS)
             yield from islice((one for _, one in found if one is not None), 1)
 
 

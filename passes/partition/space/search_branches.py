@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
-from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.pipelines import (
+    Pipelines,
+    PreparedProblem,
+    likely_cuts,
+    simple_bound,
+)
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Training
@@ -106,10 +109,17 @@ class Branch:
         own = self.prepared, self.space, self.setting, self.seats, self.space.menu(self.counts)
         return Pipelines(*own, stages=self.stages)
 
-    def likely(self) -> Iterator[Candidate]:
-        """Candidates that are quickly found where ranks hold several stages."""
-        found = self.pipelines()
-        return found.likely() if isinstance(found, StagesInTurn) else iter(())
+    def likely(self, share: float) -> Iterator[Candidate]:
+        """Candidates that are quickly found, of stages with a rank of their own those that take
+        that share of the memory."""
+        found = self.pipelines() if self.space.placement else None
+        if isinstance(found, StagesInTurn):
+            yield from found.likely()
+            return
+        seats, few = replace(self.seats, share=share), len(self.counts) == 1
+        own = self.prepared, self.space, self.setting, seats, self.space.menu(self.counts)
+        every = likely_cuts(*own, self.stages, self.prepared.positions)
+        yield from every if few else islice(every, 1)  # looking at any replicas twice takes long
 
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""
@@ -117,16 +127,6 @@ class Branch:
         return Candidate(
             self.setting, stage_of, (StageDeployment(),) * len(ranks), ranks, self.warmup
         )
-
-
-def sharpened(given: Sequence[Branch], seconds: float, late: Late) -> float:
-    """The least bound of some branches, after those below so many seconds were sharpened."""
-    while given and not late():
-        least = min(given, key=lambda branch: branch.bound)
-        if least.sharp or least.bound >= seconds:
-            break
-        least.sharpen()
-    return min((branch.bound for branch in given), default=math.inf)
 
 
 def branches(

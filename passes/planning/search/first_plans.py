@@ -7,51 +7,27 @@ bound of a setting along the heaviest path (`passes.partition.space.setting_boun
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, islice, product, starmap
-from typing import NamedTuple
+from itertools import count, product
 
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.partition.space.pipelines import (
-    CUTS,
-    Pipelines,
-    PreparedProblem,
-    simple_bound,
-)
-from pdcompile.passes.partition.space.search_branches import Branch, sharpened
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.search_branches import Branch
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
-from pdcompile.passes.planning.search.trials import Trials
+from pdcompile.passes.planning.search.trials import SURE, Trials
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
-SHARE = 0.5  # of the time, for all of it
-CUTTING = 0.15  # of the time, until what is cut is judged first
-LONGER = 0.8  # while none is found
+JUDGING, BOUNDING = 0.7, 0.75  # of the time, until plans are tried, and bounds sought
 SPARING = 0.97  # of the memory, after a plan took too much of it
-REFUSED = 2  # plans that lack memory, before one is sought that holds the least
-RECOMPUTING = 12  # of these that are cut
-SPARED = 3  # of these that are judged
-SETTLING = 0.6  # of the time, until plans of it are judged
+SETTLING = 0.8  # of the time, until plans are judged that may lack memory
 LEAST = 0.3  # of the memory, with which plans are sought
 FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
 MOST_ORDERS = 6  # of unlike devices
 FEW = 8  # replicas of a stage, beyond which they divide the number of devices
-
-
-class Case(NamedTuple):
-    """A setting, how many replicas a stage may have, and the order of the devices.
-
-    `branch`: of ranks that hold several stages.
-    """
-
-    setting: Setting
-    counts: tuple[int, ...]
-    order: tuple[int, ...]
-    branch: Branch | None = None
 
 
 @dataclass
@@ -79,131 +55,67 @@ class FirstPlans:
             prepared = self.prepared_at(setting.num_microbatches)
             seconds = simple_bound(prepared, self.space, setting, seats)
             self.bounds[setting] = seconds * setting.scale
-        self._note_floor(0.0)
+        self._note_floor()
 
     def run(self) -> None:
         """Judge plans of all settings, the fastest first, and bound every setting by the best."""
         self._judge()
         self.settings.sort(key=self.bounds.__getitem__)
         self._bound()
-        self.trials.settle(SETTLING, doubtful=False)
+        self.trials.settle(SETTLING, likely=True)
 
     def _judge(self) -> None:
-        """Cut what may be fastest and judge what is, until all else is slower; what lacks memory
+        """Cut what may be fastest first and try it, until all else is slower; what may lack memory
         comes again with a smaller share of it."""
         trials, ticket = self.trials, count()
-        heap: list[tuple[float, int, Case, float, Candidate | None]]
-        heap = [(self._estimate(case), next(ticket), case, 1.0, None) for case in self._cases()]
+        heap = [(self._estimate(branch), next(ticket), branch) for branch in self._branches()]
         heapq.heapify(heap)
-        refused = 0
-        while heap and not trials.over(SHARE if trials.found else LONGER):
-            seconds, _, case, share, candidate = heapq.heappop(heap)
-            schedule = case.setting.schedule
+        while heap and not trials.over(JUDGING):
+            seconds, _, branch = heapq.heappop(heap)
             if trials.found and seconds >= trials.below_with_gain:
                 break
-            if candidate is None and trials.over(CUTTING) and any(one[-1] for one in heap):
-                heapq.heappush(heap, (math.inf, next(ticket), case, share, None))  # later
-                continue
-            if candidate is not None and share <= self.memory.get(schedule, 1.0):
-                if trials.offer(candidate, now=True):
-                    continue
-                refused += 1
-                if refused == REFUSED:
-                    self._recompute_all()
-                share = SPARING * min(share, 1 / trials.beyond_formula(candidate))
-                self.memory[schedule] = share
-            share = min(share, self.memory.get(schedule, 1.0))
-            for candidate in self._cut(case, share) if share > LEAST else ():
-                heapq.heappush(
-                    heap, (self._seconds(candidate), next(ticket), case, share, candidate)
-                )
-        if not trials.found and refused < REFUSED:
-            self._recompute_all()
-        for *_, candidate in sorted(heap, key=lambda one: one[:2]):  # what other choices cost
-            if trials.over(SHARE):
-                break
-            trials.offer(candidate)
+            schedule, less = branch.setting.schedule, 1.0
+            share = min(branch.seats.share, self.memory.get(schedule, 1.0))
+            for one in branch.likely(share):
+                if (taken := trials.offer(one)) > SURE:
+                    seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
+            if less < 1 and share * less > LEAST and not branch.space.placement:
+                self.memory[schedule] = share * less
+                branch.seats = replace(branch.seats, share=share * less)
+                heapq.heappush(heap, (seconds, next(ticket), branch))
 
-    def _recompute_all(self) -> None:
-        """Judge the fastest plans whose stages all recompute until one has the memory it needs."""
-        if self.trials.found or not self.space.decides_recomputation:
-            return
-        found = list[tuple[float, int, Candidate]]()
-        for n, case in enumerate(sorted(self._cases(), key=self._estimate)):
-            if self.trials.over(LONGER) or len(found) > RECOMPUTING:
-                break
-            found += ((self._seconds(one), n, one) for one in self._cut(case, 1.0, again=True))
-        for _, _, candidate in sorted(found, key=lambda one: one[:2])[:SPARED]:
-            self.trials.offer(candidate, now=True)
-            if self.trials.found:
-                return
-
-    def _cases(self) -> Iterator[Case]:
+    def _branches(self) -> Iterator[Branch]:
         """Every setting with equally many replicas of all stages, and any, in orders of devices."""
-        ranks = len(self.trials.cluster.devices)
-        counts = self.space.counts(ranks)
-        few = tuple(r for r in counts if r <= FEW or ranks % r == 0 or self.space.widths)
-        menus = [few] if self.space.widths or self.space.replicas == "any" else []
-        menus += [] if self.space.widths else [(r,) for r in counts]
-        yield from starmap(Case, product(self.settings, dict.fromkeys(menus), self._orders()))
-        for one in self.sharing:
-            yield Case(one.setting, one.counts, one.seats.ranks, one)
+        cluster, space = self.trials.cluster, self.space
+        ranks = len(cluster.devices)
+        counts = space.counts(ranks)
+        few = tuple(r for r in counts if r <= FEW or ranks % r == 0 or space.widths)
+        menus = [few] if space.widths or space.replicas == "any" else []
+        menus += [] if space.widths else [(r,) for r in counts]
+        orders = arrangements(cluster)[0][:MOST_ORDERS]
+        if space.in_order and space.stages:
+            orders = (tuple(range(space.stages)),)
+        for setting, menu, order in product(self.settings, dict.fromkeys(menus), orders):
+            used = len(order)
+            if space.widths or len(menu) == 1:
+                used = sum(space.widths) or menu[0] * (space.stages or used // menu[0])
+            if 0 < used <= len(order) and (used == len(order) or space.idle):
+                prepared = self.prepared_at(setting.num_microbatches)
+                seats = Seats(cluster, order[:used])
+                bound = simple_bound(prepared, space, setting, seats) * setting.scale
+                yield Branch(setting, seats, menu, space.stages, prepared, space, bound)
+        yield from self.sharing
 
-    def _estimate(self, case: Case) -> float:
+    def _estimate(self, branch: Branch) -> float:
         """Seconds of a step, about: all work on the ranks, and the time in which they are idle."""
-        kind, m = kind_of(case.setting.schedule), case.setting.num_microbatches
-        seats = self._seats(case, 1.0)
-        if seats is None:
-            return math.inf
-        used, branch = len(seats.ranks), case.branch
-        places = self.space.stages or (2 if len(case.counts) > 1 else used // case.counts[0])
-        places, each = (used // case.counts[0], kind.usual) if branch else (places, 1)
+        kind, m = kind_of(branch.setting.schedule), branch.setting.num_microbatches
+        used, width, each = len(branch.seats.ranks), branch.counts[0], 1
+        places = self.space.stages or (2 if len(branch.counts) > 1 else used // width)
+        if branch.space.placement:
+            places, each = used // width, kind.usual
         fill = SPLIT if kind.splits_backward else FILL
         idle = 0.0 if kind.stream else (places - 1) / (m * each) * fill
-        spread = len(self.trials.cluster.devices) / used
-        bound = branch.bound if branch else self.bounds[case.setting]
-        return bound * spread * (1 + idle) * (1 + kind.gain)
-
-    def _orders(self) -> tuple[tuple[int, ...], ...]:
-        if self.space.in_order and self.space.stages:
-            return (tuple(range(self.space.stages)),)
-        return arrangements(self.trials.cluster)[0][:MOST_ORDERS]
-
-    def _seats(self, case: Case, share: float) -> Seats | None:
-        """Devices of a case; None where they do not suffice, or some would be left idle."""
-        space, used = self.space, len(case.order)
-        if case.branch:
-            return case.branch.seats
-        if space.widths or len(case.counts) == 1:
-            r = case.counts[0]
-            used = sum(space.widths) or r * (space.stages or used // r)
-        if not 0 < used <= len(case.order) or (used < len(case.order) and not space.idle):
-            return None
-        return Seats(self.trials.cluster, case.order[:used], share)
-
-    def _cut(self, case: Case, memory: float, *, again: bool = False) -> Iterator[Candidate]:
-        """The best cut at positions by its bound, and the one by load, that takes that share of
-        the memory; `again`: all stages recompute."""
-        if case.branch:
-            quick = case.branch.likely() if memory == 1 else ()
-            yield from (c for c in quick if not again or all(o.recompute for o in c.options))
-            return
-        space, prepared = self.space, self.prepared_at(case.setting.num_microbatches)
-        seats = self._seats(case, memory)
-        menu = tuple(one for one in space.menu(case.counts) if one.recompute or not again)
-        given, both = 0, len(case.counts) == 1  # looking at any replicas twice takes long
-        for likely in (False, True):
-            if seats is None or (given and not both):
-                return
-            pipelines = Pipelines(
-                prepared, space, case.setting, seats, menu, stages=space.stages,
-                segments=prepared.positions, likely=likely,
-            )  # fmt: skip
-            if pipelines.bound() < math.inf:
-                found = islice(pipelines.candidates(lambda: math.inf), CUTS)
-                for one in islice((one for _, one in found if one is not None), 1):
-                    given += 1
-                    yield one
+        return branch.bound * (1 + idle) * (1 + kind.gain)
 
     def _seconds(self, candidate: Candidate) -> float:
         """Seconds of a step, by the evaluator, as trials are priced."""
@@ -214,7 +126,7 @@ class FirstPlans:
 
     def _bound(self) -> None:
         """Raise the bounds of settings to where nothing shows that a plan takes longer."""
-        late = partial(self.trials.over, SHARE)
+        late = partial(self.trials.over, BOUNDING)
         for setting in self.settings:
             known, upper = self.bounds[setting], self.trials.below
             if known < upper and not late():
@@ -222,8 +134,7 @@ class FirstPlans:
                 within, cluster = (known / scale, upper / scale), self.trials.cluster
                 found = setting_bound(prepared, self.space, setting, cluster, within, late)
                 self.bounds[setting] = max(known, found * scale)
-        self._note_floor(self.trials.below)
+        self._note_floor()
 
-    def _note_floor(self, seconds: float) -> None:
-        least = sharpened(self.sharing, seconds, partial(self.trials.over, SHARE))
-        self.trials.floor = min(least, *self.bounds.values())
+    def _note_floor(self) -> None:
+        self.trials.floor = min([*self.bounds.values(), *(one.bound for one in self.sharing)])

@@ -1,8 +1,9 @@
 """Trials: candidates that a search tried, the best of them first among those whose memory suffices.
 
-Where memory has limits a candidate is made into the plan that would be returned, and dropped where
-a ledger of that plan exceeds them.  That takes long: candidates wait for it, the fastest goes
-first, and those that do not fit by the graph-free estimate come last.
+Where memory has limits a candidate is dropped that exceeds them by the ledger of the plan that
+would be returned.  To make that plan takes seconds, and the graph-free ledger tells which ones fit
+with room to spare: only the last of these is made into it.  Of the others those that do not fit by
+the estimate come last, the fastest first.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import choices, describe, evaluation
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, filled, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
 from pdcompile.plan import Alternative, Plan, Training
+from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_seconds
 
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
 QUICK = 0.03  # of the time
+SURE = 0.8  # of the memory, by the graph-free ledger: what takes less fits
 EXACT = 1e-9  # relative: bounds this close to the best are met
 
 
@@ -43,13 +46,16 @@ class Trials:
     tell: Callable[[str], None]
     floor: float = 0.0  # no candidate is better
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
-    waiting: list[tuple[bool, float, Candidate]] = field(default_factory=list)  # does not fit?
+    #: what may lack memory: seconds of a step, share by the graph-free ledger
+    waiting: list[tuple[float, float, Candidate]] = field(default_factory=list)
+    #: by schedule, ratio of that share in a plan to the graph-free one
+    beyond: dict[str, float] = field(default_factory=dict)
     tried: float = 0.0  # candidates that were simulated
     #: seconds of what fits, by choice and value (see `choices`)
     least: dict[tuple[str, str], float] = field(default_factory=dict)
     seen: set[Candidate] = field(default_factory=set)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
-    _made: tuple[Candidate, Plan] | None = None
+    _made: dict[Candidate, Plan] = field(default_factory=dict)
     _updates: dict[Candidate, float] = field(default_factory=dict)
 
     @property
@@ -70,7 +76,7 @@ class Trials:
         """Seconds of the longest update of a rank."""
         if candidate in self._updates:
             return self._updates[candidate]
-        problem = self.prepared_at(candidate.setting.num_microbatches).problem
+        problem = self._problem(candidate)
         found, spent = evaluation(problem, self.cluster, candidate), defaultdict[int, float](float)
         stream = kind_of(candidate.setting.schedule).stream
         for s, ranks in enumerate(candidate.ranks):
@@ -99,10 +105,9 @@ class Trials:
             for seconds, value in sorted(one for one in others if one[1] != own)[:1]:
                 yield Alternative(name, own, value, seconds)
 
-    @property
-    def quick(self) -> bool:
-        """Does it take next to nothing of the time to make a plan?"""
-        return self.making(self.best, anew=True) < QUICK * (self.budget.spent + self.budget.left)
+    def quick(self, candidate: Candidate) -> bool:
+        """Does it take next to nothing of the time to make its plan?"""
+        return self.making(candidate, anew=True) < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
         """True if that share of the time is over, without what making the best plan takes."""
@@ -111,61 +116,60 @@ class Trials:
         return self.budget.late or self.budget.spent > share * left
 
     def making(self, candidate: Candidate, *, anew: bool = False) -> float:
-        """Seconds that its plan takes; none where it is the last one that was made, but `anew`."""
-        if self._made is not None and self._made[0] == candidate and not anew:
+        """Seconds that its plan takes; none where it was made before, but `anew`."""
+        if candidate in self._made and not anew:
             return 0.0
         graph = self.graph_at(candidate.setting.num_microbatches)
         return making_seconds(graph, candidate.stage_of, self.others)
 
-    def offer(self, candidate: Candidate | None, *, now: bool = False, gain: float = EXACT) -> bool:
-        """Try a candidate; False where a better one lacks memory, or may lack it.
+    def offer(
+        self, candidate: Candidate | None, *, now: bool = False, gain: float = EXACT
+    ) -> float:
+        """Try a candidate; the share of its memory that a rank of a better one takes, else 0.
 
-        `now`: where it fits by the estimate its plan is made at once, and not by `settle`;
+        `now`: make its plan where that alone tells whether it fits, which else waits for `settle`;
         `gain`: how much better it has to be, relative.
         """
         self.tried += CHEAP
         if candidate is None or candidate in self.seen:
-            return candidate is not None
+            return 0.0
         self.seen.add(candidate)
-        problem = self.prepared_at(candidate.setting.num_microbatches).problem
-        limit = self.below * (1 - gain) / candidate.setting.scale
-        seconds, fits = timed(problem, self.cluster, candidate, limit)
+        problem, scale = self._problem(candidate), candidate.setting.scale
+        limit = self.below * (1 - gain) / scale
+        seconds, share = timed(problem, self.cluster, candidate, limit)
         if seconds >= limit:
-            self._slower(candidate, seconds * candidate.setting.scale)
-            return True
+            self._slower(candidate, seconds * scale)
+            return 0.0
         self.tried += 1
-        if fits and (now or not limited(self.cluster)):
-            return self.judge(seconds * candidate.setting.scale, candidate)
-        self.waiting.append((not fits, seconds * candidate.setting.scale, candidate))
-        return fits
+        if share <= 1 and (now or share <= SURE or self.quick(candidate)):
+            return self._judge(seconds * scale, candidate, share)
+        self.waiting.append((seconds * scale, share, candidate))
+        return share
 
-    def settle(self, share: float, *, doubtful: bool = True) -> float:
-        """Judge what waits, the fastest first, until that share of the time is over.
+    def settle(self, share: float, *, likely: bool = False) -> float:
+        """Judge what waits until that share of the time is over: the fastest first of what fits as
+        far as plans of its schedule tell, then, unless only the `likely` ones, of the rest.
 
-        Returns the seconds of the fastest that is left, which may be better; without `doubtful`
-        those that do not fit by the estimate go on waiting.
+        Returns the seconds of the fastest that is left, which may be better.
         """
-        self.waiting.sort(key=lambda one: one[:2])
-        while self.waiting:
-            unfit, seconds, candidate = self.waiting[0]
-            if seconds >= self.below:
-                self.waiting = [one for one in self.waiting if one[1] < self.below]
-                continue
-            if unfit and not doubtful:
-                return math.inf
-            if self.over(share):
-                return min(one[1] for one in self.waiting)
-            del self.waiting[0]
-            self.judge(seconds, candidate)
+        while waiting := [one for one in self.waiting if one[0] < self.below]:
+            first = min(waiting, key=lambda one: (self._expected(*one[1:]) > 1, one[0]))
+            if self.over(share) or (likely and self._expected(*first[1:]) > 1):
+                return min(one[0] for one in waiting)
+            self.waiting = [one for one in waiting if one is not first]
+            self._judge(first[0], first[2], math.inf)
+            self.beyond[first[2].setting.schedule] = self.filled(first[2]) / max(first[1], 1e-9)
         return math.inf
 
-    def judge(self, seconds: float, candidate: Candidate) -> bool:
-        """Make it the best if it is; False where its plan exceeds a limit on memory."""
-        if seconds >= self.below:
-            self._slower(candidate, seconds)
-            return True
-        if not self.keeps_limits(candidate):
-            return False
+    def _expected(self, share: float, candidate: Candidate) -> float:
+        return share * self.beyond.get(candidate.setting.schedule, 1.0)
+
+    def _judge(self, seconds: float, candidate: Candidate, share: float) -> float:
+        """Make it the best if it fits; the share of its memory that a rank takes."""
+        if share > SURE or self.quick(candidate):
+            share = self.filled(candidate)
+        if share > 1:
+            return share
         self._note(seconds, candidate)
         self.found.append((seconds, candidate))
         gap = 100 * (1 - min(self.floor, seconds) / seconds) if seconds > 0 else 0.0
@@ -173,16 +177,24 @@ class Trials:
             f"plan after {self.budget.spent:.1f} s: {format_seconds(seconds)} a step, "
             f"gap {gap:.1f} %: {describe(candidate)}"
         )
-        return True
+        return share
+
+    def confirm(self) -> float:
+        """Drop what lacks memory after all from the end that is chosen from; the fastest of it."""
+        least = math.inf
+        while self.found and self.filled(self.chosen[1]) > 1:
+            dropped = self.chosen
+            self.found.remove(dropped)
+            least = min(least, dropped[0])
+        return least
 
     def _slower(self, candidate: Candidate, seconds: float) -> None:
         """Note a candidate that is not better, for `alternatives`, if it fits by the estimate."""
         setting, best = candidate.setting, choices(self.best).items() if self.found else ()
         other = [one for one in choices(candidate).items() if one not in best]
         if best and any(seconds < self.least.get(one, math.inf) for one in other):
-            problem = self.prepared_at(setting.num_microbatches).problem
-            exact, fits = timed(problem, self.cluster, candidate)
-            if fits:
+            exact, share = timed(self._problem(candidate), self.cluster, candidate)
+            if share <= 1:
                 self._note(exact * setting.scale, candidate)
 
     def _note(self, seconds: float, candidate: Candidate) -> None:
@@ -190,40 +202,25 @@ class Trials:
             self.least[one] = min(seconds, self.least.get(one, math.inf))
 
     def plan(self, candidate: Candidate) -> Plan:
-        """Its plan, not certified.  The last one is kept."""
-        if self._made is None or self._made[0] != candidate:
-            m = candidate.setting.num_microbatches
+        """Its plan, not certified."""
+        if candidate not in self._made:
+            graph = self.graph_at(candidate.setting.num_microbatches)
             began = time.monotonic() - rehearsals.seconds
-            made = candidate_plan(
-                self.graph_at(m),
-                self.prepared_at(m).problem,
-                candidate,
-                self.training,
-                self.cluster,
+            self._made[candidate] = candidate_plan(
+                graph, self._problem(candidate), candidate, self.training, self.cluster
             )
-            self._made = candidate, made
             took = time.monotonic() - rehearsals.seconds - began
             self.others = max(self.others, took)
-        return self._made[1]
+        return self._made[candidate]
 
-    def keeps_limits(self, candidate: Candidate) -> bool:
-        """True if the ledgers of the plan that would be returned do, of every rank."""
+    def filled(self, candidate: Candidate) -> float:
+        """The share of its memory that a rank takes at most, by the ledgers of the plan that would
+        be returned."""
         if not limited(self.cluster):
-            return True
+            return 0.0
         forecast = self.plan(candidate).forecast
         assert forecast is not None
-        return not exceeds(forecast.ledgers, self.cluster)
+        return filled(forecast.ledgers, self.cluster)
 
-    def beyond_formula(self, candidate: Candidate) -> float:
-        """Ratio of the ledgers of the plan that was made to the planner's formula, at most over
-        ranks; 1 where none was made."""
-        if self._made is None or self._made[0] != candidate or self._made[1].forecast is None:
-            return 1.0
-        problem = self.prepared_at(candidate.setting.num_microbatches).problem
-        formula = evaluation(problem, self.cluster, candidate)
-        ledgers = self._made[1].forecast.ledgers
-        return max(
-            ledgers[rank].total_bytes / max(formula.needed(s), 1)
-            for s, ranks in enumerate(candidate.ranks)
-            for rank in ranks
-        )
+    def _problem(self, candidate: Candidate) -> PartitionProblem:
+        return self.prepared_at(candidate.setting.num_microbatches).problem
