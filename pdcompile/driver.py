@@ -233,8 +233,8 @@ def fastest(
 ) -> Planned:
     """The fastest plan, of the layouts of parts that are open: half of the time is for one plan of
     each, the other half for that of the best layout."""
-    matrices = any(one.dim() == 3 for one in model.parameters())
-    open_to = layouts(options, num_ranks, experts=matrices)
+    experts = options.parts == "any" and any(one.dim() == 3 for one in model.parameters())
+    open_to = layouts(options, num_ranks, experts=experts)
     search = LayoutSearch(len(open_to) > 1, step.listener)
     for one in search.turns(open_to):
         with search.trying(one):

@@ -28,7 +28,12 @@ def plan_of(graph: OpGraph, first: int, *speeds: float) -> Plan:
     problem = problem_of(graph, *speeds)
     stage_of = tuple(int(i >= first) for i in range(len(problem.items)))
     partition = Partition(stage_of, 1.0, (1.0, 1.0), (0, 0))
-    return assembled(graph, problem, partition, CERTIFICATE, Training(), Cluster.local(2))
+    local = Cluster.local(2)
+    devices = tuple(
+        dataclasses.replace(one, speed=v) for one, v in zip(local.devices, speeds, strict=True)
+    )
+    cluster = dataclasses.replace(local, devices=devices)
+    return assembled(graph, problem, partition, CERTIFICATE, Training(), cluster)
 
 
 def test_stages_hold_ops_in_order_with_their_sums() -> None:

@@ -176,7 +176,7 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda d: d["stages"][0]["state"].update(
             {"first.weight": {"dict": [["a", {"tensor": "b"}]]}}
         ),
-        "b cannot be read",
+        "b is in no file",
     ),
     "groups that are none": (
         lambda d: d["stages"][0]["groups"][0].update(values=[1]), "settings are malformed",

@@ -246,7 +246,10 @@ def test_views_of_parameters_go_with_their_only_reader() -> None:
     assert where["turned"] == where["again"] == where["mixed"]
     assert problem.items[where["mixed"]].parameter_bytes == 8 * 8 * 4
     assert where["shared"] not in (where["both"], where["end"])  # a choice: another op reads it too
-    assert "views of parameters moved, with these, to the op that reads them (1)" in problem.scope
+    assert (
+        "views and shares of parameters moved, with these, to the op that reads them (1)"
+        in problem.scope
+    )
 
 
 def test_costs_are_required() -> None:

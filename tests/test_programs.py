@@ -193,12 +193,13 @@ def test_programs_are_proved_when_they_are_asked_for() -> None:
 
 # What hands data to another rank.  Which call a rank makes, and the first weights, are agreed on
 # before there is a program to interpret.
-SENDING = {"send", "receive", "recv", "isend", "irecv", "broadcast", "allreduce", "allgather"}
+SENDING = {"send", "receive", "recv", "isend", "irecv", "broadcast", "allreduce", "allgather",
+           "reduce"}  # fmt: skip
 SENDERS = {
     "pdcompile.runtime.interpreter": {"send", "receive"},
     "pdcompile.runtime.transport.links": {"send", "recv"},  # gloo's own
     "pdcompile.runtime.transport.device_groups": {"send", "recv", "allreduce"},  # once, to connect
-    "pdcompile.runtime.transport.reductions": {"allreduce"},  # a collective, as a whole
+    "pdcompile.runtime.transport.reductions": {"allreduce", "reduce", "broadcast"},  # as a whole
     "pdcompile.runtime.failure.guarded": {"send", "receive"},
     "pdcompile.runtime.state.model_state": {"broadcast"},
 }

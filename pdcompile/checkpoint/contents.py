@@ -91,6 +91,7 @@ class Contents(OptimizerStates):
             self._weights |= {one.name: one for one in stage.weights.tensors}
             for file in stage.files:
                 self._placed |= {(str(file.ending), one.name): file for one in file.tensors}
+        self._names = {f.name: {one.name for one in f.tensors} for f in self.manifest.files()}
         self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
 
     @property
@@ -186,8 +187,7 @@ class Contents(OptimizerStates):
             (
                 file
                 for file in self.manifest.stages[stage.stage].files
-                if str(file.ending).startswith(ending)
-                and self._placed.get((str(file.ending), name)) is file
+                if str(file.ending).startswith(ending) and name in self._names[file.name]
             ),
             None,
         )

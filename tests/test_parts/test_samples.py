@@ -13,7 +13,8 @@ from examples.gpt import loss_fn
 from pdcompile.errors import ConfigError, InputError
 from pdcompile.ir.execution import Lookup, execute
 from pdcompile.ir.graph import Affine
-from pdcompile.parts.conversions import Alone, in_turns, using
+from pdcompile.parts.conversions import Alone, using
+from pdcompile.parts.turns import in_turns
 from pdcompile.passes.codegen import stage_classes
 from pdcompile.passes.parts import in_parts
 from pdcompile.plan import Training

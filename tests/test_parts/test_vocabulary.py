@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from examples.gpt import loss_fn
 from pdcompile.parts.conversions import (
     Alone,
-    in_turns,
     mean_cross_entropy,
     total,
     using,
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from pdcompile.parts.turns import in_turns
 from tests.helpers.in_parts import compare, written
 from tests.test_parts.test_written import FP64, agree, gpt, hugging_face, of_logits, tokens
 
