@@ -111,6 +111,7 @@ class Case:
     recompute: bool = False
     replicas: int = 1
     split: str = ""  # of a stage between the ranks
+    updates: str = "every"
 
     @property
     def how(self) -> str:
@@ -118,6 +119,7 @@ class Case:
         parts = [self.schedule]
         parts += ["recomputing"] if self.recompute else []
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        parts += ["updates at homes"] if self.updates == "home" else []
         parts += [f"{RANKS} parts by {self.split}"] if self.split else []
         return ", ".join(parts)
 
@@ -139,7 +141,7 @@ class RankRow:
 def cases() -> Iterator[Case]:
     """Every schedule; of two of them every optimizer, clipping, kept outputs, and the rest."""
     for model in ("GPT", "GPT, tied"):
-        for split in SPLITS[1:]:
+        for split in (one for one in SPLITS[1:] if "experts" not in one):
             yield Case(model, "AdamW", "1f1b", split=split, clip=split == "width")
     for model in MODELS:
         for schedule, kind in KINDS.items():
@@ -156,7 +158,8 @@ def cases() -> Iterator[Case]:
             yield Case(model, "SGD", schedule, clip=True)
             yield Case(model, "AdamW", schedule, outputs="last")
             yield Case(model, "AdamW", schedule, recompute=True)
-            yield Case(model, "AdamW", schedule, replicas=RANKS)
+            for updates in ("every", "home"):
+                yield Case(model, "AdamW", schedule, replicas=RANKS, updates=updates)
 
 
 def measure(case: Case) -> RankRow:
@@ -170,7 +173,7 @@ def measure(case: Case) -> RankRow:
             microbatches=1 if kind.updates_each else MICROBATCHES,
             schedule=schedule, costs="estimated", verify="off",
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
-            recompute=case.recompute, replicas=case.replicas,
+            recompute=case.recompute, replicas=case.replicas, updates=case.updates,
             parts=RANKS if case.split else 1, split=case.split or "auto",
             stages=_stages(case, kind),
         )  # fmt: skip

@@ -20,7 +20,7 @@ from pdcompile.passes.schedules.device_order import in_device_order
 from pdcompile.passes.schedules.stream import gradients
 from pdcompile.plan import Plan, TiedParameter
 from pdcompile.schedule import Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import DATA, ENDS
+from pdcompile.schedule.instruction import DATA, ENDS, REPLICATED
 from pdcompile.schedule.registry import KINDS
 from pdcompile.schedule.spec import Broadcast
 from tests.helpers.schedules import make_plan, microbatches, mutated, plans, rich
@@ -169,7 +169,7 @@ class Devices:
         kind, minibatch = one.action.kind, self.base + one.minibatch
         if one.action.phase in (Phase.POST, Phase.WAIT):
             members = tuple(r for r, _ in self.spec.holders)
-            if kind in (Kind.REDUCE, Kind.BUFFERS):
+            if kind in REPLICATED:
                 members = self.spec.ranks[one.stage]
             return kind, minibatch, members
         sends = one.action.phase in (Phase.SEND, Phase.WAIT_SEND)

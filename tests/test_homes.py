@@ -92,26 +92,24 @@ def test_a_stream_hides_both_halves_behind_a_minibatch() -> None:
     assert forecast.step_seconds == 16 / 2 * 3  # compute alone: an all-reduce takes 16 s
 
 
-@pytest.mark.parametrize(
-    ("action", "to", "what"),
-    [(Action.WAIT_GATHER, -1, "before they have come from their homes"),
-     (Action.POST_GATHER, 0, "gives weights before their update")],
-)  # fmt: skip
-def test_weights_come_from_homes_in_time(action: Action, to: int, what: str) -> None:
+def test_weights_come_from_homes_in_time() -> None:
+    """Before a forward that runs on them, and not before their update."""
     plan = make_plan("2bw", 1, 4, replicas=(2,), homes=True)
     programs = programs_of(plan, (4, 4, 4))
-    number, column = next(
-        (n, list(p.columns[0]))
-        for n, p in enumerate(programs)
-        if any(one.action is action for one in p.columns[0])
-    )
-    place = next(n for n, one in enumerate(column) if one.action is action)
-    one = column.pop(place)
-    column.insert(to if to >= 0 else len(column), one)
-    changed = [*programs]
-    changed[number] = mutated(programs[number], 0, column)
-    with pytest.raises(ScheduleError, match=what):
-        check_programs(plan, changed)
+    check_programs(plan, programs)
+    first, second = (list(program.columns[0]) for program in programs[1:3])
+    wait = next(one for one in first if one.action is Action.WAIT_GATHER)
+    first.remove(wait)
+    second.append(wait._replace(minibatch=wait.minibatch - 1))
+    late = [mutated(programs[1], 0, first), mutated(programs[2], 0, second)]
+    with pytest.raises(ScheduleError, match="before they have come from their homes"):
+        check_programs(plan, [programs[0], *late, *programs[3:]])
+    column = list(programs[1].columns[0])
+    post = next(one for one in column if one.action is Action.POST_GATHER)
+    column.remove(post)
+    early = mutated(programs[1], 0, [post, *column])
+    with pytest.raises(ScheduleError, match="gives weights before their update"):
+        check_programs(plan, [programs[0], early, *programs[2:]])
 
 
 def test_an_edited_share_of_a_home_is_refused() -> None:
@@ -144,6 +142,7 @@ def test_gradients_without_an_update_are_refused() -> None:
 FAST = [
     {**HOME, "replicas": 2, "stages": 2, "max_grad_norm": 0.5},
     {**HOME, "replicas": 2, "stages": 2, "schedule": "2bw"},
+    {**HOME, "replicas": 4, "stages": 1, "schedule": "2bw", "microbatches": 8},
     {**HOME, "replicas": (3, 1), "schedule": "zb-h1"},
     {**HOME, "replicas": 2, "parts": 2, "stages": 1, "max_grad_norm": 0.5},
 ]

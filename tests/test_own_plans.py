@@ -113,7 +113,7 @@ def case(seed: int) -> Options:
         max_grad_norm=1.0 if schedule != "stash" and r.random() < 0.3 else None,
         max_staleness=r.choice((0, 1)),
         costs="estimated",
-        time_limit=1.0 if streams else 0.1,
+        time_limit=1.0 if streams else 0.3,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pdcompile.runtime.transport import parts_group
+from pdcompile.runtime.transport import parts_group, reductions
 
 _BYTES_SENT = 200  # where struct tcp_info has tcpi_bytes_sent, and after it tcpi_bytes_retrans
 _INFO_BYTES = 216
@@ -54,7 +54,8 @@ def interface_bytes(interface: str) -> int:
 
 @contextmanager
 def frees_here() -> Iterator[None]:
-    """Context in which exchanges between parts wait until gloo's thread has let go of memory.
+    """Context in which exchanges between parts, and collectives of replicas, wait until gloo's
+    thread has let go of memory.
 
     torch's profiler hears of what this thread frees alone.
     """
@@ -70,11 +71,17 @@ def frees_here() -> Iterator[None]:
         result, work = before(group, x, kind, count)
         return result, _LetsGo(work, [(x, own), (result, _uses(torch.empty(1)))])
 
-    parts_group.begun = begun  # type: ignore[assignment]
+    collective = reductions.unrecorded
+
+    def unrecorded(begin: Callable[..., Any], flat: Tensor, *where: Any) -> Any:
+        own = _uses(flat)
+        return _LetsGo(collective(begin, flat, *where), [(flat, own)])
+
+    parts_group.begun, reductions.unrecorded = begun, unrecorded  # type: ignore[assignment]
     try:
         yield
     finally:
-        parts_group.begun = before
+        parts_group.begun, reductions.unrecorded = before, collective
 
 
 class _LetsGo:

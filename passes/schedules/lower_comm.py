@@ -47,7 +47,6 @@ class StageState(NamedTuple):
     unsummed: tuple[tuple[int, int, bool], ...] = ()  # (minibatch, tied, receives are posted)
     unsent: tuple[Instruction, ...] = ()  # sends not yet waited for
     unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights to come
-    ungathered: tuple[int, ...] = ()  # minibatches whose new weights are on their way from homes
     idle: tuple[
         int, ...
     ] = ()  # minibatches of which it has nothing, whose collective may be posted
@@ -113,6 +112,8 @@ class Column:
                 lane.backward(action, minibatch, microbatch, is_last and over)
                 if over and to_inputs.get((stage, minibatch)) == n:
                     lane.sums.complete(minibatch)
+        for lane in self.lanes.values():  # what the caller may read is the same on all replicas
+            lane.gather(before=1)
 
     def _left_over(self, listed: list[Task]) -> set[tuple[int, int]]:
         """(stage, minibatch) that still have a backward to come after this call."""
@@ -167,7 +168,7 @@ class StagePart:
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
         self.unreceived = list(state.unreceived)
-        self.ungathered = deque(state.ungathered)
+        self.ungathered = deque[int]()  # minibatches whose new weights are on their way from homes
         self.idle = set(state.idle)
         self.sums = TiedSums(self, state.unsummed)
         for send in state.unsent:
@@ -395,7 +396,6 @@ class StagePart:
                 if one.stage == self.stage
             ),
             tuple((edge, t - shift) for edge, t in self.unreceived),
-            tuple(t - shift for t in self.ungathered),
             tuple(t - shift for t in sorted(self.idle.intersection(self.unreduced))),
         )
 

@@ -188,7 +188,7 @@ def _tasks(
                 state.unstepped,
                 column.phase - spec.before(stage, column.phase, spec.lag(stage)),
                 spec.late(stage),
-                spec.halfway(stage),
+                _halfway(spec, stage, num_microbatches),
                 spec.gradient_buffers(stage),
                 len(spec.ranks),
                 limits,
@@ -197,6 +197,12 @@ def _tasks(
             )
         )
     return list(spec.kind.order(works))
+
+
+def _halfway(spec: PipelineSpec, stage: int, num_microbatches: int | None) -> int | None:
+    """The microbatch before which all replicas of a stage make their late update in this call."""
+    found = spec.halfway(stage)
+    return None if found is None or (num_microbatches or 0) <= found else found
 
 
 def _due(spec: PipelineSpec, stage: int, phase: int, states: Sequence[StageState]) -> Limits:

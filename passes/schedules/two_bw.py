@@ -48,6 +48,8 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
             yield from _updates(own, late, before=0)
         yield Task(own.stage, Action.FORWARD, 0, microbatch)
         waiting.append((0, microbatch))
+    if own.halfway is not None:  # also of replicas whose last forward was before it
+        yield from _updates(own, late, before=0)
     while any(one in own.limits for one in waiting):
         yield from _backward(own, waiting, late)
 
