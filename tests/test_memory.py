@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +232,8 @@ def test_what_a_kernel_takes_inside_is_what_torch_allocates(name: str) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if name in ("higher than the images", "dilated") and capability != "AVX512":
         pytest.skip(f"{capability} has no kernel made to measure for it, and takes more")
+    if name == "half precision" and "amx_bf16" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("oneDNN's kernels on AMX tiles take more, which no rule knows yet")
     build, change = KERNELS[name]
     module, x = build(), change(torch.randn(IMAGES)).detach().requires_grad_()
 
