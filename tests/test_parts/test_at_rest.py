@@ -86,10 +86,21 @@ def test_a_view_of_another_type_comes_back_as_it_was(view: Callable[[Tensor], Te
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("split", ["samples", SPLIT])
+def test_a_loss_of_whole_outputs_that_training_does_not_keep(split: str) -> None:
+    """The loss wants them gathered; nobody else does."""
+    x = torch.randn(8, 8)
+    pdcompile.compile(
+        nn.Linear(8, 8), x, example_target=x, loss_fn=F.mse_loss, costs="estimated",
+        cluster="1x2", microbatches=2, parts=2, stages=1, split=split, outputs="none",
+    )  # fmt: skip
+
+
 def test_children_that_are_named_by_numbers() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     pipe = pdcompile.compile(
-        model, torch.randn(8, 8), costs="estimated", loss_fn=F.mse_loss, example_target=torch.ones(8, 8), cluster="1x2",
+        model, torch.randn(8, 8), example_target=torch.ones(8, 8), loss_fn=F.mse_loss,
+        costs="estimated", cluster="1x2",
         microbatches=2, parts=2, stages=1, split=SPLIT,
     )  # fmt: skip
     assert Plan.from_json(pipe.plan.to_json()) == pipe.plan
