@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_506),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_744),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_747),
     "runtime": (("runtime",), 9_417),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

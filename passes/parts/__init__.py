@@ -11,6 +11,7 @@ from typing import cast
 
 from pdcompile.errors import ConfigError, PlanError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
+from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Division
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import ATTENTION
@@ -76,10 +77,11 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
     if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
         layouts = lay_out(capture.train, split, parts, cut=cuts[0])
     train = write(layouts)
+    whole = {op.name for op in train.graph.ops if op.target == f"{PARTS}.gather"}
     outputs = {
         ref.name: shard_of(ref.name, layouts.of(ref.name), parts)
         for ref in walk(capture.train.output, Ref)
-        if layouts.of(ref.name).kind == "S" and ref.name not in layouts.shown
+        if layouts.of(ref.name).kind == "S" and ref.name not in layouts.shown | whole
     }
     stage_of = {op.name: cuts[0].stage_of.get(train.belongs.get(op.name, op.name), 0)
                 for op in train.graph.ops} if cuts[0].stage_of else {}  # fmt: skip

@@ -116,7 +116,7 @@ class _Layouts:
         if operand.of_model and form.layout.kind == "S" and self.layouts.family == AT_REST:
             key = name, want, op.name  # is had whole for one op at a time
         if key not in self.forms:
-            wish = f"{name.replace('.', '_')}_{found.name}"
+            wish = f"{'_' * name[0].isdigit()}{name.replace('.', '_')}_{found.name}"
             new = self._convert(found, form.given, op, self._fresh(wish), value, want)
             self.forms[key] = _Form(Ref(new), want)
         return self.forms[key]

@@ -109,7 +109,8 @@ def resharding() -> Iterator[None]:
     def pack(tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         alive, own, at = known.get(storage._cdata, (lambda: None, tensor, None))
-        if at is None or alive() is None:
+        as_is = tensor.dtype == own.dtype and not tensor.is_conj() and not tensor.is_neg()
+        if at is None or alive() is None or not as_is:  # strides alone make no view of another type
             return tensor.detach()  # what its own node keeps would never die
         return own, at, tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pdcompile
 from examples.gpt import GPT, loss_fn
 from pdcompile.parts.conversions import Alone, resharding, unshard, using
 from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
+from pdcompile.plan import Plan
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree, checkpoints_fit
 
@@ -65,6 +67,43 @@ def test_memory_that_came_again_is_no_weight() -> None:
     assert own is not None
     assert x.grad is not None
     assert torch.equal(own, x.grad)
+
+
+def _conjugate(weight: Tensor) -> Tensor:
+    return torch.view_as_complex(weight).conj()
+
+
+@pytest.mark.parametrize("view", [torch.view_as_complex, _conjugate])
+def test_a_view_of_another_type_comes_back_as_it_was(view: Callable[[Tensor], Tensor]) -> None:
+    found: list[Tensor] = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(4, 6, 2)), torch.randn(8, 1, 1, 1, requires_grad=True)
+        with using(Alone(2)), resharding() if again else torch.enable_grad():
+            (x * view(unshard(weight, 0))).abs().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("split", ["samples", SPLIT])
+def test_a_loss_of_whole_outputs_that_training_does_not_keep(split: str) -> None:
+    """The loss wants them gathered; nobody else does."""
+    x = torch.randn(8, 8)
+    pdcompile.compile(
+        nn.Linear(8, 8), x, example_target=x, loss_fn=F.mse_loss, costs="estimated",
+        cluster="1x2", microbatches=2, parts=2, stages=1, split=split, outputs="none",
+    )  # fmt: skip
+
+
+def test_children_that_are_named_by_numbers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    pipe = pdcompile.compile(
+        model, torch.randn(8, 8), example_target=torch.ones(8, 8), loss_fn=F.mse_loss,
+        costs="estimated", cluster="1x2",
+        microbatches=2, parts=2, stages=1, split=SPLIT,
+    )  # fmt: skip
+    assert Plan.from_json(pipe.plan.to_json()) == pipe.plan
 
 
 def test_a_part_holds_its_share_of_the_weights_and_one_whole_at_a_time() -> None:
