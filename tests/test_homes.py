@@ -141,7 +141,6 @@ def test_gradients_without_an_update_are_refused() -> None:
 
 FAST = [
     {**HOME, "replicas": 2, "stages": 2, "max_grad_norm": 0.5},
-    {**HOME, "replicas": 2, "stages": 2, "schedule": "2bw"},
     {**HOME, "replicas": 4, "stages": 1, "schedule": "2bw", "microbatches": 8},
     {**HOME, "replicas": (3, 1), "schedule": "zb-h1"},
     {**HOME, "replicas": 2, "parts": 2, "stages": 1, "max_grad_norm": 0.5},

@@ -159,9 +159,8 @@ def test_under_every_schedule(tmp_path: Path) -> None:
     agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
 
 
-@pytest.mark.parametrize("optimizer", [
-    "adamw", pytest.param("muon", marks=pytest.mark.slow)
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_checkpoints_fit_any_other_plan(optimizer: str, tmp_path: Path) -> None:
     settings = [{"parts": 2, "stages": 2, "split": SPLIT}, {"stages": 4},
                 {"parts": 4, "split": SPLIT, "microbatches": 2},

@@ -82,7 +82,9 @@ def test_products_by_groups_of_own_experts(counts: list[int], parts: int) -> Non
     torch.testing.assert_close(torch.cat(of_w), whole[2])
 
 
-@pytest.mark.parametrize("split", ["experts", "experts+samples"])
+@pytest.mark.parametrize("split", [
+    "experts", pytest.param("experts+samples", marks=pytest.mark.slow)
+])  # fmt: skip
 def test_shares_are_summed_once_tokens_are_mixed(split: Split) -> None:
     found = laid_out(model_of("mixtral"), split, **batch_of("mixtral")[0])
     names = [op.name for op in found.graph.ops]
@@ -128,7 +130,9 @@ def test_what_has_no_experts_to_divide_is_refused() -> None:
     assert "split='width'" in note
 
 
-@pytest.mark.parametrize("how", ["batched_mm", "eager"])
+@pytest.mark.parametrize("how", [
+    "eager", pytest.param("batched_mm", marks=pytest.mark.slow)
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:captured as opaque")
 def test_experts_one_by_one_are_refused_with_what_to_set(how: str) -> None:
     model: Any = model_of("mixtral")
