@@ -139,7 +139,7 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
 
 
 def test_however_many_chains_are_equally_good_one_is_found_soon() -> None:
-    """Where too many were begun the program's own is the last one."""
+    """The program's own chain is the last one, once too many were begun."""
     model = build(gpt_problem(12, 4))
     chains = straight_chains(Segments.build(model, positions(model)), lambda _: np.zeros((1, 1)))
     chains.solve()

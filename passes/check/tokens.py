@@ -194,12 +194,9 @@ class Tokens(Updates):
             raise Violation("the gradients of tied parameters were not summed")
         if self.outstanding:
             raise Violation("transfers are still in flight")
-        late = self.gathers and self.posted[Kind.GATHER] < self.steps
-        if (
-            late
-            or self.posted != self.waited
-            or any(received != self.steps for received in self.received.values())
-        ):
+        late = any(received != self.steps for received in self.received.values())
+        late |= self.gathers and self.posted[Kind.GATHER] < self.steps
+        if late or self.posted != self.waited:
             raise Violation("a collective or tied weight was not waited for")
 
     def state(self, base: int) -> tuple[object, ...]:

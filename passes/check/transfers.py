@@ -366,6 +366,7 @@ class Updates(Transfers):
             raise Violation(f"needs weights W_{version} before they have come from their homes")
 
     def send_weight(self, one: Instruction, label: Label) -> None:
+        """The owner of a tied parameter sends its new weights on, which its home has given it."""
         self.gathered(label[0] + 1)
         self.send(one, label)
 

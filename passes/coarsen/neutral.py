@@ -11,8 +11,8 @@ Constants (aranges, masks, slices of a buffer that nobody writes: nothing of the
 are not free of load, a few microseconds each; where one group reads them they run on its stage.
 Views of parameters that nothing else reads (the transposed weights of experts), and what gathers
 them where parts hold slices, go to their reader too, with the parameter: apart from it they would
-be sent to it for every microbatch.  These are
-rules like those of spans: no plan is looked at that keeps constants or weights elsewhere.
+be sent to it for every microbatch.  These are rules like those of spans: no plan is looked at that
+keeps constants or weights elsewhere.
 """
 
 from __future__ import annotations

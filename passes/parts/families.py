@@ -80,7 +80,7 @@ class Kinds:
 
     @property
     def other(self) -> Kind:
-        """How is divided what does not divide in the first way."""
+        """Kind of the axes that the rest is divided along."""
         return FAMILIES[self.family][-1]
 
     def name(self, axis: Atom) -> str:

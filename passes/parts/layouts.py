@@ -277,7 +277,7 @@ def _experts_apart(ops: Iterable[OpAxes]) -> list[OpAxes]:
 
 
 def _notes(choice: Choice) -> Iterator[str]:
-    """What is computed whole, or divided otherwise than the split says."""
+    """Notes on ops that stay whole, or are divided otherwise than the split says."""
     if choice.kinds.experts and (uneven := _uneven_experts(choice)):
         yield f"{some([*uneven.values()])} do not divide: as in split='{choice.kinds.other}'"
     opaque = [op for op in choice.axes.ops.values() if op.op.opaque and op.op.parameters

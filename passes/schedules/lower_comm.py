@@ -47,9 +47,8 @@ class StageState(NamedTuple):
     unsummed: tuple[tuple[int, int, bool], ...] = ()  # (minibatch, tied, receives are posted)
     unsent: tuple[Instruction, ...] = ()  # sends not yet waited for
     unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights to come
-    idle: tuple[
-        int, ...
-    ] = ()  # minibatches of which it has nothing, whose collective may be posted
+    #: minibatches of which it has no microbatch, and whose collective it may post before others'
+    idle: tuple[int, ...] = ()
 
 
 class Column:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdcompile.passes.simulate.clock import TimelineEvent
-from pdcompile.schedule import Action, Phase
-from pdcompile.schedule.instruction import REPLICATED
+from pdcompile.schedule import Action, Kind, Phase
 
-What = Literal["compute", "update", "link", "sum", "norms", "fill", "drain"]
+What = Literal["compute", "update", "link", "sum", "gather", "norms", "fill", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,9 @@ def _what(event: TimelineEvent) -> _Key:
         return "compute", event.stage, ()
     if action.phase is Phase.SEND:
         return "link", -1, (event.rank, event.peer)
-    return ("sum", event.stage, ()) if action.kind in REPLICATED else ("norms", -1, ())
+    if action.kind is Kind.NORMS:
+        return "norms", -1, ()
+    return "gather" if action.kind is Kind.GATHER else "sum", event.stage, ()
 
 
 def _summed(parts: Sequence[tuple[_Key, float]]) -> tuple[Share, ...]:

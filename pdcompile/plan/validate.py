@@ -166,7 +166,7 @@ def _fitting(plan: Plan) -> Iterator[Finding]:
         "replicas": sorted({*counts} - {1}),
         "max_grad_norm": [1] * (training.max_grad_norm is not None),
         "grad_scaler": [1] * training.loss_scaling,
-        "updates": [training.updates] * (max(counts) > 1),
+        "updates": ["home"] * (training.updates == "home" and max(counts) > 1),
     }
     places = {"microbatches": "num_microbatches", "grad_scaler": "loss_scaling"}
     for name, count, why, remedy in unfit(kind, f"under {kind.name!r}", asked):

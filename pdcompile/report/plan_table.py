@@ -49,8 +49,7 @@ def plan_report(plan: Plan) -> Group:
 
 def headline(plan: Plan) -> Text:
     training = plan.training
-    text = Text()
-    text.append(name_of(training.schedule), style="bold")
+    text = Text.assemble((name_of(training.schedule), "bold"))
     divided = f" of {plan.parts_in_words} by {training.split}" if training.parts != 1 else ""
     text.append(
         f": {counted(len(plan.stages), 'stage')}{divided} on "

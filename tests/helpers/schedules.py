@@ -361,7 +361,7 @@ class Meaning:
         return True
 
     def _gather(self, rank: int, one: Instruction, minibatch: int) -> bool:
-        """What the update made is a part, until the parts of all replicas have come."""
+        """Makes the weights of an update whole, once the shares of all replicas have come."""
         given = self.collective.setdefault(("GATHER", one.stage, minibatch), {})
         me = self.ranks[rank]
         slot = me.steps % self.versions[one.stage]

@@ -96,7 +96,7 @@ def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To make a plan takes long: the graph-free ledger tells what surely fits."""
+    """The graph-free ledger tells what surely fits: making a plan takes long."""
     monkeypatch.setattr(Trials, "quick", lambda *_: False)
     monkeypatch.setattr(FirstPlans, "_bound", lambda _: None)
     told = Told()

@@ -26,7 +26,7 @@ MOST_CURVES = 8
 MOST_POINTS = 400  # of a curve
 MOST = 16  # bars; of the rest only the number is told
 SHOWN = 0.001  # of the whole, from which a part of the critical path has a bar
-COLOURS = {"compute": "stage", "update": "step", "link": "link", "sum": "link", "norms": "link"}
+COLOURS = {"compute": "stage", "update": "step", "fill": "idle", "drain": "idle"}
 CARRIED = {
     Kind.VALUE: "values",
     Kind.GRADIENT: "gradients",
@@ -140,7 +140,7 @@ def critical_strips(path: CriticalPath) -> dict[str, Any]:
             "value": f"{percent(one.seconds / whole)}, {format_seconds(one.seconds)}, "
             f"{counted(one.events, 'event')}",
             "fraction": one.seconds / whole,
-            "colour": COLOURS.get(one.what, "idle"),
+            "colour": COLOURS.get(one.what, "link"),
         }
         for one in large
     ]
@@ -188,19 +188,19 @@ def _link(
         carried[CARRIED[event.action.kind]] += event.num_bytes
     what = ", ".join(f"{format_bytes(count / steps)} {name}" for name, count in carried.items())
     level = plan.machines.level_between(*ends)
-    rate = format_rate(level.bytes_per_second)
-    label = f"rank {ends[0]} → {ends[1]}, {level.name} {rate}"
+    label = f"rank {ends[0]} → {ends[1]}, {level.name} {format_rate(level.bytes_per_second)}"
     return _busy(label, events, seconds, f"a step: {what}")
 
 
 def _sums(
     plan: Plan, stage: int, events: Sequence[TimelineEvent], seconds: float, steps: int
 ) -> dict[str, Any]:
-    ranks = plan.stages[stage].ranks
+    of = plan.stages[stage]
     own = [event for event in events if event.rank == events[0].rank]
     sent = format_bytes(sum(event.num_bytes for event in own) / steps)
-    label = f"replicas of stage {stage}, ranks {', '.join(map(str, ranks))}"
-    return _busy(label, own, seconds, f"each sends {sent} of sums of gradients a step")
+    label = f"replicas of stage {stage}, ranks {', '.join(map(str, of.ranks))}"
+    what = "gradients and new weights" if of.home_bytes else "sums of gradients"
+    return _busy(label, own, seconds, f"each sends {sent} of {what} a step")
 
 
 def _busy(label: str, events: Sequence[TimelineEvent], seconds: float, what: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def named(share: Share) -> str:
         "update": f"updating stage {share.stage}",
         "link": "link " + " → ".join(map(str, share.ranks)),
         "sum": f"summing stage {share.stage}'s gradients over its replicas",
+        "gather": f"bringing stage {share.stage}'s new weights to its replicas",
         "norms": "comparing norms of gradients over all ranks",
         "fill": "filling the pipeline (bubble)",
         "drain": "draining the pipeline (bubble)",
