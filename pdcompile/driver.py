@@ -413,6 +413,7 @@ def compile(
     weights: Any = None,
     resume: str | PathLike[str] | None = None,
     group: Any = None,
+    stage_compiler: str | Callable[..., Any] | None = None,
     detect_nonfinite: bool = False,
     stall_timeout: float | None = 30.0,
     progress_timeout: float | None = 300.0,

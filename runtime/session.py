@@ -40,6 +40,7 @@ from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch, homes_of
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast, with_edges
+from pdcompile.warn import warn
 
 
 class Session(Guarded):
@@ -309,7 +310,8 @@ def in_one_thread(session: Session) -> Iterator[None]:
 def _running(session: Session) -> Iterator[NonFiniteCheck | None]:
     """Context of a program: on its device, and whatever the caller has switched off."""
     device = session.device
-    rng = preserved_rng(device.device, from_ops=True, apart=True)
+    apart = session.options.stage_compiler is None  # no code is compiled under a dispatch mode
+    rng = preserved_rng(device.device, from_ops=True, apart=apart)
     check = NonFiniteCheck(session.workers) if session.options.detect_nonfinite else None
     part = nullcontext() if session.beside is None else using(session.beside)
     with device.computing(), rng, torch.enable_grad(), check or nullcontext(), part:
@@ -344,7 +346,11 @@ class Workers:
         if session.world is not None:
             session.world.connect_parts(session.device)
         replicas = list(map(len, self._spec.ranks))
-        self.streams = Streams(compiled.plan.training.seed)
+        self.streams = Streams(compiled.plan.training.seed, session.options.stage_compiler)
+        kind = compiled.plan.training.kind
+        if self.streams.backend is not None and kind.splits_backward:
+            late = f"{kind.name!r} is later than forecast"
+            warn(f"compiled stages do not split their backward: {late}")
         self._boards: dict[int, Board] = defaultdict(dict)
         self.buffers_part = any(
             count > 1 and compiled.written_buffers(stage) for stage, count in enumerate(replicas)

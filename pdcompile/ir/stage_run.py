@@ -106,7 +106,7 @@ class StageRun:
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(call.minibatch, call.microbatch)
         again = wiring.training and wiring.signature.unshards
-        whole = resharding() if again else nullcontext()
+        whole = resharding(self._streams.apart) if again else nullcontext()
         with torch.set_grad_enabled(wiring.training), self._region(), whole:
             results = module(*arguments)
             values = named_results(self._stage, [port for port, _ in wiring.outputs], results)

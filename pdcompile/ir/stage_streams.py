@@ -9,25 +9,34 @@ every draw inside of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, begin_draw, end_draw, reseed, seed_of
+from pdcompile.eager.stage_compiler import Backend, compile_in_place, uncompiled
 from pdcompile.ir.opaque import announce
 from pdcompile.ir.stage_interface import StageInterface, module_of, submodule_of
 
 
 class Streams:
-    """The streams of one process; `begin` says which microbatch is about to run."""
+    """The streams of one process; `begin` says which microbatch is about to run.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    Stages that are attached run through torch.compile where there is a `backend`.
+    """
+
+    def __init__(self, seed: int, backend: Backend | None = None) -> None:
+        self._seed, self.backend = seed, backend
+        self.apart: Callable[..., Any] = uncompiled if backend else lambda function: function
         self._where = (0, 0)
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, count[int]] = {}
         self._scopes: dict[nn.Module, DrawScope] = {}
+        # One function each: compiled code is shared by modules with the same.
+        self._announced, self._after = self.apart(self._draw_of), self.apart(_after)
+        self._hooks: dict[Any, Callable[..., Any]] = {}
 
     def begin(self, minibatch: int, microbatch: int) -> None:
         """A forward begins: what is drawn without being announced gets a fixed start, too."""
@@ -52,19 +61,22 @@ class Streams:
         """Let a stage's random ops draw from here."""
         for name, module in stage.named_modules():
             self._names[module] = name
-
-        def draw(where: nn.Module | str, index: int) -> None:
-            self._draw(where if isinstance(where, str) else self._names[where], index)
-
-        vars(module_of(type(stage)))["draw"] = draw
+        names = vars(module_of(type(stage)))
+        names["draw"] = self._announced
         for path in {*interface.train.draws, *interface.eval.draws}:
-            train = interface.train.draws.get(path, ())
-            evaluation = interface.eval.draws.get(path, ())
-            hook = self._hook(path, train, evaluation)
+            train, evaluation = (
+                one.draws.get(path, ()) for one in (interface.train, interface.eval)
+            )
+            counted = path, train, evaluation
+            if counted not in self._hooks:
+                self._hooks[counted] = self.apart(self._hook(*counted))
             module = submodule_of(stage, path)
-            module.register_forward_pre_hook(hook)
-            module.register_forward_hook(lambda *_: end_draw())
+            module.register_forward_pre_hook(self._hooks[counted])
+            module.register_forward_hook(self._after)
         announce(stage, interface, lambda: self.scope(stage))
+        if self.backend:
+            opaque = [submodule_of(stage, path) for path in interface.opaque]
+            compile_in_place(stage, names, self.backend, opaque)
 
     def _hook(self, path: str, train: tuple[int, ...], evaluation: tuple[int, ...]) -> Any:
         def before(module: nn.Module, _: Any) -> None:
@@ -73,5 +85,12 @@ class Streams:
 
         return before
 
+    def _draw_of(self, where: nn.Module | str, index: int) -> None:
+        self._draw(where if isinstance(where, str) else self._names[where], index)
+
     def _draw(self, path: str, index: int) -> None:
         begin_draw(seed_of(self._seed, *self._where, path, index))
+
+
+def _after(*_: Any) -> None:
+    end_draw()

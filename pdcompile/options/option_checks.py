@@ -56,6 +56,9 @@ def _contradictions(options: Options) -> Iterator[Finding]:
     if options.allow_edited and options.sources is None:
         message = "allow_edited=True without sources= would have no effect"
         yield message, "give sources=, the folder that was edited"
+    if options.stage_compiler is not None and options.detect_nonfinite:
+        message = "detect_nonfinite=True looks at each op, and a compiled stage has none"
+        yield message, "leave stage_compiler out until the op is found"
     if scaler_of(options.grad_scaler) is None:
         return
     if options.optimizer is None:

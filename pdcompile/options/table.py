@@ -401,6 +401,16 @@ class GivenOptions:
         "other one where not; `pipe.position` says how many minibatches are over.",
         check=values.path("a folder that pipe.save wrote"),
     )
+    stage_compiler: str | Callable[..., Any] | None = option(
+        None,
+        "Run each stage through torch.compile with this backend: inductor, aot_eager, …; None: as "
+        "it is.",
+        "A name of torch.compiler.list_backends(), or a function as torch.compile takes one.  A "
+        "rank compiles its stages at the first microbatch of each size.  Masks of dropout are "
+        "eager's, opaque modules and the loss_fn are not compiled, and no backward is split.",
+        check=values.backend,
+        flag=Flag("NAME", str, verbs=("run",)),
+    )
     progress: bool | Literal["auto"] = option(
         "auto",
         '"auto": a bar on stderr while a model is compiled, where that is a terminal; True: '

@@ -60,6 +60,19 @@ def number(*, integer: bool = False, least: float | None = None) -> Check:
     return check
 
 
+def backend(name: str, given: Any) -> Iterator[Finding]:
+    """Check for None, or what torch.compile takes as a backend."""
+    if given is None or callable(given):
+        return
+    import torch
+
+    if given not in (known := torch.compiler.list_backends(())):
+        usual = ["aot_eager", *torch.compiler.list_backends()]
+        message = f"{name}={given!r} is not a backend of torch.compile"
+        remedy = f"{did_you_mean(str(given), known)}one of {', '.join(map(repr, usual))}"
+        yield message, f"{remedy}, or a function of a graph module and its inputs"
+
+
 def norm(name: str, given: Any) -> Iterator[Finding]:
     """Check for None, or a positive, finite number."""
     yield from number()(name, given)

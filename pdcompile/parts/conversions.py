@@ -101,8 +101,9 @@ def unshard(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
 
 
 @contextmanager
-def resharding() -> Iterator[None]:
-    """Context of a forward of which autograd keeps no weight that `unshard` has made."""
+def resharding(hook: Callable[..., Any] = lambda hook: hook) -> Iterator[None]:
+    """Context of a forward of which autograd keeps no weight that `unshard` has made; `hook` wraps
+    its hooks on saved tensors."""
     known: dict[int, tuple[Any, Tensor, At]] = {}
     thread.unsharded = known
 
@@ -121,7 +122,7 @@ def resharding() -> Iterator[None]:
         return _run(at, own, here()).as_strided(*view)
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(hook(pack), hook(unpack)):
             yield
     finally:
         thread.unsharded = None

@@ -1,0 +1,145 @@
+"""Stages through torch.compile: what eager stages compute, with the masks of eager."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.errors import ConfigError
+from pdcompile.problem.constraints import CutBefore
+from tests.helpers.launch import processes
+from tests.test_parts.test_pipelines import COMMON, RANKS, agree
+
+dynamo = pytest.importorskip("torch._dynamo")
+
+
+class Sign(nn.Module):
+    """Is captured as opaque: its result depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.linear(x))
+        return y * 2 if y.sum() > 0 else y
+
+
+class Model(nn.Module):
+    """Draws by modules and by functions, counts its calls in a buffer."""
+
+    def __init__(self, *, opaque: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.1)
+        self.middle = Sign() if opaque else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(F.gelu(self.a(x)))
+        x = self.norm(F.dropout(self.b(x), 0.2, self.training))
+        return self.c(self.middle(x) + torch.rand_like(x)).square().mean()
+
+
+BATCHES = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (12, 12, 11, 12)]
+#: compiled code sums in another order
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+def trained(compiler: Any, *, opaque: bool = False, **options: Any) -> list[Tensor]:
+    """Losses of four steps and an evaluation, then parameters and buffers."""
+    torch.manual_seed(0)
+    model = Model(opaque=opaque)
+    with pdcompile.compile(
+        model, BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, costs="estimated",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        verify="off", stage_compiler=compiler, **options,
+    ) as pipe:  # fmt: skip
+        losses = [torch.tensor(float(pipe.step(batch).loss)) for batch in BATCHES]
+        losses.append(torch.tensor(float(pipe.eval_step(BATCHES[0]).loss)))
+        return [*losses, *(one.detach().clone() for one in model.state_dict().values())]
+
+
+def compiled(**options: Any) -> tuple[list[Tensor], int]:
+    """What `trained` gives, and how many graphs torch.compile made."""
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    return trained("aot_eager", **options), dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "1f1b", "recompute": True},
+     pytest.param({"schedule": "interleaved", "stages": 4}, marks=pytest.mark.slow)],
+    ids=lambda options: options["schedule"],
+)  # fmt: skip
+def test_they_train_as_eager_stages(options: dict[str, Any]) -> None:
+    """With the masks of eager, in training and evaluation, short minibatches too."""
+    found, graphs = compiled(**options)
+    torch.testing.assert_close(found, trained(None, **options), **CLOSE)
+    assert graphs > 2
+
+
+@pytest.mark.slow
+def test_versions_of_weights_share_code() -> None:
+    cut = [CutBefore("norm")]
+    found, graphs = compiled(schedule="2bw", constraints=cut)
+    torch.testing.assert_close(found, trained(None, schedule="2bw", constraints=cut), **CLOSE)
+    assert graphs == compiled(schedule="1f1b", constraints=cut)[1] > 2
+
+
+@pytest.mark.filterwarnings("ignore:captured as opaque")
+def test_opaque_modules_stay_as_they_are() -> None:
+    found, graphs = compiled(schedule="1f1b", opaque=True)
+    torch.testing.assert_close(found, trained(None, schedule="1f1b", opaque=True), **CLOSE)
+    assert graphs > 2
+
+
+def test_whole_backwards_where_the_schedule_splits_them() -> None:
+    with pytest.warns(UserWarning, match="compiled stages do not split their backward: 'zb-h1'"):
+        found = trained("aot_eager", schedule="zb-h1")
+    torch.testing.assert_close(found, trained(None, schedule="zb-h1"), **CLOSE)
+
+
+def test_a_function_is_a_backend() -> None:
+    seen: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(len(inputs))
+        return module.forward
+
+    dynamo.reset()
+    torch.testing.assert_close(trained(backend, schedule="gpipe"), trained(None, schedule="gpipe"))
+    assert seen
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    options = {"schedule": "1f1b"}
+    torch.testing.assert_close(trained("inductor", **options), trained(None, **options), **CLOSE)
+
+
+def test_refusals() -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)'inductr' is not a backend.*did you mean 'inductor'"
+    ):
+        trained("inductr")
+    with pytest.raises(ConfigError, match="a compiled stage has none"):
+        trained("aot_eager", detect_nonfinite=True)
+
+
+ON_RANKS = [{"replicas": 2, "stages": 1}, {"parts": 2, "stages": 1, "split": "weights+samples"}]
+
+
+@pytest.mark.slow
+def test_replicas_and_parts_on_ranks(tmp_path: Path) -> None:
+    settings = [{**one, "stage_compiler": "aot_eager"} for one in ON_RANKS]
+    run = processes(COMMON + RANKS, 2, tmp_path, json.dumps(settings))
+    agree(run, len(settings))
+    assert "recompile_limit" not in run.output
