@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_272,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_944),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_630),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_639),
     "trace": (("passes/trace",), 6_604),
     "costs": (("passes/costs", "passes/profile"), 3_543),
     "planner": (
@@ -39,10 +39,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "runtime": (("runtime",), 9_417),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_634,
+        3_669,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_122),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_123),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_934),
     "export": (("passes/export", "pdcompile/export"), 924),
 }
