@@ -46,7 +46,7 @@ def test_what_a_person_wrote_about_convergence_is_kept(
 ) -> None:
     curve = convergence.Curve(1.0, (1, 2), (3.0, 2.0))
     runs = {run.name: [curve] for run in convergence.RUNS}
-    monkeypatch.setattr(convergence, "measured", lambda task, seeds, jobs: runs)
+    monkeypatch.setattr(convergence, "measured", lambda task, seeds, jobs, chosen: runs)
     file = tmp_path / "page.md"
     written = ["--only", "digits", "--write", str(file)]
     convergence.main(written)

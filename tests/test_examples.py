@@ -85,11 +85,14 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.slow
-def test_train_prints_the_same_losses_in_one_process_and_in_two(tmp_path: Path) -> None:
-    alone = run("examples/train.py")
-    assert len(alone.splitlines()) == 4
+@pytest.mark.parametrize(("name", "lines"), [("train", 4), ("kimi", 5)])
+def test_it_prints_the_same_losses_in_one_process_and_in_two(
+    name: str, lines: int, tmp_path: Path
+) -> None:
+    alone = run(f"examples/{name}.py")
+    assert len(alone.splitlines()) == lines
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run(*torchrun, "--redirects=3", f"--log-dir={tmp_path}", "examples/train.py")
+    run(*torchrun, "--redirects=3", f"--log-dir={tmp_path}", f"examples/{name}.py")
     logs = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("stdout.log")]
     assert logs == [alone, alone]
 

@@ -17,8 +17,10 @@ from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.plan.times import times_of
+from pdcompile.problem import StageLimits
 from pdcompile.schedule import Action, Kind
 from pdcompile.schedule.instruction import TO_WEIGHTS
+from pdcompile.schedule.registry import kind_of
 from tests.helpers.schedules import chain, make_plan, mutated, same_clock
 
 
@@ -59,6 +61,49 @@ def test_every_number_of_microbatches_is_proved(ranks: int, per_rank: int) -> No
             assert bubble == pytest.approx((ranks - 1) / (per_rank * m + ranks - 1), abs=1e-9)
 
 
+@pytest.mark.parametrize(("ranks", "per_rank"), [(1, 2), (2, 1), (2, 2), (3, 3), (4, 2)])
+def test_an_extra_warm_up_is_so_many_forwards_more(ranks: int, per_rank: int) -> None:
+    """Counted, proved and timed as any program; enough of it sends all forwards first."""
+    stages = ranks * per_rank
+    for m in (1, ranks, 2 * ranks + 1, 4 * ranks):
+        plain = make_plan("interleaved", stages, m, per_rank=per_rank)
+        for extra in (1, 2, 3, per_rank * m):
+            plan = make_plan(f"interleaved+{extra}", stages, m, per_rank=per_rank)
+            check(plan)
+            assert in_flight(plan, m) == [depth + 1 for depth in plan.training.warmup]
+            for rank, column in enumerate(make_stream(plan).step(m)[0].columns):
+                first = [one.action for one in column].index(Action.BACKWARD)
+                before = sum(one.action is Action.FORWARD for one in column[:first])
+                own = 2 * (ranks - 1 - rank) + (per_rank - 1) * ranks
+                if per_rank == 1:
+                    own = ranks - 1 - rank
+                if m % ranks == 0:
+                    assert before == min(own + extra + 1, per_rank * m)
+            pairs = zip(plan.training.warmup, plain.training.warmup, strict=True)
+            assert all(deep >= depth for deep, depth in pairs)
+
+
+def test_an_extra_warm_up_is_room_for_stages_that_are_not_alike() -> None:
+    """Transfers between alike ones are hidden without it: then it costs memory alone."""
+
+    def seconds(name: str, units: tuple[int, ...]) -> float:
+        times = [(1.0 * n, 2.0 * n) for n in units]
+        plan = make_plan(name, 6, 4, per_rank=3, seconds=times)
+        found = simulate(plan, links=lambda *_: StageLimits(bytes_per_second=2.0))
+        return found.forecast.step_seconds
+
+    unlike, alike = (1, 1, 2, 1, 1, 2), (1,) * 6
+    assert seconds("interleaved", unlike) == pytest.approx(65)
+    assert seconds("interleaved+2", unlike) == pytest.approx(61)
+    assert seconds("interleaved+2", alike) == pytest.approx(seconds("interleaved", alike))
+
+
+@pytest.mark.parametrize("name", ["1f1b+1", "interleaved+0", "interleaved+x", "interleaved+-1"])
+def test_an_extra_warm_up_that_is_none(name: str) -> None:
+    with pytest.raises(ScheduleError, match="is not one of"):
+        kind_of(name)
+
+
 @pytest.mark.parametrize("seconds", [(1.0, 1.0), (2.0, 1.0), (0.5, 2.0)])
 def test_the_bubble_is_the_formula_whatever_a_backward_takes(seconds: tuple[float, float]) -> None:
     plan = make_plan("interleaved", 8, 8, per_rank=2, seconds=[seconds] * 8)
@@ -76,7 +121,9 @@ def test_a_microbatch_less_takes_no_longer() -> None:
 def several(draw: st.DrawFn) -> Plan:
     """Values that skip stages, with gradients or without; tied parameters; replicas; any ranks'
     order."""
-    name, per_rank = draw(st.sampled_from([("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]))
+    name, per_rank = draw(
+        st.sampled_from([("interleaved", 2), ("interleaved", 3), ("interleaved+2", 2), ("zb-v", 2)])
+    )
     ranks, replicas = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
     n = ranks * per_rank
     edges = [replace(one, gradient=draw(st.booleans())) for one in chain(n) if draw(st.booleans())]

@@ -48,6 +48,19 @@ def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) ->
     train_alike(pipe, build, schedule=schedule)
 
 
+@pytest.mark.parametrize("extra", [1, 3])
+def test_an_extra_warm_up_on_layers_that_do_not_divide(extra: int) -> None:
+    """Five blocks on two ranks with two stages each."""
+    schedule, build = f"interleaved+{extra}", partial(gpt, layers=5)
+    pipe = compiled(build, stages=4, cluster=Cluster.local(2), schedule=schedule)
+    assert pipe.plan.training.schedule == schedule
+    blocks = [
+        {f.split(".")[1] for f in one.parameters if "blocks" in f} for one in pipe.plan.stages
+    ]
+    assert len({*map(len, blocks)}) > 1
+    train_alike(pipe, build, schedule=schedule)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
 @pytest.mark.parametrize(

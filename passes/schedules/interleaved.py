@@ -16,6 +16,11 @@ Without transfers devices idle for (R - 1) / (k m + R - 1) of the time when m is
 the bubble of 1F1B, divided by k.  Twice the ranks that follow, as against 1F1B's once, hides the
 transfers, of which there are more.
 
+An extra warm-up of e ("interleaved+e": Kimi K2, arXiv 2507.20534, section 2.4) puts e forwards more
+before every rank's first backward, so that a send has e turns of compute more to overlap with, and
+holds e microbatches more.  Between alike stages transfers are hidden without it; where the layers
+do not divide and some stages are longer than others, it makes room for these.
+
 A minibatch that is no multiple of R ends with a round that is not full: the order is that of full
 rounds without what is not there.  What is left of an order that cannot deadlock cannot either, and
 a stage holds no more than under a longer minibatch.  With one stage a rank this is 1F1B.
@@ -30,14 +35,14 @@ from pdcompile.schedule import Action
 from pdcompile.schedule.registry import StageWork, Task
 
 
-def order(stages: Sequence[StageWork]) -> Iterator[Task]:
-    """The tasks of one rank in one call."""
+def order(stages: Sequence[StageWork], extra: int = 0) -> Iterator[Task]:
+    """The tasks of one rank in one call, with so many forwards more before its first backward."""
     if len(stages) == 1:
         yield from one_f_one_b.order(stages)
         return
     rank, ranks = stages[0].stage, stages[0].num_stages // len(stages)
     forwards, backwards = _rounds(stages, ranks), _rounds(stages[::-1], ranks)
-    ahead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * ranks
+    ahead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * ranks + extra
     for turn in range(len(forwards) + ahead):
         both = ((Action.FORWARD, forwards, turn), (Action.BACKWARD, backwards, turn - ahead))
         for action, listed, place in both:

@@ -11,7 +11,7 @@ from pdcompile.cli.options import argument, verb, written_to
 from pdcompile.cli.output import Result, stdout, write_text
 from pdcompile.errors import ConfigError, did_you_mean
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import KINDS, flush_schedules, kind_of
+from pdcompile.schedule.registry import KINDS, find, flush_schedules, kind_of
 from pdcompile.schedule.written import SUFFIX, Written, check_suffix, read
 
 STAGES = 4  # of a schedule by name, where nobody says
@@ -72,7 +72,9 @@ def schedule(
     if output is not None:
         check_suffix(output, "written to")
     counts = {"--stages": stages, "--ranks": ranks, "--microbatches": microbatches}
-    written = _by_name(source, counts) if source in KINDS else _of_file(source, counts)
+    written = (
+        _by_name(source, counts) if ":" not in source and find(source) else _of_file(source, counts)
+    )
     plan = chain(str(written), len(written.placement), written.num_microbatches, len(written.rows))
     proof, events = check(plan), simulate_drained(plan, 1).timeline
     if output is not None:

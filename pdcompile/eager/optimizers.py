@@ -14,6 +14,7 @@ from pdcompile.errors import ConfigError, some
 from pdcompile.releases.torch_internals import step_hooks
 
 Named = tuple[str, torch.nn.Parameter]
+Buffer = Callable[[str], torch.Tensor]
 _REMEDY = "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)"
 
 
@@ -27,10 +28,13 @@ class NamedParameters(list[torch.nn.Parameter]):
             decay = [p for name, p in parameters.named if p.ndim > 1]
             rest = [p for name, p in parameters.named if p.ndim <= 1]
             return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest}])
+
+    ``parameters.buffer(name)`` is a buffer of these stages, as a step finds it after all forwards
+    of its minibatch; one zero where the optimizer is only tried on copies.
     """
 
-    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]]):
-        self.named = tuple(named)
+    def __init__(self, named: Iterable[Named], buffer: Buffer | None = None):
+        self.named, self.buffer = tuple(named), buffer or (lambda _: torch.zeros(1))
         super().__init__(parameter for _, parameter in self.named)
 
 
@@ -164,7 +168,7 @@ def all_step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def make_optimizer(
-    make: Any, named: Iterable[Named], others: Sequence[Named] = ()
+    make: Any, named: Iterable[Named], others: Sequence[Named] = (), buffer: Buffer | None = None
 ) -> torch.optim.Optimizer | None:
     """The optimizer that the user's callable makes; None without one.
 
@@ -174,6 +178,7 @@ def make_optimizer(
 
     Args:
         others: the model's parameters that other ranks have.
+        buffer: gives those of this rank by name; None: the parameters are copies.
 
     Raises:
         ConfigError: the result is not an optimizer, its step needs a closure, or it holds
@@ -187,10 +192,14 @@ def make_optimizer(
         )
     nothing = [("", torch.nn.Parameter(torch.empty(0, 0)))]
     pairs = list(named) or nothing
-    made = _made(make, pairs) if others else make(NamedParameters(pairs))
+    given = NamedParameters(pairs, buffer)
+    made = _made(make, given) if others else make(given)
     if others and isinstance(made, list | tuple) and not made:
         make_optimizer(make, [*pairs, *others])  # raises where it takes none at all
-        pairs, made = nothing, _made(make, nothing) or torch.optim.SGD([nothing[0][1]], lr=0.0)
+        pairs, made = (
+            nothing,
+            _made(make, NamedParameters(nothing)) or torch.optim.SGD([nothing[0][1]], lr=0.0),
+        )
     several = isinstance(made, list | tuple)
     for one in made if several else (made,):
         if not isinstance(one, torch.optim.Optimizer):
@@ -206,9 +215,9 @@ def make_optimizer(
             remedy="return at least one: a rank may have parameters of one kind alone",
         )
     optimizer: torch.optim.Optimizer = Optimizers(made) if several else made
-    given = {id(parameter) for _, parameter in pairs}
+    own = {id(parameter) for _, parameter in pairs}
     held = [one for group in optimizer.param_groups for one in group["params"]]
-    foreign = [one for one in held if id(one) not in given]
+    foreign = [one for one in held if id(one) not in own]
     if foreign:
         raise ConfigError(
             f"the optimizer holds {len(foreign)} of {len(held)} parameters that it was not given, "
@@ -220,10 +229,10 @@ def make_optimizer(
     return optimizer
 
 
-def _made(make: Any, pairs: Sequence[Named]) -> Any:
+def _made(make: Any, given: NamedParameters) -> Any:
     """Return what the callable makes of these; [] where it takes none of them."""
     try:
-        return make(NamedParameters(pairs))
+        return make(given)
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's own
             return []

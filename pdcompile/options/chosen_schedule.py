@@ -22,8 +22,8 @@ def chosen_schedule(options: Options) -> str:
     if options.schedule == "auto":
         streams = [name for name in allowed(options.max_staleness) if KINDS[name].stream]
         return streams[0] if streams else DEFAULT
-    written = isinstance(options.schedule, str) and ":" in options.schedule
-    if not written and options.schedule not in KINDS:
+    said = options.schedule if isinstance(options.schedule, str) else ""
+    if ":" not in said and find(said) is None:
         names = (*KINDS, "auto")
         raise ConfigError(
             f"schedule={options.schedule!r} is not available",

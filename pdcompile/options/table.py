@@ -73,6 +73,7 @@ class TrainingOptions:
         f"{described()}; auto: the planner chooses of those that update as eager does, and "
         f"that max_staleness allows; or the path of a .csv file with one of your own "
         f"(pdcompile schedule --help). Default: {DEFAULT}.",
+        '"interleaved+2" puts two forwards more before each rank\'s first backward.  '
         '"auto" decides microbatches and warm-up too, as ``pdcompile plan`` does, and takes two '
         "stages a rank only where `stages` is left out.  Of a file stages, ranks and microbatches "
         "are what it says.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from math import lcm
@@ -71,7 +71,7 @@ class StageWork:
     delay: int = 0
 
 
-Order = Callable[[Sequence[StageWork]], Iterator[Task]]
+Order = Callable[..., Iterator[Task]]  # of a sequence of `StageWork`, and of `extra` if any
 
 
 class Placement(NamedTuple):
@@ -120,6 +120,8 @@ class ScheduleKind:
         written: the tasks, where somebody wrote them down: stages, ranks and microbatches follow
             from it, and what is in flight is counted.
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
+        extra: forwards that every rank adds to its warm-up, as in "interleaved+2", so that sends
+            overlap with compute; None: its order takes no such number.
     """
 
     name: str
@@ -134,6 +136,7 @@ class ScheduleKind:
     splits_backward: bool = False
     written: Written | None = None
     in_torch: str = ""
+    extra: int | None = None
 
     @property
     def stream(self) -> bool:
@@ -211,7 +214,7 @@ class ScheduleKind:
         if self.written is not None:
             return _as_written(self.written, stages)
         generator: Order = import_module(self.module).order
-        return generator(stages)
+        return generator(stages, self.extra) if self.extra else generator(stages)
 
     @property
     def backwards(self) -> tuple[Action, ...]:
@@ -319,6 +322,7 @@ _ROWS = (
         usual=2,
         placed=IN_TURN,
         in_torch="Interleaved1F1B",
+        extra=0,
     ),
     ScheduleKind(
         "zb-h1",
@@ -373,6 +377,9 @@ def kind_of(name: str, where: str | None = None) -> ScheduleKind:
     """
     if ":" in name:
         return _kind_of_written(name, where)
+    base, _, extra = name.rpartition("+")
+    if base in KINDS and KINDS[base].extra is not None and extra.isdecimal() and int(extra):
+        return replace(KINDS[base], name=f"{base}+{int(extra)}", in_torch="", extra=int(extra))
     if name not in KINDS:
         raise ScheduleError(
             f"schedule {name!r} is not one of {', '.join(KINDS)}",

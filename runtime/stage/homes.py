@@ -80,7 +80,7 @@ class Homes:
         others = [
             (f, cast(nn.Parameter, state.tensors[f])) for f in kinds if kinds[f] == "parameter"
         ]
-        made = make_optimizer(build, own, others)
+        made = make_optimizer(build, own, others, state.buffer)
         self._let_go(self.wholes)
         for one in {made, *members(made)} if made is not None and self.wholes else ():
             self._follow(one)

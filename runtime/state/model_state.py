@@ -30,6 +30,7 @@ from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.watch.same_model import allow_forward
+from pdcompile.schedule.registry import flush_schedules
 from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.warn import warn
 from pdcompile.weights.source import like, materialise, open_source, registered, set_tensor, slots
@@ -160,7 +161,41 @@ class State:
             **_own(model, compiled.capture.eval.tensor_values),
             **_own(model, compiled.capture.train.tensor_values),
         }
+        self._compiled = compiled
         self._canonical = {a: fqn for fqn, i in self.infos.items() for a in (fqn, *i.aliases)}
+
+    def buffer(self, fqn: str) -> Tensor:
+        """A buffer for the optimizer, which a step finds as plain PyTorch has it.
+
+        Raises:
+            ConfigError: this process has none of that name, or training writes it and a step finds
+                what only one replica or part wrote, or what a later minibatch did.
+        """
+        name = self._canonical.get(fqn, fqn)
+        if name not in self.infos or self.infos[name].kind != "buffer" or name in self._elsewhere:
+            raise ConfigError(
+                "the optimizer asks for this buffer, and no stage of this rank has one of that "
+                "name",
+                where=fqn,
+                remedy="ask for buffers of modules whose parameters it is called with, and cut at "
+                'borders of modules alone: constraints=(pdcompile.CutAt("layers.*"),)',
+            )
+        compiled, stages = self._compiled, self.stages[name]
+        spec, why = compiled.stream.spec, ""
+        if any(name in compiled.written_buffers(stage) for stage in stages):
+            if spec.kind.stream:
+                why = "later minibatches write it before a step under this schedule"
+            elif any(len(spec.ranks[stage]) > 1 for stage in stages):
+                why = "each replica of its stage writes its own"
+            elif self.beside is not None:
+                why = "each part of its stage writes its own"
+        if why:
+            raise ConfigError(
+                f"the optimizer asks for this buffer, and {why}",
+                where=fqn,
+                remedy=f"a schedule of {flush_schedules()}, replicas=1 and parts=1",
+            )
+        return self.tensors[name]
 
     def whole_shape(self, fqn: str, own: Tensor | None = None) -> tuple[int, ...]:
         """The shape of a tensor in the model, of which this process has its `own`."""

@@ -14,7 +14,7 @@ from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.problem import ANY_CUT
 from pdcompile.schedule import Action, Instruction, Kind, Schedule
-from pdcompile.schedule.registry import KINDS
+from pdcompile.schedule.registry import KINDS, kind_of
 
 CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, ANY_CUT)
 
@@ -42,7 +42,7 @@ def make_plan(
     """A chain of stages with F = 1 and B = 2 unless told otherwise; where each rank has several,
     those that the schedule puts together."""
     counts = replicas or (1,) * num_stages
-    placed = KINDS[name].placement(num_stages, num_stages // per_rank) if per_rank > 1 else ()
+    placed = kind_of(name).placement(num_stages, num_stages // per_rank) if per_rank > 1 else ()
     times = seconds or [(1.0, 2.0)] * num_stages
     stages = tuple(
         StagePlan(
@@ -127,7 +127,7 @@ def same_clock(found: float, plan: Plan, expected: float) -> bool:
         slowest = max(one.latency_seconds + 8 / one.bytes_per_second for one in levels)
         messages = 2 * sum(len(one.stages) for one in plan.tied)
         slack += messages * slowest * max(stage.replicas for stage in plan.stages)
-    if plan.tied and KINDS[plan.training.schedule].splits_backward:
+    if plan.tied and kind_of(plan.training.schedule).splits_backward:
         slack += plan.training.num_microbatches * sum(one.backward_seconds for one in plan.stages)
     return abs(found - expected) <= slack
 
@@ -282,7 +282,7 @@ class Meaning:
 
     def _group(self, one: Instruction) -> int:
         """Minibatches that an update takes: one of every replica, or of a part of each one."""
-        each = KINDS[self.plan.training.schedule].updates_each
+        each = kind_of(self.plan.training.schedule).updates_each
         return len(self.replicas[one.stage]) if each and one.stage >= 0 else 1
 
     def _weights(self, me: _Rank, minibatch: int, one: Instruction) -> Any:
