@@ -389,7 +389,7 @@ def compile(
     microbatches: int | Literal["auto"] = "auto",
     parts: int | tuple[int, ...] | Literal["any"] | None = None,
     split: Split = "auto",
-    updates: Literal["every", "home"] | None = None,
+    updates: Literal["every", "home", "auto"] | None = None,
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
     cut_tolerance: float | None = None,

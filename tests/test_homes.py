@@ -112,6 +112,42 @@ def test_weights_come_from_homes_in_time() -> None:
         check_programs(plan, [programs[0], early, *programs[2:]])
 
 
+def test_the_planner_chooses_who_updates() -> None:
+    """Homes update in less time; where weights have no replicas there are none."""
+    plans = {one: gpt(updates=one, replicas="any").plan for one in ("every", "home", "auto")}
+    seconds = {one: plan.forecast.step_seconds for one, plan in plans.items() if plan.forecast}
+    assert seconds["auto"] == min(seconds.values()) < seconds["every"]
+    chosen = plans["auto"]
+    assert chosen.training.updates == "home"
+    assert "updates of every replica or at homes" in chosen.certificate.scope
+    assert chosen.certificate.bound_seconds <= plans["every"].certificate.objective_seconds
+    (row,) = (one for one in chosen.alternatives if one.choice == "updates")
+    assert (row.own, row.value) == ("home", "every")
+    assert row.step_seconds > chosen.certificate.objective_seconds
+    again = gpt(updates="auto", replicas=None, stages=None, plan=chosen, microbatches="auto").plan
+    assert again.training.updates == "home"
+
+
+def test_where_memory_asks_for_homes_the_planner_takes_them() -> None:
+    options: dict[str, Any] = {"stages": 1, "replicas": 4, "memory": "2000 kB"}
+    assert gpt(**options, updates="auto").plan.training.updates == "home"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "stash", "microbatches": 1}, {"optimizer": None},
+     {"replicas": 1, "cluster": "1x2"}, {"replicas": (1, 1), "cluster": "1x2"}],
+)  # fmt: skip
+def test_where_there_are_no_homes_every_replica_updates(options: dict[str, Any]) -> None:
+    assert gpt(**options, updates="auto").plan.training.updates == "every"
+
+
+def test_schedules_without_homes_are_left_out_where_homes_are_asked_for() -> None:
+    options: dict[str, Any] = {"schedule": "auto", "max_staleness": "any", "replicas": 4}
+    plan = gpt(**options, stages=1, updates="home").plan
+    assert not plan.training.kind.updates_each
+
+
 def test_an_edited_share_of_a_home_is_refused() -> None:
     pipe = gpt(updates="home")
     plan, compiled = pipe.plan, pipe._running.compiled

@@ -95,7 +95,7 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self.trials = Trials(
             self.graph_at, self._prepared, self.cluster, self.training, self.budget,
-            self.listener.told,
+            self.listener.told, len(self.space.homes) > 1,
         )  # fmt: skip
 
     def run(self) -> None:

@@ -52,6 +52,7 @@ def candidate_plan(
         schedule=setting.schedule,
         num_microbatches=setting.num_microbatches,
         warmup=candidate.warmup,
+        updates="home" if setting.homes else "every",
     )
     plan = plan_of_cut(graph, stage_of, candidate.ranks, training, cluster)
     stages = tuple(

@@ -102,6 +102,7 @@ def choices_of(plan: Plan) -> dict[str, Any]:
         "stages": len(stages),
         "replicas": "any" if idle else own,  # fixed replicas need every device
         "recompute": tuple(stage.recompute for stage in stages),
+        "updates": training.updates,
         "extra_warmup": (extra_warmup(plan),),
     }
 
@@ -121,6 +122,7 @@ def space_of_cut(plan: Plan) -> SearchSpace:
         in_order=straight or places < count,
         recomputed=again if len({*again}) > 1 else (),
         placement=training.kind.placement(count, places) if places < count else (),
+        homes=(training.updates == "home",),
     )
 
 

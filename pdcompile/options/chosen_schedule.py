@@ -38,7 +38,7 @@ def chosen_schedule(options: Options) -> str:
         "replicas": {options.replicas} - {"1"},
         "grad_scaler": [True] * scaled,
         "max_grad_norm": {options.max_grad_norm} - {None},
-        "updates": {options.updates} - {"every"},
+        "updates": {options.updates} - {"every", "auto"},
     }
     for name, other, why, remedy in unfit(kind, f"under schedule={kind.name!r}", asked):
         said = name if name in JOINT else f"{name}={other!r}"

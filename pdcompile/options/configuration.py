@@ -101,7 +101,7 @@ def configure(
         sends_outputs=options.outputs in SENT,
         outputs_by_size="outputs" not in options.said,
         linear_lr_scaling=options.linear_lr_scaling,
-        updates=options.updates,
+        updates="home" if options.updates == "home" else "every",
         parts=options.stage_parts,
         split=options.split if options.stage_parts != 1 else "",
     )
@@ -381,11 +381,14 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     fixed = recomputation(options, configuration.num_stages)
     again = (False, True) if fixed is None else tuple(sorted(set(fixed)))
     mixed = fixed if fixed is not None and len(again) > 1 else ()
+    homes: tuple[bool, ...] = (options.updates == "home",)
+    if options.updates == "auto" and options.optimizer and options.replicas not in (1, "1"):
+        homes = (True, False)  # which take no longer come first
     if not options.searches:
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
         return SearchSpace(
             "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
-            placement=configuration.placement, extra_warmup=options.extra_warmup[:1],
+            placement=configuration.placement, extra_warmup=options.extra_warmup[:1], homes=homes,
         )  # fmt: skip
     considered: list[str] = []
     if options.schedule == "auto":
@@ -408,6 +411,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         recomputed=mixed,
         idle=configuration.idle,
         placement=configuration.placement,
+        homes=homes,
     )
     shares = [KINDS[name] for name in considered if KINDS[name].usual > 1 and not mixed]
     several = [_sharing(options, configuration, sizes, kind) for kind in shares]

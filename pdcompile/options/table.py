@@ -273,16 +273,16 @@ class MachineOptions:
         compared=True,
         flag=Flag("|".join(values.SPLITS), texts.words(*values.SPLITS)),
     )
-    updates: Literal["every", "home"] = option(
+    updates: Literal["every", "home", "auto"] = option(
         "every",
         "Replicas of a stage that update its weights: every one of them; or each parameter at one, "
         "its home, which alone has its optimizer state and gets its gradient, and sends the new "
-        "weights to the others (ZeRO-1); default: every.",
+        "weights to the others (ZeRO-1); auto: the planner chooses; default: every.",
         "Homes are balanced by bytes.  For `step` alone.",
-        check=one_of("every", "home"),
+        check=one_of("every", "home", "auto"),
         plan="training.updates",
         compared=True,
-        flag=Flag("every|home", texts.words("every", "home")),
+        flag=Flag("every|home|auto", texts.words("every", "home", "auto")),
     )
     memory: int | str | None = option(
         None,

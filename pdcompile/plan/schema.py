@@ -57,7 +57,7 @@ class Certificate:
 class Alternative:
     """Another value of one choice, and the fastest plan tried with it: seconds of its step."""
 
-    choice: str  # "schedule", "microbatches", "stages", "replicas", "recomputation", "parts"
+    choice: str  # "schedule", "stages", "replicas", "updates", "parts" and others
     own: str
     value: str
     step_seconds: float

@@ -37,6 +37,7 @@ class SearchSpace:
             so many ranks; where their number is open, a rank holds as many stages, or all
             `stages` are dealt out over fewer places.
         recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
+        homes: whether updates are spread over replicas.
         sharing: spaces besides this one, of schedules whose ranks hold several stages.
     """
 
@@ -51,6 +52,7 @@ class SearchSpace:
     idle: bool = True
     placement: tuple[int, ...] = ()
     sharing: tuple[SearchSpace, ...] = ()
+    homes: tuple[bool, ...] = (False,)
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
@@ -148,6 +150,7 @@ class SearchSpace:
             f"schedules {', '.join(map(name_of, self.schedules))}",
             f"microbatches {', '.join(map(str, self.microbatches))}",
             f"extra warm-up {', '.join(map(str, self.extra_warmup))}",
+            *(["updates of every replica or at homes"] if len(self.homes) > 1 else []),
         ]
 
 

@@ -66,10 +66,12 @@ class WholeSpace:
 
     def candidates(self) -> Iterator[tuple[PartitionProblem, Candidate]]:
         space, ranks = self.space, range(len(self.cluster.devices))
-        choices = itertools.product(space.microbatches, space.schedules, space.extra_warmup)
-        for m, schedule, extra in choices:
+        choices = itertools.product(
+            space.microbatches, space.schedules, space.extra_warmup, space.homes
+        )
+        for m, schedule, extra, homes in choices:
             problem = self.problem(m)
-            setting = Setting(schedule, m, extra, self.training.optimizer_factor)
+            setting = Setting(schedule, m, extra, self.training.optimizer_factor, homes=homes)
             for used in range(1, len(ranks) + 1):
                 for order in itertools.permutations(ranks, used):
                     for one in every_candidate(problem, space, setting, order, space.counts(used)):
@@ -136,6 +138,8 @@ def random_space(seed: int) -> WholeSpace:
     )
     if seed % 16 == 0:
         space = replace(space, replicas="1", schedules=("vsync",), microbatches=(1,))
+    elif seed % 8 == 0:
+        space = replace(space, homes=(True, False))
     free = WholeSpace(graph_at, Cluster(devices, (level,)), space)
     every = [
         one for problem, one in free.candidates() if not violations(problem, free.cluster, one)

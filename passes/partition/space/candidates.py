@@ -93,6 +93,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "stages": f"{count}{where}",
         "replicas": widths[0] if len(set(widths)) == 1 else "-".join(widths),
         "recomputation": {0: "none", count: "all stages"}.get(again, "some stages"),
+        **({} if candidate.straight else {"updates": "home" if setting.homes else "every"}),
     }
 
 
@@ -110,4 +111,4 @@ def describe(candidate: Candidate) -> str:
     each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
     where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
     recomputing = f", {'all' if again == stages else again} recomputing" if again else ""
-    return text + where + recomputing
+    return text + where + recomputing + ", updates at homes" * setting.homes

@@ -293,7 +293,7 @@ def no_plan(
     more = [] if True in space.recompute else [RECOMPUTATION]
     if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
         more.append("replicas (replicas='any', --replicas any)")
-    at_home = training.updates == "every" and training.optimizer_factor > 0
+    at_home = not max(space.homes) and training.optimizer_factor > 0
     if (
         at_home
         and space.replicas != "1"
@@ -366,7 +366,7 @@ def _least_share(
             return best, what, False
         setting = Setting(
             schedule, m, extra, training.optimizer_factor, training.joint,
-            homes=training.updates == "home",
+            homes=max(space.homes),  # which takes less memory too
         )  # fmt: skip
         segments, seats = problems[m].segments, Seats(alike, tuple(range(used)))
         menu = tuple(StageDeployment(r, again) for r in space.counts(used))

@@ -140,6 +140,8 @@ def branches(
     for ranks, counts, stages in _shapes(cluster, space, cap):
         seats = Seats(cluster, ranks)
         for setting in settings(space, training, len(ranks)):
+            if counts == (1,) and setting.homes != space.homes[-1]:
+                continue
             prepared = prepared_at(setting.num_microbatches)
             branch = Branch(setting, seats, counts, stages, prepared, space)
             branch.bound = simple_bound(prepared, space, setting, seats) * setting.scale
@@ -203,13 +205,14 @@ def _widths(
 
 
 def settings(space: SearchSpace, training: Training, used: int) -> Iterator[Setting]:
-    """Every schedule with every number of microbatches and extra warm-up."""
+    """Every schedule with every number of microbatches, extra warm-up and place of updates."""
     clips = training.joint
-    for schedule, m in product(space.schedules, space.microbatches):
+    for schedule, m, homes in product(space.schedules, space.microbatches, space.homes):
+        if homes and kind_of(schedule).updates_each and not space.straight:
+            continue
         # whatever the warm-up is to be
         same = used == 1 or kind_of(schedule).warmup == "all" or space.placement
         for extra in space.extra_warmup[: 1 if same else None]:
             yield Setting(
-                schedule, m, extra, training.optimizer_factor, clips, training.step,
-                training.updates == "home",
-            )  # fmt: skip
+                schedule, m, extra, training.optimizer_factor, clips, training.step, homes
+            )

@@ -13,7 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
@@ -44,6 +44,7 @@ class Trials:
     training: Training
     budget: Budget
     tell: Callable[[str], None]
+    any_updates: bool = False  # at homes or not is open
     floor: float = 0.0  # no candidate is better
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     #: what may lack memory: seconds of a step, share by the graph-free ledger
@@ -51,7 +52,7 @@ class Trials:
     #: by schedule, ratio of that share in a plan to the graph-free one
     beyond: dict[str, float] = field(default_factory=dict)
     tried: float = 0.0  # candidates that were simulated
-    #: seconds of what fits, by choice and value (see `choices`)
+    #: seconds of what fits, and of its updates, by choice and value (see `choices`)
     least: dict[tuple[str, str], float] = field(default_factory=dict)
     seen: set[Candidate] = field(default_factory=set)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
@@ -103,7 +104,7 @@ class Trials:
         for name, own in choices(candidate).items():
             others = [(s, value) for (one, value), s in self.least.items() if one == name]
             for seconds, value in sorted(one for one in others if one[1] != own)[:1]:
-                yield Alternative(name, own, value, seconds)
+                yield Alternative(name, own, value, seconds - self.updates(candidate))
 
     def quick(self, candidate: Candidate) -> bool:
         """Does it take next to nothing of the time to make its plan?"""
@@ -131,6 +132,8 @@ class Trials:
         `gain`: how much better it has to be, relative.
         """
         self.tried += CHEAP
+        if candidate is not None and self.any_updates and candidate.straight:
+            candidate = _with_homes(candidate, False)
         if candidate is None or candidate in self.seen:
             return 0.0
         self.seen.add(candidate)
@@ -177,6 +180,11 @@ class Trials:
             f"plan after {self.budget.spent:.1f} s: {format_seconds(seconds)} a step, "
             f"gap {gap:.1f} %: {describe(candidate)}"
         )
+        each = kind_of(candidate.setting.schedule).updates_each
+        if self.any_updates and not (each or candidate.straight):  # updates take longer or shorter
+            homes = candidate.setting.homes
+            gain = EXACT if homes else -2 * EXACT
+            self.offer(_with_homes(candidate, not homes), now=True, gain=gain)
         return share
 
     def confirm(self) -> float:
@@ -198,6 +206,7 @@ class Trials:
                 self._note(exact * setting.scale, candidate)
 
     def _note(self, seconds: float, candidate: Candidate) -> None:
+        seconds += self.updates(candidate)
         for one in choices(candidate).items():
             self.least[one] = min(seconds, self.least.get(one, math.inf))
 
@@ -224,3 +233,7 @@ class Trials:
 
     def _problem(self, candidate: Candidate) -> PartitionProblem:
         return self.prepared_at(candidate.setting.num_microbatches).problem
+
+
+def _with_homes(candidate: Candidate, homes: bool) -> Candidate:
+    return replace(candidate, setting=replace(candidate.setting, homes=homes))
