@@ -28,7 +28,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     Gradients: buffers of all trainable parameters, from a minibatch's first backward, which makes
     them one by one, to its update; those of copies until they are passed on.
     Activations: saved bytes times the microbatches between forward and backward, without those of
-    results that autograd has no use for, once these are out; a stage that
+    results that autograd has no use for, once these are out (in inference: of the one that runs);
+    a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
     microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
     is held, and the gradients that the second part needs.
@@ -174,6 +175,7 @@ class _StageLedger:
             self.buffers.discard(self.spec.closing(self.index, at[0]))
             self.copied.pop(self.spec.closing(self.index, at[0]), None)
         elif action is Action.FREE:
+            self.in_flight -= not self.spec.kind.trains
             self._free(at)
         elif action is Action.POST_REDUCE:  # a bucket at a time, where gradients were
             self.buffers.add(self.spec.closing(self.index, at[0]))  # sums, of idle replicas too

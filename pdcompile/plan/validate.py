@@ -145,7 +145,7 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     for rank, stages in held.items():
         if stages not in together or count % places:
             message = f"rank {rank} holds stages {stages} of {count} on {ranks} ranks"
-            anywhere = [name for name, one in KINDS.items() if one.several and not one.placed]
+            anywhere = [name for name, one in KINDS.items() if one.trains and one.several and not one.placed]
             remedy = "give every rank as many stages"
             if count % places == 0:
                 remedy = f"under {kind.name!r} stages {kind.placed.name} share a rank: "

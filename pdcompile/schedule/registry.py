@@ -11,7 +11,7 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
-from pdcompile.schedule.instruction import BACKWARDS, Action
+from pdcompile.schedule.instruction import BACKWARDS, TO_WEIGHTS, Action
 from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
@@ -120,6 +120,7 @@ class ScheduleKind:
         written: the tasks, where somebody wrote them down: stages, ranks and microbatches follow
             from it, and what is in flight is counted.
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
+        trains: False: forwards alone, without gradients and updates.
     """
 
     name: str
@@ -134,6 +135,7 @@ class ScheduleKind:
     splits_backward: bool = False
     written: Written | None = None
     in_torch: str = ""
+    trains: bool = True
 
     @property
     def stream(self) -> bool:
@@ -171,7 +173,7 @@ class ScheduleKind:
     @property
     def by_planner(self) -> bool:
         """True if schedule="auto" considers it; a minibatch in one piece is another training."""
-        return not self.updates_each
+        return self.trains and not self.updates_each
 
     @property
     def gain(self) -> float:
@@ -218,7 +220,14 @@ class ScheduleKind:
         """The kinds of backward that its programs have."""
         if self.written is not None:
             return self.written.backward_actions
+        if not self.trains:
+            return ()
         return BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
+
+    @property
+    def ends(self) -> frozenset[Action]:
+        """The kinds of work after which a stage is done with a microbatch."""
+        return TO_WEIGHTS if self.trains else frozenset((Action.FORWARD,))
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -235,6 +244,8 @@ class ScheduleKind:
         A forward of a stream needs all backwards of the minibatch before the last `lag`, which
         grows with the warm-up where it follows from that.
         """
+        if not self.trains:
+            return 0  # no backward is waited for
         if self.updates_each:
             return sys.maxsize
         if self.stream:
@@ -362,6 +373,14 @@ _ROWS = (
         module="pdcompile.passes.schedules.vsync",
         lag="first warm-up",
     ),
+    ScheduleKind(
+        "forward",
+        update="makes none: for predict and eval_step alone",
+        source="fill and drain: Huang et al., 2019, arXiv 1811.06965, without its backwards",
+        module="pdcompile.passes.schedules.forward",
+        stages_per_rank=None,
+        trains=False,
+    ),
 )
 KINDS = {kind.name: kind for kind in _ROWS}
 
@@ -431,8 +450,8 @@ def names(where: Callable[[ScheduleKind], bool]) -> tuple[str, ...]:
 def allowed(max_staleness: int | str) -> tuple[str, ...]:
     """Schedules whose gradients are of weights at most so many minibatches old ("any")."""
     if isinstance(max_staleness, str):
-        return names(lambda kind: True)
-    return names(lambda kind: isinstance(kind.lag, int) and kind.lag <= max_staleness)
+        return names(lambda kind: kind.trains)
+    return names(lambda k: k.trains and isinstance(k.lag, int) and k.lag <= max_staleness)
 
 
 def known_to_torch() -> tuple[str, ...]:
@@ -442,7 +461,10 @@ def known_to_torch() -> tuple[str, ...]:
 
 def alternating() -> tuple[str, ...]:
     """Schedules that drain, and in between take one forward and one whole backward in turn."""
-    return names(lambda k: k.warmup == "alternate" and not (k.stream or k.splits_backward))
+    return tuple(
+        name for name in allowed(0)
+        if KINDS[name].warmup == "alternate" and not KINDS[name].splits_backward
+    )  # fmt: skip
 
 
 def flush_schedules() -> str:
@@ -452,7 +474,7 @@ def flush_schedules() -> str:
 
 def several_a_rank(per_rank: int = 2) -> str:
     """Schedules under which a rank may hold so many stages, as remedies list them."""
-    return " or ".join(kind.name for kind in KINDS.values() if kind.holds(per_rank))
+    return " or ".join(k.name for k in KINDS.values() if k.trains and k.holds(per_rank))
 
 
 def usual_stages() -> str:
@@ -463,7 +485,7 @@ def usual_stages() -> str:
 
 def with_replicas() -> str:
     """Schedules under which stages may have replicas, as remedies list them."""
-    return ", ".join(kind.name for kind in KINDS.values() if kind.takes_replicas)
+    return ", ".join(k.name for k in KINDS.values() if k.trains and k.takes_replicas)
 
 
 def in_one_piece() -> str:
