@@ -226,7 +226,7 @@ class Pipeline(Saving):
         flat = self._flatten(args, kwargs, target)
         session = self._running
         compiled = session.compiled
-        check_trains(session.plan, kind)
+        check_trains(session.plan.training.schedule, kind)
         if compiled.overlaps:
             check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None

@@ -84,7 +84,8 @@ def _forward_only(plan: Plan, counts: tuple[int, ...], *, ordered: bool) -> Proo
         walks.append(Walk(spec, ordered=ordered, forward_only=True))
         walks[-1].run(in_device_order(spec, program, ())[0] if ordered else program)
     shown = " or ".join(map(str, counts))
-    return _proof(walks, f"any number of calls: each ends empty; proved with {shown} microbatches", begin)
+    induction = f"any number of calls: each ends empty; proved with {shown} microbatches"
+    return _proof(walks, induction, begin)
 
 
 @lru_cache(maxsize=16)

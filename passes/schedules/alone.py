@@ -46,7 +46,7 @@ def written_of(plan: Plan) -> Written:
     if kind.written is not None:
         return kind.written
     if kind.stream or not kind.trains:
-        does = "leaves microbatches in flight between minibatches" if kind.stream else "has none"
+        does = "leaves microbatches in flight" if kind.stream else "updates nothing"
         raise ScheduleError(
             f"schedule {kind.name!r} {does}, and a file is one minibatch that ends with its update",
             remedy=f"a schedule that drains: {flush_schedules()}",

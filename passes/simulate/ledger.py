@@ -71,6 +71,7 @@ def held_over_time(
     for rank, stages in spec.holders:
         walked = _walked(plan, programs, rank, stages)
         curve, begin = [], 0.0
+        next(walked)
         for notes, end in zip(walked, passed_seconds[rank], strict=True):
             curve += [(begin, max(notes, key=sum)), (end, notes[-1])]
             begin = end
@@ -90,10 +91,12 @@ def _changes(curve: Iterable[tuple[float, _Parts]]) -> Iterator[Held]:
 def _walked(
     plan: Plan, programs: Sequence[Schedule], rank: int, stages: Iterable[int]
 ) -> Iterator[list[_Parts]]:
-    """Bytes that a rank holds during each of its instructions, the first as it was before."""
+    """Bytes that a rank holds before all of its instructions, and during each, the first as it was
+    before."""
     spec, held, notes = plan.spec, dict[int, _StageLedger](), list[_Parts]()
     for stage in stages:
         held[stage] = _StageLedger(plan, spec, stage, rank, held, notes)
+    yield notes
     for base, program in numbered(spec, programs):
         for walk in held.values():
             walk.begin(base, trains=program.name == spec.name)

@@ -26,7 +26,10 @@ NOT_OPTIONS = {
     "batch_size": "it is that of the minibatch: example_inputs is a whole one",
 }
 # Options without a use where nothing is trained, and what they then are.
-OF_UPDATES = {"optimizer": None, "max_grad_norm": None, "recompute": False}
+OF_UPDATES = {
+    "optimizer": None, "max_grad_norm": None, "grad_scaler": None, "recompute": False,
+    "updates": "every", "linear_lr_scaling": False,
+}  # fmt: skip
 
 
 class Held(NamedTuple):

@@ -493,6 +493,11 @@ def in_one_piece() -> str:
     return ", ".join(kind.name for kind in KINDS.values() if kind.updates_each)
 
 
+def not_training() -> str:
+    """Schedules without updates, for help texts."""
+    return ", ".join(kind.name for kind in KINDS.values() if not kind.trains)
+
+
 def in_turn() -> str:
     """Schedules whose replicas take minibatches in turn, for help texts."""
     kinds = KINDS.values()
