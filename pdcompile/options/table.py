@@ -25,7 +25,6 @@ from pdcompile.schedule.registry import (
     described,
     in_one_piece,
     in_turn,
-    not_training,
     several_a_rank,
     usual_stages,
 )
@@ -58,7 +57,7 @@ class TrainingOptions:
         "one; default AdamW at 3e-4; None: gradients only.",
         "It steps once a stage, in one process too: step hooks run once a stage, and one that "
         "couples parameters of different stages (a norm of all gradients inside of step) is "
-        f"refused. Under {not_training()} none is made.",
+        "refused. A schedule of inference makes none.",
         check=values.optimizer,
         of_training=True,
         flag=Flag(

@@ -29,7 +29,7 @@ from pdcompile.plan.wires import (
     Wire,
     WireGroup,
 )
-from pdcompile.schedule.instruction import Action
+from pdcompile.schedule.instruction import TO_WEIGHTS, Action
 from pdcompile.schedule.registry import (
     DEFAULT,
     GRADIENT_SLOTS,
@@ -296,7 +296,7 @@ class EventWalk:
             while own.returning < own.room and own.gone[own.returning]:
                 own.returning += 1
                 post(own, False)
-            if action in self.schedule.ends:
+            if action in TO_WEIGHTS or not self.schedule.trains:
                 self.summed[s] = max(self.summed[s], now)
                 own.ended += 1
                 if own.ended + own.pool <= own.share:

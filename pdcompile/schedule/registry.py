@@ -11,7 +11,7 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
-from pdcompile.schedule.instruction import BACKWARDS, TO_WEIGHTS, Action
+from pdcompile.schedule.instruction import BACKWARDS, Action
 from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
@@ -220,14 +220,8 @@ class ScheduleKind:
         """The kinds of backward that its programs have."""
         if self.written is not None:
             return self.written.backward_actions
-        if not self.trains:
-            return ()
-        return BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
-
-    @property
-    def ends(self) -> frozenset[Action]:
-        """The kinds of work after which a stage is done with a microbatch."""
-        return TO_WEIGHTS if self.trains else frozenset((Action.FORWARD,))
+        found = BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
+        return found if self.trains else ()
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -244,10 +238,8 @@ class ScheduleKind:
         A forward of a stream needs all backwards of the minibatch before the last `lag`, which
         grows with the warm-up where it follows from that.
         """
-        if not self.trains:
-            return 0  # no backward is waited for
-        if self.updates_each:
-            return sys.maxsize
+        if self.updates_each or not self.trains:
+            return sys.maxsize if self.trains else 0  # no backward is waited for
         if self.stream:
             return self.lag_of(0, 0) * num_microbatches // replicas
         return -(-num_microbatches // replicas) - 1
@@ -449,9 +441,8 @@ def names(where: Callable[[ScheduleKind], bool]) -> tuple[str, ...]:
 
 def allowed(max_staleness: int | str) -> tuple[str, ...]:
     """Schedules whose gradients are of weights at most so many minibatches old ("any")."""
-    if isinstance(max_staleness, str):
-        return names(lambda kind: kind.trains)
-    return names(lambda k: k.trains and isinstance(k.lag, int) and k.lag <= max_staleness)
+    most = sys.maxsize if isinstance(max_staleness, str) else max_staleness
+    return names(lambda k: k.trains and (most == sys.maxsize or k.lag in range(most + 1)))
 
 
 def known_to_torch() -> tuple[str, ...]:
@@ -461,10 +452,8 @@ def known_to_torch() -> tuple[str, ...]:
 
 def alternating() -> tuple[str, ...]:
     """Schedules that drain, and in between take one forward and one whole backward in turn."""
-    return tuple(
-        name for name in allowed(0)
-        if KINDS[name].warmup == "alternate" and not KINDS[name].splits_backward
-    )  # fmt: skip
+    flush = [KINDS[name] for name in allowed(0)]
+    return tuple(k.name for k in flush if k.warmup == "alternate" and not k.splits_backward)
 
 
 def flush_schedules() -> str:
@@ -493,15 +482,9 @@ def in_one_piece() -> str:
     return ", ".join(kind.name for kind in KINDS.values() if kind.updates_each)
 
 
-def not_training() -> str:
-    """Schedules without updates, for help texts."""
-    return ", ".join(kind.name for kind in KINDS.values() if not kind.trains)
-
-
 def in_turn() -> str:
     """Schedules whose replicas take minibatches in turn, for help texts."""
-    kinds = KINDS.values()
-    return " or ".join(k.name for k in kinds if k.updates_each and k.takes_replicas)
+    return " or ".join(names(lambda kind: kind.updates_each and kind.takes_replicas))
 
 
 def one_age_streams() -> str:
