@@ -44,10 +44,10 @@ from benchmarks.side_by_side.networks import INTERFACE, Networks, check  # noqa:
 from benchmarks.side_by_side.waiting import Times, timed_layers  # noqa: E402
 from benchmarks.side_by_side.worker import ALONE, DDP, FSDP, OURS, TIED, TORCH  # noqa: E402
 from pdcompile.errors import ConfigError, PdcompileError  # noqa: E402
-from pdcompile.schedule.registry import KINDS  # noqa: E402
+from pdcompile.schedule.registry import allowed  # noqa: E402
 
 KEPT = ROOT / "out" / "runtime.json"
-EVERYONE = [ALONE, DDP, FSDP, *TORCH, *(OURS + name for name in KINDS), TIED,
+EVERYONE = [ALONE, DDP, FSDP, *TORCH, *(OURS + name for name in allowed("any")), TIED,
             OURS + "replicas", OURS + "auto"]  # fmt: skip
 DENSE = ("VGG-16", "AlexNet")
 MODELS = tuple(model for model in CHAINS if model not in DENSE)

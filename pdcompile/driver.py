@@ -46,6 +46,7 @@ from pdcompile.passes.stages.assemble import notes_on_own_buffers
 from pdcompile.passes.stages.capture_file import read_capture, write_capture
 from pdcompile.passes.stages.kept_outputs import kept_by_default, note_on_dropped
 from pdcompile.passes.trace import capture
+from pdcompile.passes.trace.assemble import without_gradients
 from pdcompile.passes.trace.batch_sizes import OnlyWhole
 from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
@@ -341,12 +342,13 @@ def _captured(
             listener.told(f"the ops are those of {found.kept}, not compared with the model")
             return found
         listener.told(f"captured again: {found}")
+    trains = chosen.training.kind.trains
     found = capture(
         model, flat, layout, options.loss_fn,
-        microbatch_size=call.microbatch_size, autocast=call.autocast,
+        microbatch_size=call.microbatch_size, autocast=call.autocast, evaluates=not trains,
     )  # fmt: skip
     check_loss(found.train)
-    return found
+    return found if trains else replace(found, train=without_gradients(found.eval))
 
 
 def _with_outputs(chosen: Configuration, graph: OpGraph, options: Options) -> Configuration:
@@ -355,7 +357,7 @@ def _with_outputs(chosen: Configuration, graph: OpGraph, options: Options) -> Co
     training, last = chosen.training, options.replicas
     last = last[-1] if isinstance(last, tuple) else last
     keeps = last in (1, "1") and kept_by_default(graph, training.batch_size, chosen.cluster.devices)
-    if keeps or not chosen.outputs_open:
+    if keeps or not (chosen.outputs_open and training.kind.trains):
         return chosen
     return replace(chosen, training=replace(training, keeps_outputs=False))
 

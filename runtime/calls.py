@@ -413,6 +413,6 @@ def refuse_blind_start(options: Options, target: Any, *, started: bool) -> None:
     if not started and options.loss_fn is not None and target is None:
         raise InputError(
             "the first call captures the model with its loss_fn, and that needs a target",
-            remedy="call pipe.prepare(inputs, target=target) or pipe.step(...) first, or give "
+            remedy="call pipe.prepare(inputs, target=target) or pipe.eval_step(...) first, or give "
             "example_inputs= and example_target= to compile",
         )

@@ -27,6 +27,7 @@ from pdcompile.options.option_checks import (
     check_no_homes,
     check_older_weights,
     check_target,
+    check_trains,
     check_unscaled,
 )
 from pdcompile.plan import Plan
@@ -225,6 +226,7 @@ class Pipeline(Saving):
         flat = self._flatten(args, kwargs, target)
         session = self._running
         compiled = session.compiled
+        check_trains(session.plan.training.schedule, kind)
         if compiled.overlaps:
             check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None

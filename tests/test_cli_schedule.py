@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import KINDS
+from pdcompile.schedule.registry import KINDS, allowed
 from pdcompile.schedule.written import read
 from tests.helpers.alike import WORKLOAD, Call
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.stream])
+@pytest.mark.parametrize("name", allowed(0))
 def test_a_schedule_is_written_and_read_again(name: str, tmp_path: Path, call: Call) -> None:
     mine = tmp_path / "mine.csv"
     code, out, err = call("schedule", name, "--microbatches", "5", "-o", str(mine))

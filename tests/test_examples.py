@@ -110,8 +110,8 @@ def test_own_loop_ends_with_the_weights_of_a_plain_model(tmp_path: Path) -> None
 
 # Examples that run as they are, with an argument.
 PROGRAMS = (
-    "gnmt.py", "t5.py", "experts.py", "switch.py", "edited_stage.py", "finetune.py gpt2",
-    "finetune.py llama", "vision.py resnet50", "vision.py vgg16",
+    "gnmt.py", "t5.py", "experts.py", "switch.py", "int8.py", "edited_stage.py",
+    "finetune.py gpt2", "finetune.py llama", "vision.py resnet50", "vision.py vgg16",
 )  # fmt: skip
 
 
@@ -142,6 +142,10 @@ def test_programs_lower_the_loss(text: str, tmp_path: Path) -> None:
         assert len(losses) >= 3
         assert losses[-1] < 0.9 * losses[0]
     assert len(found) == 1 or found[0][1:] != found[1][1:]  # the edit is another function
+
+
+def test_int8_predicts_the_same_bits(tmp_path: Path) -> None:
+    assert "equal to the last bit: True" in program("int8.py", 1, tmp_path).output
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from pdcompile.plan import Plan
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
 from pdcompile.schedule import Action, Phase, Schedule
-from pdcompile.schedule.registry import KINDS, find, kind_of, name_of
+from pdcompile.schedule.registry import allowed, find, kind_of, name_of
 from pdcompile.schedule.written import Written, from_csv, named, parse, read
 from tests.helpers.schedules import make_plan, mutated
 from tests.helpers.torch_schedules import CLASSES, dump
@@ -105,7 +105,7 @@ def test_what_torch_adds_to_a_schedule_is_left_out(name: str, tmp_path: Path) ->
     assert read(full).rows == read(plain).rows
 
 
-FLUSH = [name for name, kind in KINDS.items() if not kind.stream]
+FLUSH = allowed(0)
 
 
 @settings(max_examples=40)

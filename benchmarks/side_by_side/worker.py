@@ -39,7 +39,7 @@ from benchmarks.side_by_side.shares import python_seconds
 from benchmarks.side_by_side.waiting import no_waits, sleep_precisely
 from pdcompile.errors import PdcompileError
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import DEFAULT, KINDS
+from pdcompile.schedule.registry import DEFAULT, KINDS, allowed
 
 #: torch's schedules, with how many stages each rank holds
 TORCH = {
@@ -80,7 +80,7 @@ def makers(job: Job) -> dict[str, Callable[[Task], Contestant]]:
         DDP: partial(data_parallel, sharded=False),
         FSDP: partial(data_parallel, sharded=True),
         **{name: partial(pipeline, *one) for name, one in TORCH.items()},
-        **{OURS + name: partial(scheduled, name) for name in KINDS},
+        **{OURS + name: partial(scheduled, name) for name in allowed("any")},
         TIED: lambda _: ours(job.task(tied=True), "2bw", cut(1), clip=1.0),
         OURS + "replicas": partial(ours, schedule=DEFAULT, cut=(0,), replicas=ranks),
         OURS + "auto": partial(

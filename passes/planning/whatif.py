@@ -188,6 +188,13 @@ def _refuse_more_than_a_cut(plan: Plan, change: Scenario, where: str) -> None:
 
 def _training(training: Training, change: Scenario) -> Training:
     kind = kind_of(change.schedule or training.schedule, "--schedule")
+    if kind.trains != training.kind.trains:
+        raise ConfigError(
+            f"the plan's costs are those of {training.schedule!r}, with or without backwards, and "
+            f"{kind.name!r} has others",
+            where="--schedule",
+            remedy=f"plan again: pdcompile plan TARGET --schedule {kind.name}",
+        )
     batch, m = change.batch_size or training.batch_size, change.microbatches
     m = m or (1 if kind.updates_each else training.num_microbatches)
     if m > batch:

@@ -63,7 +63,7 @@ def warmup(
         return tuple(most)
     if kind.written is not None and placement == kind.written.placement:
         return kind.written.warmup
-    if placement:
+    if placement and kind.trains:
         if len(placement) != num_stages:
             raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")
         share = StageDeployment(counts[0]).share(num_microbatches)

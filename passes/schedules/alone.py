@@ -45,10 +45,10 @@ def written_of(plan: Plan) -> Written:
     kind = plan.training.kind
     if kind.written is not None:
         return kind.written
-    if kind.stream:
+    if kind.stream or not kind.trains:
+        does = "leaves microbatches in flight" if kind.stream else "updates nothing"
         raise ScheduleError(
-            f"schedule {kind.name!r} leaves microbatches in flight between minibatches, and a "
-            "file is one minibatch that ends with its update",
+            f"schedule {kind.name!r} {does}, and a file is one minibatch that ends with its update",
             remedy=f"a schedule that drains: {flush_schedules()}",
         )
     replicated = next((stage for stage in plan.stages if stage.replicas > 1), None)

@@ -9,10 +9,11 @@ so does the program, as the same object.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
+from pdcompile.passes.schedules import forward
 from pdcompile.passes.schedules.device_order import HalfBegun, in_device_order
 from pdcompile.passes.schedules.lower_comm import Column, StageState, Upto
 from pdcompile.plan import Edge, Plan
@@ -69,7 +70,7 @@ def gradients(plan: Plan, num_microbatches: int) -> Schedule:
     Raises ScheduleError for a stream, whose gradients belong to older weights.
     """
     spec = plan.spec
-    if spec.kind.stream:
+    if spec.kind.stream or not spec.kind.trains:
         raise ScheduleError(
             f"schedule {spec.name!r} has no gradients without updates",
             remedy=f"a flush schedule ({flush_schedules()})",
@@ -107,6 +108,8 @@ def _check_count(spec: PipelineSpec, num_microbatches: int) -> None:
 @lru_cache(maxsize=64)
 def _step(stream: Stream, num_microbatches: int, upto: Upto) -> tuple[Schedule, Stream]:
     spec = stream.spec
+    if not spec.kind.trains:
+        return replace(_evaluation(spec, num_microbatches, False), name=spec.name), stream
     limits: dict[int, Limits] = {}  # by stage
     columns = _columns(stream, upto)
     for column, states in zip(columns, stream.states, strict=True):
@@ -138,16 +141,12 @@ def _flush(stream: Stream) -> tuple[Schedule, Stream]:
 
 @lru_cache(maxsize=32)
 def _evaluation(spec: PipelineSpec, num_microbatches: int, with_loss: bool) -> Schedule:
-    """Each microbatch through all stages of a rank before the next one."""
+    """Forwards in the order of inference, whatever the schedule."""
     columns = _columns(Stream.begin(spec), "forward")
     for column in columns:
         column.begin(num_microbatches, with_loss=with_loss)
-        column.write(
-            Task(stage, Action.FORWARD, 0, microbatch)
-            for microbatch in range(num_microbatches)
-            for stage in column.lanes
-            if microbatch in column.share(stage, num_microbatches)
-        )
+        shares = {stage: column.share(stage, num_microbatches) for stage in column.lanes}
+        column.write(forward.order([StageWork(*share) for share in shares.items()]))
         column.finish()
     losses = spec.losses(num_microbatches) if with_loss else ()
     return project(spec, f"{spec.name}+eval", columns, losses)

@@ -28,7 +28,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     Gradients: buffers of all trainable parameters, from a minibatch's first backward, which makes
     them one by one, to its update; those of copies until they are passed on.
     Activations: saved bytes times the microbatches between forward and backward, without those of
-    results that autograd has no use for, once these are out; a stage that
+    results that autograd has no use for, once these are out (in inference: of the one that runs);
+    a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
     microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
     is held, and the gradients that the second part needs.
@@ -70,6 +71,7 @@ def held_over_time(
     for rank, stages in spec.holders:
         walked = _walked(plan, programs, rank, stages)
         curve, begin = [], 0.0
+        next(walked)
         for notes, end in zip(walked, passed_seconds[rank], strict=True):
             curve += [(begin, max(notes, key=sum)), (end, notes[-1])]
             begin = end
@@ -89,10 +91,12 @@ def _changes(curve: Iterable[tuple[float, _Parts]]) -> Iterator[Held]:
 def _walked(
     plan: Plan, programs: Sequence[Schedule], rank: int, stages: Iterable[int]
 ) -> Iterator[list[_Parts]]:
-    """Bytes that a rank holds during each of its instructions, the first as it was before."""
+    """Bytes that a rank holds before all of its instructions, and during each, the first as it was
+    before."""
     spec, held, notes = plan.spec, dict[int, _StageLedger](), list[_Parts]()
     for stage in stages:
         held[stage] = _StageLedger(plan, spec, stage, rank, held, notes)
+    yield notes
     for base, program in numbered(spec, programs):
         for walk in held.values():
             walk.begin(base, trains=program.name == spec.name)
@@ -174,6 +178,7 @@ class _StageLedger:
             self.buffers.discard(self.spec.closing(self.index, at[0]))
             self.copied.pop(self.spec.closing(self.index, at[0]), None)
         elif action is Action.FREE:
+            self.in_flight -= not self.spec.kind.trains
             self._free(at)
         elif action is Action.POST_REDUCE:  # a bucket at a time, where gradients were
             self.buffers.add(self.spec.closing(self.index, at[0]))  # sums, of idle replicas too

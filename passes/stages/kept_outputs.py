@@ -67,7 +67,7 @@ def planned(graph: OpGraph, training: Training) -> OpGraph:
     All of it where all outputs are sent, else what the loss needs.  What the last stage may then
     make besides takes time there: it counts as the loss's.
     """
-    if training.keeps_outputs and training.sends_outputs:
+    if not graph.training or (training.keeps_outputs and training.sends_outputs):
         return graph
     smaller = loss_only(graph)
     if smaller is graph or not training.keeps_outputs:

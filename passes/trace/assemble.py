@@ -87,6 +87,16 @@ def with_gradients(
     }
 
 
+def without_gradients(graph: OpGraph) -> OpGraph:
+    """The graph as inference runs it: nothing in it is trained."""
+    tensors = {fqn: replace(info, requires_grad=False) for fqn, info in graph.tensors.items()}
+    values = {
+        name: replace(value, requires_grad=False, needs_gradient=False)
+        for name, value in graph.values.items()
+    }
+    return replace(graph, tensors=tensors, values=values)
+
+
 def with_consumers(ops: tuple[Op, ...], values: dict[str, Value]) -> dict[str, Value]:
     """The values with the names of the ops that read them, in order."""
     readers: dict[str, list[str]] = {name: [] for name in values}

@@ -101,7 +101,7 @@ class Comparison:
         chain = Chain if division.parts == 1 else partial(PartsChain, division)
         return [
             chain(mode.graph, mode.edges, self.plan.tied, sources, self.model, seed)
-            for mode in (on_stages.train, on_stages.eval)
+            for mode in (on_stages.train, on_stages.eval)[not self.capture.train.training :]
         ]
 
     def _compared(self, chain: AnyChain, call: FlatCall, number: int) -> StepValues:

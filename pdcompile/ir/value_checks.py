@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.errors import ConfigError, InputError
+from pdcompile.errors import ConfigError, InputError, some
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.records import CHECK, GraphInput, Op, size_at
 from pdcompile.ir.targets import dtype_name
@@ -148,6 +148,7 @@ def needed_ops(
     return found[::-1], wanted - {op.name for op in found}
 
 
+_INT8 = ("int8", "uint8")
 _EVALUATE = "to evaluate only, call eval_step or predict"
 
 
@@ -165,6 +166,14 @@ def check_trained(graph: OpGraph) -> None:
         )
     if graph.values[graph.loss].needs_gradient:
         return
+    frozen = [fqn for fqn, info in graph.tensors.items() if info.dtype in _INT8]
+    if frozen and not any(info.requires_grad for info in graph.tensors.values()):
+        raise ConfigError(
+            "nothing that the model reads requires a gradient, and 8-bit integers, which torch "
+            "gives none, cannot be updated by an optimizer",
+            where=some(frozen),
+            remedy="train float parameters beside them (LoRA: examples/int8.py); " + _EVALUATE,
+        )
     parameters = [info for info in graph.tensors.values() if info.kind == "parameter"]
     if not parameters:
         raise ConfigError("forward reads no parameters: there is nothing to train",

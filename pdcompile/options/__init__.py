@@ -16,6 +16,7 @@ from pdcompile.options.table import (
     SearchOptions,
     TrainingOptions,
 )
+from pdcompile.schedule.registry import find
 from pdcompile.schedule.written import named
 
 # What people look for among the options, and where it is.
@@ -24,6 +25,11 @@ NOT_OPTIONS = {
     "batches": "the loop is yours: pipe.step(inputs, target=target) takes one minibatch a call",
     "batch_size": "it is that of the minibatch: example_inputs is a whole one",
 }
+# Options without a use where nothing is trained, and what they then are.
+OF_UPDATES = {
+    "optimizer": None, "max_grad_norm": None, "grad_scaler": None, "recompute": False,
+    "updates": "every", "linear_lr_scaling": False,
+}  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -71,6 +77,9 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
         """Raises ScheduleError: a file cannot be read, or is no schedule.  ClusterError: a number
         of stages in this process that is none."""
         object.__setattr__(self, "schedule", named(self.schedule))
+        kind = find(self.schedule) if isinstance(self.schedule, str) else None
+        for name in () if kind is None or kind.trains else OF_UPDATES:
+            object.__setattr__(self, name, OF_UPDATES[name])
         if isinstance(self.cluster, str) and self.cluster.startswith("local:"):
             object.__setattr__(self, "cluster", cluster_of(self.cluster))
         if isinstance(self.parts, tuple) and self.parts:  # one for each stage

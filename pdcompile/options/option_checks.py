@@ -12,7 +12,7 @@ from pdcompile.options.chosen_schedule import chosen_schedule
 from pdcompile.options.table import ROWS
 from pdcompile.options.values import Finding, refuse
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import KINDS, find, flush_schedules
+from pdcompile.schedule.registry import KINDS, allowed, find, flush_schedules, kind_of
 
 
 def check_model(model: Any) -> None:
@@ -77,6 +77,17 @@ def check_target(options: Options, target: Any) -> None:
             "a target was given, but there is no loss_fn to use it",
             remedy="give loss_fn=, or pass it to the model under its own name "
             "(step_call(args, kwargs) for an argument called target)",
+        )
+
+
+def check_trains(schedule: str, call: str) -> None:
+    """Refuse a call that trains under a schedule of inference.  Raises ConfigError."""
+    if not kind_of(schedule).trains:
+        raise ConfigError(
+            f"schedule={schedule!r} is for inference: it has no gradients and no updates",
+            where=call,
+            remedy="call predict or eval_step; or to train, compile the model with a schedule of "
+            f"{', '.join(allowed('any'))}",
         )
 
 

@@ -57,7 +57,7 @@ class TrainingOptions:
         "one; default AdamW at 3e-4; None: gradients only.",
         "It steps once a stage, in one process too: step hooks run once a stage, and one that "
         "couples parameters of different stages (a norm of all gradients inside of step) is "
-        "refused.",
+        "refused. A schedule of inference makes none.",
         check=values.optimizer,
         of_training=True,
         flag=Flag(

@@ -296,7 +296,7 @@ class EventWalk:
             while own.returning < own.room and own.gone[own.returning]:
                 own.returning += 1
                 post(own, False)
-            if action in TO_WEIGHTS:
+            if action in TO_WEIGHTS or not self.schedule.trains:
                 self.summed[s] = max(self.summed[s], now)
                 own.ended += 1
                 if own.ended + own.pool <= own.share:

@@ -258,7 +258,7 @@ class PipelineTimes:
 
     def reduction(self, s: int) -> float:
         """Ring all-reduce of the stage's gradients over the slowest level that it spans."""
-        first, *others = self.ranks[s]
+        first, *others = self.ranks[s] if kind_of(self.schedule).trains else self.ranks[s][:1]
         link = slowest(self.link(first, other) for other in others)
         return ring_seconds(link, self.reduced[s], 1 + len(others))
 

@@ -12,6 +12,7 @@ from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan.embedded import Finding, unusable_numbers
 from pdcompile.schedule.registry import (
     KINDS,
+    allowed,
     find,
     kind_of,
     one_age_streams,
@@ -145,7 +146,8 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     for rank, stages in held.items():
         if stages not in together or count % places:
             message = f"rank {rank} holds stages {stages} of {count} on {ranks} ranks"
-            anywhere = [name for name, one in KINDS.items() if one.several and not one.placed]
+            kinds = [KINDS[name] for name in allowed("any")]
+            anywhere = [one.name for one in kinds if one.several and not one.placed]
             remedy = "give every rank as many stages"
             if count % places == 0:
                 remedy = f"under {kind.name!r} stages {kind.placed.name} share a rank: "

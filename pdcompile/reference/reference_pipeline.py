@@ -41,7 +41,12 @@ from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, one_thread, preserved_rng
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
-from pdcompile.options.option_checks import check_older_weights, check_target, check_unscaled
+from pdcompile.options.option_checks import (
+    check_older_weights,
+    check_target,
+    check_trains,
+    check_unscaled,
+)
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.tied_uses import TiedUses
@@ -160,6 +165,8 @@ class Reference(ReferenceState):
         *, training: bool, with_loss: bool = True,
     ) -> StepResult:  # fmt: skip
         """Microbatch after microbatch, forward and in training backward."""
+        if training:
+            check_trains(self._options.schedule, "the reference")
         flat, layout = self._prepare(args, kwargs, target)
         number = self._num_minibatches if training else evaluation_minibatch(self._num_evaluations)
         counted = self._options.loss_reduction, flat, layout, self._num_microbatches

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pdcompile.plan.diff import Changed, Moved, PlanDiff
 from pdcompile.report import labels
-from pdcompile.schedule.registry import flush_schedules, name_of
+from pdcompile.schedule.registry import name_of, names
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
 NO_CHANGE = ("seed", "bubble", "moving_seconds")  # whose change in percent says nothing
@@ -62,9 +62,8 @@ def diff_report(found: PlanDiff, a: str, b: str, forecast: str = "forecast") -> 
     if any(one.what == "scope" for one in found.certificate):
         parts.append(Text("the proofs hold in different scopes: pdcompile explain shows each"))
     if any(one.what == "schedule" for one in found.training):
-        parts.append(
-            Text(f"objectives are of a step with a flush ({flush_schedules()}), else a microbatch")
-        )
+        flush = ", ".join(names(lambda kind: not kind.stream))
+        parts.append(Text(f"objectives are of a step with a flush ({flush}), else a microbatch"))
     for note in found.notes:
         parts.append(Text(f"only in {'b' if note.a is None else 'a'}: {note.b or note.a}"))
     if found.says_nothing:

@@ -120,8 +120,8 @@ class ScheduleKind:
         written: the tasks, where somebody wrote them down: stages, ranks and microbatches follow
             from it, and what is in flight is counted.
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
-        extra: forwards that every rank adds to its warm-up, as in "interleaved+2", so that sends
-            overlap with compute; None: its order takes no such number.
+        extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
+        trains: False: forwards alone, without gradients and updates.
     """
 
     name: str
@@ -137,6 +137,7 @@ class ScheduleKind:
     written: Written | None = None
     in_torch: str = ""
     extra: int | None = None
+    trains: bool = True
 
     @property
     def stream(self) -> bool:
@@ -174,7 +175,7 @@ class ScheduleKind:
     @property
     def by_planner(self) -> bool:
         """True if schedule="auto" considers it; a minibatch in one piece is another training."""
-        return not self.updates_each
+        return self.trains and not self.updates_each
 
     @property
     def gain(self) -> float:
@@ -221,7 +222,8 @@ class ScheduleKind:
         """The kinds of backward that its programs have."""
         if self.written is not None:
             return self.written.backward_actions
-        return BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
+        found = BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
+        return found if self.trains else ()
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -238,8 +240,8 @@ class ScheduleKind:
         A forward of a stream needs all backwards of the minibatch before the last `lag`, which
         grows with the warm-up where it follows from that.
         """
-        if self.updates_each:
-            return sys.maxsize
+        if self.updates_each or not self.trains:
+            return sys.maxsize if self.trains else 0  # no backward is waited for
         if self.stream:
             return self.lag_of(0, 0) * num_microbatches // replicas
         return -(-num_microbatches // replicas) - 1
@@ -318,12 +320,8 @@ _ROWS = (
         update="updates as eager gradient accumulation does, bit for bit",
         source="Narayanan et al., 2021, arXiv 2104.04473, section 2.2",
         module="pdcompile.passes.schedules.interleaved",
-        stages_per_rank=None,
-        usual=2,
-        placed=IN_TURN,
-        in_torch="Interleaved1F1B",
-        extra=0,
-    ),
+        stages_per_rank=None, usual=2, placed=IN_TURN, in_torch="Interleaved1F1B", extra=0,
+    ),  # fmt: skip
     ScheduleKind(
         "zb-h1",
         update="updates as eager gradient accumulation does, bit for bit",
@@ -366,6 +364,12 @@ _ROWS = (
         module="pdcompile.passes.schedules.vsync",
         lag="first warm-up",
     ),
+    ScheduleKind(
+        "forward",
+        update="makes none: for predict and eval_step alone",
+        source="fill and drain: Huang et al., 2019, arXiv 1811.06965, without its backwards",
+        module="pdcompile.passes.schedules.forward", stages_per_rank=None, trains=False,
+    ),  # fmt: skip
 )
 KINDS = {kind.name: kind for kind in _ROWS}
 
@@ -437,9 +441,8 @@ def names(where: Callable[[ScheduleKind], bool]) -> tuple[str, ...]:
 
 def allowed(max_staleness: int | str) -> tuple[str, ...]:
     """Schedules whose gradients are of weights at most so many minibatches old ("any")."""
-    if isinstance(max_staleness, str):
-        return names(lambda kind: True)
-    return names(lambda kind: isinstance(kind.lag, int) and kind.lag <= max_staleness)
+    most = sys.maxsize if isinstance(max_staleness, str) else max_staleness
+    return names(lambda k: k.trains and (most == sys.maxsize or k.lag in range(most + 1)))
 
 
 def known_to_torch() -> tuple[str, ...]:
@@ -449,7 +452,8 @@ def known_to_torch() -> tuple[str, ...]:
 
 def alternating() -> tuple[str, ...]:
     """Schedules that drain, and in between take one forward and one whole backward in turn."""
-    return names(lambda k: k.warmup == "alternate" and not (k.stream or k.splits_backward))
+    flush = [KINDS[name] for name in allowed(0)]
+    return tuple(k.name for k in flush if k.warmup == "alternate" and not k.splits_backward)
 
 
 def flush_schedules() -> str:
@@ -459,7 +463,7 @@ def flush_schedules() -> str:
 
 def several_a_rank(per_rank: int = 2) -> str:
     """Schedules under which a rank may hold so many stages, as remedies list them."""
-    return " or ".join(kind.name for kind in KINDS.values() if kind.holds(per_rank))
+    return " or ".join(k.name for k in KINDS.values() if k.trains and k.holds(per_rank))
 
 
 def usual_stages() -> str:
@@ -470,7 +474,7 @@ def usual_stages() -> str:
 
 def with_replicas() -> str:
     """Schedules under which stages may have replicas, as remedies list them."""
-    return ", ".join(kind.name for kind in KINDS.values() if kind.takes_replicas)
+    return ", ".join(k.name for k in KINDS.values() if k.trains and k.takes_replicas)
 
 
 def in_one_piece() -> str:
@@ -480,8 +484,7 @@ def in_one_piece() -> str:
 
 def in_turn() -> str:
     """Schedules whose replicas take minibatches in turn, for help texts."""
-    kinds = KINDS.values()
-    return " or ".join(k.name for k in kinds if k.updates_each and k.takes_replicas)
+    return " or ".join(names(lambda kind: kind.updates_each and kind.takes_replicas))
 
 
 def one_age_streams() -> str:

@@ -83,7 +83,8 @@ def plans(
 ) -> Plan:
     """Any depth, microbatches, warm-up, edges (skips, several targets), replicas or tied sets, as
     far as the schedule has them; `several`: ranks may hold several stages."""
-    kind = draw(st.sampled_from([k for k in KINDS.values() if stream in (None, k.stream)]))
+    trained = [kind for kind in KINDS.values() if kind.trains]
+    kind = draw(st.sampled_from([k for k in trained if stream in (None, k.stream)]))
     n = draw(st.integers(1, max_stages))
     m = 1 if kind.updates_each else draw(st.integers(1, max_microbatches))
     replicas: tuple[int, ...] = ()

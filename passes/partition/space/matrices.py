@@ -127,7 +127,7 @@ class Matrices:
         out = seats.between(slice(p, p + r), slice(p + r, None))
         depth, first = self.depth(p, r), self.depth(0, 1)
         held = holding(self.setting, option, depth, first, first if self.straight else depth)
-        ring = seats.ring(p, r) if r > 1 else None
+        ring = seats.ring(p, r) if r > 1 and kind.trains else None
         self._on[p, option] = found = Coefficients(
             seats.speed(p, r), option, into, out, into.full_duplex and out.full_duplex,
             seats.memory(p, r), held, ring, m * kind.group(r),

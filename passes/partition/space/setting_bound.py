@@ -12,6 +12,7 @@ from pdcompile.passes.partition.space.matrices import least_depth, most_depth
 from pdcompile.passes.partition.space.path_bound import PathBound, StageRules, groups_told_apart
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -63,7 +64,9 @@ def setting_bound(
 
     @cache
     def ring(replicas: int) -> Link:
-        """The best of all rows of so many ranks."""
+        """The best of all rows of so many ranks; a free one where nothing is summed."""
+        if not kind.trains:
+            return StageLimits()
         links = (seats.ring(q, replicas) for q in range(ranks - replicas + 1))
         return min(links, key=lambda link: (-link.bytes_per_second, link.latency_seconds))
 
