@@ -321,7 +321,7 @@ _ROWS = (
         source="Narayanan et al., 2021, arXiv 2104.04473, section 2.2",
         module="pdcompile.passes.schedules.interleaved",
         stages_per_rank=None, usual=2, placed=IN_TURN, in_torch="Interleaved1F1B", extra=0,
-    ),  # fmt: skip
+    ),
     ScheduleKind(
         "zb-h1",
         update="updates as eager gradient accumulation does, bit for bit",
@@ -369,8 +369,8 @@ _ROWS = (
         update="makes none: for predict and eval_step alone",
         source="fill and drain: Huang et al., 2019, arXiv 1811.06965, without its backwards",
         module="pdcompile.passes.schedules.forward", stages_per_rank=None, trains=False,
-    ),  # fmt: skip
-)
+    ),
+)  # fmt: skip
 KINDS = {kind.name: kind for kind in _ROWS}
 
 
