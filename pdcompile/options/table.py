@@ -21,6 +21,7 @@ from pdcompile.options.values import count, number, one_of
 from pdcompile.parts.shard import Split
 from pdcompile.schedule.registry import (
     DEFAULT,
+    KINDS,
     allowed,
     described,
     in_one_piece,
@@ -30,6 +31,7 @@ from pdcompile.schedule.registry import (
 )
 from pdcompile.schedule.written import named
 
+COUNTED = next(kind.name for kind in KINDS.values() if kind.extra is not None)
 USES_STAGES = ("verify", "run")  # verbs that take generated stages
 
 
@@ -73,7 +75,7 @@ class TrainingOptions:
         f"{described()}; auto: the planner chooses of those that update as eager does, and "
         f"that max_staleness allows; or the path of a .csv file with one of your own "
         f"(pdcompile schedule --help). Default: {DEFAULT}.",
-        '"interleaved+2" puts two forwards more before each rank\'s first backward.  '
+        f'"{COUNTED}+2" puts two forwards more before each rank\'s first backward.  '
         '"auto" decides microbatches and warm-up too, as ``pdcompile plan`` does, and takes two '
         "stages a rank only where `stages` is left out.  Of a file stages, ranks and microbatches "
         "are what it says.",

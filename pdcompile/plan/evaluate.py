@@ -58,6 +58,7 @@ class Deployment:
     link: Callable[[int, int], Link]
     may_be_empty: bool = False
     clips: bool = False
+    homes: bool = False
 
     @staticmethod
     def straight(problem: PartitionProblem) -> Deployment:
@@ -153,6 +154,7 @@ class Evaluation:
             self.deployment.clips,
             self.deployment.schedule,
             again,
+            self.deployment.homes,
         )
 
     @cached_property

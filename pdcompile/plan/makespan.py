@@ -194,12 +194,14 @@ class EventWalk:
     def updated(
         self,
         updates: Sequence[float],
+        back: Sequence[float],
         norms: float | None,
         finals: Sequence[tuple[StagePair, tuple[int, int], float]],
     ) -> float:
         """When the last stage has stepped and the last copy of a tied parameter has arrived.
 
-        `updates`: seconds from a stage's sums to its step.  `finals`: stages, ranks and seconds of
+        `updates`: seconds from a stage's sums to its step, of which those of `back` come after
+        the norms.  `finals`: stages, ranks and seconds of
         each message with a sum of tied gradients, in the order in which they are passed on, or
         with new weights.
         """
@@ -215,7 +217,8 @@ class EventWalk:
             for s in own:
                 last = step[s] = max(last, step[s], self.done[s])
         if norms is not None:
-            step = [max(step) + norms] * len(step)
+            all_known = norms + max(now - one for now, one in zip(step, back, strict=True))
+            step = [all_known + one for one in back]
         for (a, b), link, seconds in finals:
             if a < b:
                 free[link] = max(free[link], step[a], step[b]) + seconds

@@ -72,6 +72,8 @@ class PipelineTimes:
         clips: whether an update waits for the norms of all ranks.
         schedule: whose order the ranks follow.
         again: of `backward`, forwards that run again; empty: none.
+        homes: whether updates are made at homes: half of a reduction, the weights that come back,
+            is after them.
     """
 
     forward: Sequence[float]
@@ -84,6 +86,7 @@ class PipelineTimes:
     clips: bool = False
     schedule: str = DEFAULT
     again: Sequence[float] = ()
+    homes: bool = False
 
     @staticmethod
     def of_hops(
@@ -198,8 +201,9 @@ class PipelineTimes:
             for pair, seconds in islice(table.items(), len(self.ranks[max(hop)]))
         ]
         norms = message_seconds(self._among(), 0.0) if self.clips else None
-        sums = updates or [self.reduction(s) for s in range(len(self.ranks))]
-        return walk.updated(sums, norms, finals)
+        reductions = [self.reduction(s) for s in range(len(self.ranks))]
+        back = [one / 2 if self.homes else 0.0 for one in reductions]
+        return walk.updated(updates or reductions, back, norms, finals)
 
     def critical_path(self, warmup: Sequence[int], num_microbatches: int) -> Path:
         """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
@@ -293,6 +297,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         plan.training.joint,
         plan.training.schedule,
         [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
+        plan.training.updates == "home",
     )
 
 

@@ -282,7 +282,7 @@ class ScheduleKind:
         More than one where updates of a stream wait for other ranks, and later backwards do not.
         """
         if not (self.stream and late):
-            return 1
+            return int(self.trains)
         return self.lag_of(warmup, first) + 1 - (warmup if self.updates_each else 0)
 
 

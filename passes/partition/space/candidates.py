@@ -35,6 +35,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         cluster.level_between,
         problem.allow_empty,
         clips=setting.clipping and not candidate.straight,
+        homes=setting.homes and not candidate.straight,
     )
     return Evaluation(problem, candidate.stage_of, deployment)
 
