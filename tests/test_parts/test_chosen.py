@@ -144,7 +144,7 @@ def agrees(seed: int) -> bool:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("block", range(1_000))
+@pytest.mark.parametrize("block", range(16))
 def test_the_choice_is_the_best_of_all_that_can_be_counted(block: int) -> None:
     for seed in range(5 * block, 5 * (block + 1)):
         agrees(seed)
