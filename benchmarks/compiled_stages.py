@@ -15,13 +15,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also as `python benchmarks/compiled_stages.py`
 
@@ -32,15 +33,15 @@ MICROBATCHES, STAGES = 4, 4
 Step = Callable[[], object]
 
 
-def optimizer(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)  # type: ignore[arg-type]
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def pieces(sample: models.Sample) -> list[tuple[dict[str, object], tuple[object, ...], object]]:
+def pieces(sample: models.Sample) -> list[tuple[dict[str, Any], tuple[Any, ...], Any]]:
     """Keyword and positional arguments, and the target, of each microbatch."""
 
-    def of(value: object) -> list[object]:
-        return [None] * MICROBATCHES if value is None else [*value.chunk(MICROBATCHES)]  # type: ignore[attr-defined]
+    def of(value: Tensor | None) -> Sequence[Tensor | None]:
+        return [None] * MICROBATCHES if value is None else value.chunk(MICROBATCHES)
 
     targets = of(sample.target)
     if isinstance(sample.inputs, dict):

@@ -147,7 +147,7 @@ def built() -> tuple[nn.Module, Tensor]:
 
 
 def build() -> pdcompile.Workload:
-    """For the command line: pdcompile plan examples/int8.py:build --schedule forward."""
+    """Makes the workload that `pdcompile plan examples/int8.py:build` takes."""
     model, ids = built()
     return pdcompile.Workload(model, ids, batches=None)
 

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.eager.stage_compiler import compile_in_place
 from pdcompile.errors import ConfigError
+from pdcompile.parts import conversions
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
@@ -67,7 +69,7 @@ def trained(compiler: Any, *, opaque: bool = False, **options: Any) -> list[Tens
 
 
 def compiled(**options: Any) -> tuple[list[Tensor], int]:
-    """What `trained` gives, and how many graphs torch.compile made."""
+    """Results of `trained`, and the number of graphs that torch.compile made for them."""
     dynamo.reset()
     dynamo.utils.counters.clear()
     return trained("aot_eager", **options), dynamo.utils.counters["stats"]["unique_graphs"]
@@ -105,6 +107,18 @@ def test_whole_backwards_where_the_schedule_splits_them() -> None:
     with pytest.warns(UserWarning, match="compiled stages do not split their backward: 'zb-h1'"):
         found = trained("aot_eager", schedule="zb-h1")
     torch.testing.assert_close(found, trained(None, schedule="zb-h1"), **CLOSE)
+
+
+def test_what_stays_as_it_is_does_so_once() -> None:
+    """Versions of weights have one source, and share code by the functions and classes in it."""
+    names: dict[str, Any] = {"total": conversions.total, "relu": torch.relu}
+    found = []
+    for stage in (nn.Sequential(Sign()), nn.Sequential(Sign())):
+        compile_in_place(stage, names, "aot_eager", [stage[0]])
+        found.append((names["total"], names["relu"], type(stage[0])))
+    assert found[0] == found[1]
+    assert found[0][0] is not conversions.total
+    assert found[0][1] is torch.relu
 
 
 def test_a_function_is_a_backend() -> None:

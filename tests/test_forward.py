@@ -137,7 +137,7 @@ def test_replicas_several_stages_a_rank_and_parts(chosen: dict[str, Any]) -> Non
 
 
 def test_no_other_cut_is_faster() -> None:
-    """Of all two cuts of unlike layers over links that cost something."""
+    """The plan is the best of all two cuts of unlike layers, over links that cost something."""
     machines = Cluster((Device(),) * 3, (Level("slow", 3, 2e7, 1e-6),), in_process=True)
     options = {**INFERENCE, "cluster": machines, "cut_tolerance": 0.0}
     best = pdcompile.compile(model(), (torch.randn(8, 16),), **options).plan.certificate
@@ -261,7 +261,7 @@ def test_lora_trains_on_int8_and_gradients_cross_where_it_needs_them(first: int)
 
 
 def test_int8_weights_are_not_updated() -> None:
-    """As buffers and as parameters: torch gives these no gradients."""
+    """torch gives them no gradients, as buffers or as parameters."""
     linear, x = nn.Linear(16, 16), torch.randn(8, 16)
     eight = Int8Linear(linear, x)
     whole = nn.Sequential(eight, deepcopy(eight))

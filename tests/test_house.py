@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_327,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_972),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_684),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_689),
     "trace": (("passes/trace",), 6_614),
     "costs": (("passes/costs", "passes/profile"), 3_543),
     "planner": (
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_563),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_409,
+        5_410,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_506),

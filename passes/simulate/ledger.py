@@ -29,10 +29,9 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     them one by one, to its update; those of copies until they are passed on.
     Activations: saved bytes times the microbatches between forward and backward, without those of
     results that autograd has no use for, once these are out (in inference: of the one that runs);
-    a stage that
-    recomputes holds such a set only while it runs forward or backward, and between them the
-    microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
-    is held, and the gradients that the second part needs.
+    a stage that recomputes holds such a set only while it runs forward or backward, and between
+    them the microbatch's inputs, which are receive slots.  Between the parts of a split backward
+    the graph is held, and the gradients that the second part needs.
     Receive: the memory of messages from their post to their use, of values until they are freed.
     Send: gradients until they are out, and values where that is later than their microbatch's
     backward, or than the part of it that needs them (until then they are activations, unless their

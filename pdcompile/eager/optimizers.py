@@ -196,10 +196,8 @@ def make_optimizer(
     made = _made(make, given) if others else make(given)
     if others and isinstance(made, list | tuple) and not made:
         make_optimizer(make, [*pairs, *others])  # raises where it takes none at all
-        pairs, made = (
-            nothing,
-            _made(make, NamedParameters(nothing)) or torch.optim.SGD([nothing[0][1]], lr=0.0),
-        )
+        made = _made(make, NamedParameters(nothing)) or torch.optim.SGD([nothing[0][1]], lr=0.0)
+        pairs = nothing
     several = isinstance(made, list | tuple)
     for one in made if several else (made,):
         if not isinstance(one, torch.optim.Optimizer):

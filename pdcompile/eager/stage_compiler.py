@@ -7,6 +7,7 @@ they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from pdcompile.parts import conversions
 
 Backend = str | Callable[..., Any]
+_CONVERSIONS = conversions.__name__
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,13 +35,18 @@ def compile_in_place(
     Code is compiled at the first microbatch of each size, and shared by weight versions.  `names`:
     the globals of the stage's source.
     """
-    for name, one in names.items():
-        if isinstance(one, FunctionType) and one.__module__ == conversions.__name__:
-            names[name] = uncompiled(one)
+    every = vars(conversions).values()
+    own = {id(f) for f in every if isinstance(f, FunctionType) and f.__module__ == _CONVERSIONS}
+    names |= {name: uncompiled(one) for name, one in names.items() if id(one) in own}
     for module in opaque:
-        own: Any = type(module)
-        call = uncompiled(own.__call__)
-        module.__class__ = type(own.__name__, (own,), {"__call__": call})
+        own_class: Any = type(module)
+        module.__class__ = _apart(own_class)
     # Other random numbers than eager's would come from inductor's own generator.
     options = {"fallback_random": True} if backend == "inductor" else None
     stage.compile(backend=backend, dynamic=False, options=options)
+
+
+@functools.cache
+def _apart(opaque: Any) -> type[nn.Module]:
+    """The class, called as it is: one for all versions of weights, which share code by it."""
+    return type(opaque.__name__, (opaque,), {"__call__": uncompiled(opaque.__call__)})

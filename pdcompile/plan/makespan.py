@@ -201,9 +201,8 @@ class EventWalk:
         """When the last stage has stepped and the last copy of a tied parameter has arrived.
 
         `updates`: seconds from a stage's sums to its step, of which those of `back` come after
-        the norms.  `finals`: stages, ranks and seconds of
-        each message with a sum of tied gradients, in the order in which they are passed on, or
-        with new weights.
+        the norms.  `finals`: stages, ranks and seconds of each message with a sum of tied
+        gradients, in the order in which they are passed on, or with new weights.
         """
         free: dict[StagePair, float] = defaultdict(float)
         summed = list(self.summed)

@@ -254,11 +254,12 @@ class PipelineTimes:
             table, final = self.hops[kind], kind == "final"
             hops = sorted(table, reverse=True) if final else sorted(table, key=by_distance)
             return [(hop, {self._pairs(*hop)[0]: table[hop]}) for hop in hops]
-        return [
+        found: list[tuple[StagePair, dict[StagePair, float]]] = [
             ((a, b), {one: message_seconds(self.link(*one), size) for one in self._pairs(a, b)})
             for k, a, b, size in self.messages
             if k == kind and self.ranks[a] != self.ranks[b]
         ]
+        return found if kind == "final" else sorted(found, key=lambda one: by_distance(one[0]))
 
     def reduction(self, s: int) -> float:
         """Ring all-reduce of the stage's gradients over the slowest level that it spans."""

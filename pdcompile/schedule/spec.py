@@ -289,6 +289,8 @@ def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
             later, earlier = chain[place + 1 : place + 2], chain[place - 1 : place] if place else ()
             down += [spec.hop(Kind.GRADIENT, index, stage, one) for one in later]
             up += [spec.hop(Kind.GRADIENT, index, stage, one) for one in earlier]
+    for sent in (value_out, up):
+        sent.sort(key=lambda hop: abs(hop.stage - stage))  # as the clock has them
     sums_in, sums_out, weight_out, weight_in = (list[Hop]() for _ in range(4))
     for index, tied in enumerate(spec.tied):
         if stage not in tied.stages:
