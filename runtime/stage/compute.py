@@ -105,8 +105,7 @@ class Compute:
         self._stage_run = StageRun(stage, streams, self._region)
         self._autocast = compiled.plan.training.autocast
         self._makes = compiled.makes_tensors(stage)  # of nothing
-        # Of an opaque module, or a compiled region, which is one node, it cannot be split.
-        self._whole = bool(compiled.interfaces[stage].opaque or streams.backend)
+        self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
         self._recomputes = bool(compiled.plan.stages[stage].recompute)
         self._written = compiled.written_buffers(stage)
         self._written_inputs = frozenset(compiled.capture.train.written_inputs())

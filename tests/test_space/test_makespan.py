@@ -62,6 +62,20 @@ def test_makespan_is_that_of_the_simulator(plan: Plan, near: float, far: float) 
     assert same_clock(found, plan, simulate(plan).forecast.step_seconds)
 
 
+def test_weights_from_homes_come_after_the_norms() -> None:
+    """0.75 s of the slower stage, 1/8 s for norms, 1/8 s for the weights of the other."""
+    plan = make_plan("gpipe", 2, 1, replicas=(2, 1), clip=1.0, homes=True, edges=())
+    times = ((0.25, 0.25), (0.25, 0.5))
+    plan = replace(plan, stages=tuple(
+        replace(one, forward_seconds=f, backward_seconds=b, parameter_bytes=8, trainable_bytes=8)
+        for one, (f, b) in zip(plan.stages, times, strict=True)
+    ))  # fmt: skip
+    plan, cluster = on_cluster(plan, Level("host", 3, 1e9, 1 / 8))
+    found = times_of(plan, cluster, ()).makespan((0, 0), 1)
+    assert found == pytest.approx(1.0, abs=1e-6)
+    assert found == pytest.approx(simulate(plan).forecast.step_seconds)
+
+
 def clocked(plan: Plan, cluster: Cluster) -> float:
     gradients = [edge.value for edge in plan.edges if edge.gradient]
     return times_of(plan, cluster, gradients).makespan(
