@@ -239,11 +239,11 @@ def fastest(
     search = LayoutSearch(len(open_to) > 1, step.listener)
     for one in search.turns(open_to):
         with search.trying(one):
-            search.add(_planned(model, flat, one, num_ranks, step, search))
+            search.add(planned_layout(model, flat, one, num_ranks, step, search))
     return search.fastest()
 
 
-def _planned(
+def planned_layout(
     model: nn.Module,
     flat: FlatCall,
     options: Options,
