@@ -251,8 +251,9 @@ class Session(Guarded):
         for weights in held:
             if weights.starts_anew:  # what the user changes before is part of the new history
                 weights.forget()
-            if isinstance(weights, ReplicaWeights) and not self.replicas_apart:
-                weights.follow_buffers(self.state.tensors.__getitem__)
+            if isinstance(weights, ReplicaWeights):
+                names = self.state.maxima if self.replicas_apart else None
+                weights.follow_buffers(self.state.tensors.__getitem__, names)
 
     def _rebind(self, name: str, buffer: Tensor) -> None:
         fqn = self.state.rebind(name, buffer)
@@ -417,7 +418,9 @@ class Workers:
             homes = session.state.homes
             gathering = self._sums(stage, rank, "homes") if self._spec.homes else None
             sums = self._sums(stage, rank)
-            worker.replicas = Replicas(sums, weights, written, homes, gathering)
+            worker.replicas = Replicas(
+                sums, weights, written, homes, gathering, session.state.maxima
+            )
         return worker
 
     def _weights(self, stage: int) -> StageWeights:

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_345,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_972),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_689),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_690),
     "trace": (("passes/trace",), 6_614),
     "costs": (("passes/costs", "passes/profile"), 3_543),
     "planner": (
@@ -34,15 +34,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_410,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
-    "verify": (("passes/verify",), 1_506),
+    "verify": (("passes/verify",), 1_512),
     "parts": (("passes/parts", "pdcompile/parts"), 3_938),
-    "runtime": (("runtime",), 9_425),
+    "runtime": (("runtime",), 9_497),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_669,
+        3_683,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_130),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_132),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_939),
     "export": (("passes/export", "pdcompile/export"), 924),
 }

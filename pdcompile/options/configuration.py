@@ -20,7 +20,6 @@ from pdcompile.options.chosen_schedule import (
 )
 from pdcompile.options.values import SEARCHED
 from pdcompile.plan import Plan, Training
-from pdcompile.problem.constraints import Split, SplitAxis
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import (
     DEFAULT,
@@ -105,21 +104,13 @@ def configure(
         updates="home" if options.updates == "home" else "every",
         parts=options.stage_parts,
         split=options.split if options.stage_parts != 1 else "",
-        module_splits=_module_splits(options) if options.stage_parts != 1 else (),
+        module_splits=options.module_splits if options.stage_parts != 1 else (),
     )
     several = devices > 1 and not (options.alone or cluster.in_process)
     return Configuration(
         cluster, stages, training, num_ranks is None, placement,
         outputs_open=training.outputs_by_size and several,
     )  # fmt: skip
-
-
-def _module_splits(options: Options) -> tuple[tuple[str, SplitAxis], ...]:
-    """Patterns and axes of modules that are divided otherwise than the rest, as a plan has them."""
-    if options.plan is not None:
-        found: tuple[tuple[str, SplitAxis], ...] = options.plan.training.module_splits
-        return found
-    return tuple((o.pattern, o.axis) for o in options.constraints if isinstance(o, Split))
 
 
 def innermost_devices(options: Options, num_ranks: int | None) -> int:
@@ -353,7 +344,7 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         each = options.stage_parts
         parts = each if isinstance(each, int) else max(each)
-        axes = options.split, *(axis for _, axis in _module_splits(options))
+        axes = options.split, *(axis for _, axis in options.module_splits)
         if any(a.endswith("samples") for a in axes) and batch_size % parts == 0:  # equal shares
             pieces = batch_size // parts
             return max(m for m in range(1, min(wanted, pieces) + 1) if pieces % m == 0)
