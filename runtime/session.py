@@ -94,8 +94,8 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others(keep=self.options.held)
         self._adopt()
-        held = set(self.stages) if world is not None else set()
-        tied = [one.fqn for one in plan.tied if held & set(one.stages)]
+        # On all ranks, which are to refuse a write alike, whoever holds the values.
+        tied = [one.fqn for one in plan.tied] if world is not None else []
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
         self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
         self.end_call()
