@@ -215,7 +215,7 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         microbatch_size=_largest(layout, plan) if layout.splits else None,
         autocast=plan.training.autocast, evaluates=True,
     )  # fmt: skip
-    evaluation = evaluated_in_parts(found.eval, usual.capture, plan.training.parts)
+    evaluation = evaluated_in_parts(found.eval, usual.capture, plan.training)
     captured = replace(
         usual.capture, eval=evaluation, attributes=found.attributes, arguments=found.arguments
     )

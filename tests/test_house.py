@@ -18,32 +18,32 @@ from tests.test_imports import modules, runtime_imports
 ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "front door and options": (
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
-        5_337,
+        5_355,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_972),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_689),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_690),
     "trace": (("passes/trace",), 6_614),
     "costs": (("passes/costs", "passes/profile"), 3_548),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_435,
+        9_482,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_563),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_566),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_410,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
-    "verify": (("passes/verify",), 1_506),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_770),
-    "runtime": (("runtime",), 9_425),
+    "verify": (("passes/verify",), 1_512),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_960),
+    "runtime": (("runtime",), 9_497),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_669,
+        3_683,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_130),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_933),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_132),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_939),
     "export": (("passes/export", "pdcompile/export"), 924),
 }
 LINES_OF_A_FILE = 500

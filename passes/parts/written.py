@@ -220,7 +220,7 @@ class _Writer(_Layouts):
             tensors[fqn] = replace(tensors[fqn], shape=shard.local_shape(tensors[fqn].shape))
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
                           parts=self.parts)  # fmt: skip
-        if layouts.family.endswith("samples"):
+        if layouts.of_samples:
             written = replace(written, sizes=replace(graph.sizes, multiple=self.parts))
         return Program(
             written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
