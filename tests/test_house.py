@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_972),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_689),
-    "trace": (("passes/trace",), 6_614),
+    "trace": (("passes/trace",), 6_627),
     "costs": (("passes/costs", "passes/profile"), 3_543),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

@@ -150,7 +150,7 @@ class SizeMerge:
 
     def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         changes = {}
-        for name in _compared(type(parts[0])):
+        for name in _compared(parts[0].__class__):
             first, *others = versions = [getattr(part, name) for part in parts]
             if type(first) is str and versions.count(first) == len(parts):
                 continue
