@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_972),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_690),
-    "trace": (("passes/trace",), 6_614),
+    "trace": (("passes/trace",), 6_627),
     "costs": (("passes/costs", "passes/profile"), 3_548),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_132),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_939),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_938),
     "export": (("passes/export", "pdcompile/export"), 924),
 }
 LINES_OF_A_FILE = 500
