@@ -106,7 +106,8 @@ def test_runs_that_do_not_grow_never_deadlock(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("turns", "schedule", "why"),
-    [((0, 2), "1f1b", "replica 2"), ((-1,), "1f1b", "turns"), ((0, 0, 1), "stash", "one microbatch of each")],
+    [((0, 2), "1f1b", "replica 2"), ((-1,), "1f1b", "turns"),
+     ((0, 0, 1), "stash", "one microbatch of each")],
 )  # fmt: skip
 def test_turns_that_cannot_be(turns: tuple[int, ...], schedule: str, why: str) -> None:
     plan = make_plan(schedule, 2, 1, replicas=(2, 1))

@@ -307,7 +307,7 @@ class Plan:
 
         Where replicas take each in turn they are all as slow: the others wait for it.
         """
-        if not self.patterned:
+        if not (self.patterned and self.cluster):
             return tuple((1.0,) * stage.replicas for stage in self.stages)
         speeds = [[self.machines.devices[rank].speed for rank in own] for own in self.ranks]
         return tuple(tuple(min(own) / one for one in own) for own in speeds)

@@ -76,7 +76,7 @@ class PipelineTimes:
         homes: whether updates are made at homes: half of a reduction, the weights that come back,
             is after them.
         patterns: the turns in which the ranks of each stage take microbatches; empty: each in turn.
-        paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
+        paces: seconds of each rank of a stage, by those of the slowest; empty: in turn, all alike.
     """
 
     forward: Sequence[float]
@@ -186,7 +186,8 @@ class PipelineTimes:
         if not in_flight:
             return worst
         for (s, t), seconds in round_trips(self).items():
-            ahead = horizon(self._turns(s), in_flight[s]) - horizon(self._turns(t), in_flight[t] - 1)
+            ahead = horizon(self._turns(s), in_flight[s])
+            ahead -= horizon(self._turns(t), in_flight[t] - 1)
             worst = max(worst, seconds / ahead)
         return worst
 
@@ -226,9 +227,10 @@ class PipelineTimes:
         self, warmup: Sequence[int], num_microbatches: int, *, fixed: bool = False
     ) -> EventWalk:
         """The minibatch, followed to its end; `fixed`: no two hops share a link."""
+        shares = [(self._turns(s), paces) for s, paces in enumerate(self.paces)]
         walk = EventWalk(
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
-            self.again, self.patterns, self.paces,
+            self.again, shares,
         )  # fmt: skip
         for kind in DIRECTIONS[:2]:
             sent, of_hop = (
