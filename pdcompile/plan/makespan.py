@@ -108,7 +108,10 @@ class EventWalk:
         shares: Sequence[tuple[Pattern, Sequence[float]]] = (),
     ):
         plain = [(in_turn(len(own)), (1.0,) * len(own)) for own in ranks]
-        self.taken, self.unlike = shares or plain, bool(shares)
+        self.taken = shares or plain
+        self.unlike = any(
+            turns != own[0] for (turns, _), own in zip(self.taken, plain, strict=True)
+        )
         self.name, self.schedule = schedule, kind_of(schedule)
         written = self.schedule.written
         self.ranks, self.m = ranks, num_microbatches
