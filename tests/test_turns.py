@@ -300,10 +300,9 @@ for schedule in ("1f1b", "2bw"):
     cluster = of_speeds([3.0, 1.0, 1.0])
     pipe = pdcompile.compile(model, inputs, replicas=(3,), cluster=cluster, **given)
     train(pipe, eager, model, ((0, 0, 0, 1, 2),))
-    model = twin
-    plan = pdcompile.compile(model, inputs, replicas=(2, 1), **given)
+    model, eager = twin, reference(copy.deepcopy(twin), **common)
+    plan = pdcompile.compile(copy.deepcopy(model), inputs, replicas=(2, 1), **given)
     turned, _ = with_turns(plan.plan, (0, 0, 1), ()), plan.close()
-    eager = reference(copy.deepcopy(model), **common)
     pipe = pdcompile.compile(model, inputs, plan=turned, **given)
     train(pipe, eager, model, ((0, 0, 1), ()))
 say("equal")
