@@ -109,6 +109,9 @@ class ScheduleKind:
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
         extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
         trains: False: forwards alone, without gradients and updates.
+        alone: where every microbatch is a minibatch, the update after it is of that one, whichever
+            replica took it; else of one of each replica.  Warm-up then counts the microbatches of
+            all replicas of a stage.
     """
 
     name: str
@@ -125,6 +128,7 @@ class ScheduleKind:
     in_torch: str = ""
     extra: int | None = None
     trains: bool = True
+    alone: bool = False
 
     @property
     def stream(self) -> bool:
@@ -149,15 +153,15 @@ class ScheduleKind:
     def takes_replicas(self) -> bool:
         """True if a stage may have several.  With an update each, stages of unlike counts make
         unlike versions, and one that is the same on all stages does not exist."""
-        return not (self.updates_each and self.one_age)
+        return self.alone or not (self.updates_each and self.one_age)
 
     def group(self, replicas: int) -> int:
         """Minibatches whose gradients one update of a stage averages.
 
         Where every microbatch is a minibatch the replicas take minibatches in turn, and a stage
-        updates when each of them has had one.
+        updates when each of them has had one, unless updates are `alone`.
         """
-        return replicas if self.updates_each else 1
+        return replicas if self.updates_each and not self.alone else 1
 
     @property
     def by_planner(self) -> bool:
@@ -350,6 +354,16 @@ _ROWS = (
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
         module="pdcompile.passes.schedules.vsync",
         lag="first warm-up",
+    ),
+    ScheduleKind(
+        "async",
+        update="never drains, updates after every microbatch, with the gradients of the replica "
+        "that took it and a learning rate that is higher the more seldom it has its turn, and "
+        "takes gradients of weights that are as many minibatches old as the first stage's warm-up "
+        "is deep, on every stage",
+        source="Rescaled ASGD: Mahran et al., 2026, arXiv 2605.13434",
+        module="pdcompile.passes.schedules.asynchronous",
+        lag="first warm-up", alone=True,
     ),
     ScheduleKind(
         "forward",

@@ -52,6 +52,12 @@ def horizon(turns: Pattern, most: int) -> int:
     return min(found)
 
 
+def longest_gap(turns: Pattern) -> int:
+    """The most turns from one of a replica's to its next."""
+    twice = turns * 2
+    return max(twice.index(one, k + 1) - k for k, one in enumerate(turns))
+
+
 def ahead(turns: Pattern, microbatches: Sequence[int], warmup: int) -> tuple[int, ...]:
     """How many forwards of a replica come before each of its backwards, where replicas take unlike
     turns; empty: its warm-up and one, then one more each time.
