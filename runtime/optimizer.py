@@ -46,8 +46,8 @@ class Updater:
                 raise ConfigError(
                     f"{type(optimizer).__name__} has no learning rate to scale by stage or replica",
                     where="linear_lr_scaling",
-                    remedy="leave linear_lr_scaling out, use another schedule than 'async', or an "
-                    "optimizer with lr",
+                    remedy="leave linear_lr_scaling out, or use another schedule, or an optimizer "
+                    "with lr",
                 )
         self._reach = reach
         self._snapshots: dict[int, list[dict[str, Any]]] = {}

@@ -5,7 +5,11 @@ gradients alone, and all replicas of the stage make it: none waits until each of
 turn.  Turns take the place of clocks: a replica of three times the speed has three turns of four,
 and what is trained is the same in every run.  Minibatch t runs on W_max(t - lag, 0), with the first
 stage's warm-up as the lag of all stages: as many minibatches are on their way at one time, over all
-replicas.
+replicas.  A stage on two ranks with turns 0 0 0 1 and warm-up 3, the second rank three times as slow;
+numbers are minibatches:
+
+    stage 0, rank 0  F0 F1 F2 B0 F4 B1 F5 B2 F6 .. .. B4 F8 B5 F9 B6
+    stage 0, rank 1  F3 F3 F3 .. .. .. .. .. B3 B3 B3 F7 F7 F7 .. ..
 
 A replica whose turns are rare would have as little weight in what is minimised.  So the learning
 rate of an update is multiplied by tau / mean tau, tau being the turns from one of the replica's to

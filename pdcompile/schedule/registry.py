@@ -357,10 +357,9 @@ _ROWS = (
     ),
     ScheduleKind(
         "async",
-        update="never drains, updates after every microbatch, with the gradients of the replica "
-        "that took it and a learning rate that is higher the more seldom it has its turn, and "
-        "takes gradients of weights that are as many minibatches old as the first stage's warm-up "
-        "is deep, on every stage",
+        update="never drains, updates after every microbatch of whichever replica, at a rate that "
+        "is higher the more seldom its turn is, and takes gradients of weights that are as many "
+        "minibatches old as the first stage's warm-up is deep, on every stage",
         source="Rescaled ASGD: Mahran et al., 2026, arXiv 2605.13434",
         module="pdcompile.passes.schedules.asynchronous",
         lag="first warm-up", alone=True,
