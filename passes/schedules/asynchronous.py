@@ -5,7 +5,7 @@ gradients alone, and all replicas of the stage make it: none waits until each of
 turn.  Turns take the place of clocks: a replica of three times the speed has three turns of four,
 and what is trained is the same in every run.  Minibatch t runs on W_max(t - lag, 0), with the first
 stage's warm-up as the lag of all stages: as many minibatches are on their way at one time, over all
-replicas.  A stage on two ranks with turns 0 0 0 1 and warm-up 3, the second rank three times as slow;
+replicas.  A stage on two ranks with turns 0 0 0 1 and warm-up 3, rank 1 three times as slow;
 numbers are minibatches:
 
     stage 0, rank 0  F0 F1 F2 B0 F4 B1 F5 B2 F6 .. .. B4 F8 B5 F9 B6
