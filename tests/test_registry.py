@@ -91,6 +91,7 @@ def test_staleness_says_which_schedules_a_search_may_take(added: str) -> None:
         "2bw",
         "stash",
         "vsync",
+        "async",
         added,
     )
 
@@ -144,7 +145,7 @@ def test_the_guide_says_what_every_schedule_costs() -> None:
 
 def test_auto_considers_all_but_minibatches_in_one_piece() -> None:
     assert {name for name, kind in KINDS.items() if not kind.by_planner} == {
-        "stash", "vsync", "forward",
+        "stash", "vsync", "async", "forward",
     }  # fmt: skip
     worth = {name for name, kind in KINDS.items() if kind.gain}
     assert worth == {"zb-h1", "zb-v"} | {name for name, kind in KINDS.items() if kind.stream}

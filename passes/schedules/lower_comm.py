@@ -76,7 +76,7 @@ class Column:
         for stage, lane in self.lanes.items():
             lane.begin(self.share(stage, num_microbatches))
 
-    def share(self, stage: int, num_microbatches: int) -> range:
+    def share(self, stage: int, num_microbatches: int) -> Sequence[int]:
         replica = self.spec.ranks[stage].index(self.rank)
         return self.spec.share(stage, replica, num_microbatches, self.phase)
 
@@ -223,7 +223,8 @@ class StagePart:
             # Its part was backward before the group was complete, if it is not in flight.
             first = next((t for t, _ in self.waiting), 1)
             self.post_collective(self.column.closing(self.stage, first) - 1)
-        if not self.to_post and self.spec.gathers(self.stage) and self.spec.halfway(self.stage):
+        early = self.spec.gathers(self.stage) and self.spec.halfway(self.stage)
+        if not self.to_post and upto == "update" and (early or self.spec.kind.alone):
             self.idle.add(0)  # others are not to wait for its own update
             self.post_collective(-self.spec.reach - 1)
         pool = FORWARD_ONLY_SLOTS if upto == "forward" else self.spec.pool(self.stage)

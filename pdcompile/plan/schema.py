@@ -23,6 +23,7 @@ from pdcompile.problem.constraints import SplitAxis
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
 from pdcompile.schedule.spec import PipelineSpec
+from pdcompile.schedule.turns import Pattern, in_turn
 
 SCHEMA = "pdcompile.plan/3"
 COPIED = 2.0  # bytes moved per byte that is copied: read, and written
@@ -117,6 +118,10 @@ class StagePlan:
     loose_bytes: int = 0  # of the saved ones: results that are held only until they are out
     freed_bytes: int = 0  # by how much a whole backward's peak is lower where they are out
     home_bytes: tuple[int, ...] = ()  # of weights that each replica updates; empty: all of them
+    #: replicas in the order in which they take microbatches, over and over; empty: each in turn
+    turns: Pattern = field(default=(), metadata=COMPACT)
+    #: seconds of each replica by those of the slowest, which are the stage's; empty: all alike
+    paces: tuple[float, ...] = field(default=(), metadata=COMPACT)
 
     @property
     def deployment(self) -> StageDeployment:
@@ -293,7 +298,19 @@ class Plan:
             self.tied,
             training.joint,
             training.updates == "home",
+            tuple(stage.turns for stage in self.stages) if self.patterned else (),
         )
+
+    @property
+    def patterned(self) -> bool:
+        """True if replicas of a stage take microbatches in other turns than one after the other."""
+        return any(stage.turns not in ((), in_turn(stage.replicas)) for stage in self.stages)
+
+    def scale_of(self, stage: int, minibatch: int) -> float:
+        """What the learning rate of a stage's update of a minibatch is multiplied by."""
+        linear = self.training.linear_lr_scaling
+        counts = self.stages[stage].replicas, self.stages[0].replicas
+        return self.spec.rate(stage, minibatch) * (counts[0] / counts[1] if linear else 1.0)
 
     @property
     def made_of(self) -> str:

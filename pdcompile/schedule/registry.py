@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
 from pdcompile.schedule.instruction import BACKWARDS, Action
+from pdcompile.schedule.placement import IN_TURN, IN_V, Placement
 from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
@@ -54,6 +55,7 @@ class StageWork:
         flush: nothing more comes: end what is pending.
         delay: where backward is split, by how many microbatches the gradients of the weights may
             come after those of the inputs.
+        ahead: forwards before each backward, where not the warm-up decides: see `turns.ahead`.
     """
 
     stage: int
@@ -69,30 +71,15 @@ class StageWork:
     limits: Mapping[tuple[int, int], int] = field(default_factory=dict)
     flush: bool = False
     delay: int = 0
+    ahead: Sequence[int] = ()
+
+    def forwards(self, count: int) -> Sequence[int]:
+        """The microbatches that go forward just before the backward of this number."""
+        ahead = self.ahead or range(self.warmup + 1, self.warmup + 1 + len(self.microbatches))
+        return self.microbatches[ahead[count - 1] if count else 0 : ahead[count]]
 
 
 Order = Callable[..., Iterator[Task]]  # of a sequence of `StageWork`, and of `extra` if any
-
-
-class Placement(NamedTuple):
-    """Rule for stages that share ranks: the place of each of so many stages on so many ranks.
-
-    Places are ranks in the order in which the pipeline takes them; `name` is for people.
-    """
-
-    name: str
-    places: Callable[[int, int], tuple[int, ...]]
-
-
-#: stage s at the place of stage s − R, of R ranks
-IN_TURN = Placement("in turn", lambda stages, ranks: tuple(s % ranks for s in range(stages)))
-#: from the first rank to the last and back, over and over: two stages a rank make a V
-IN_V = Placement(
-    "in a V",
-    lambda stages, ranks: tuple(
-        min(s % (2 * ranks), 2 * ranks - 1 - s % (2 * ranks)) for s in range(stages)
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +109,9 @@ class ScheduleKind:
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
         extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
         trains: False: forwards alone, without gradients and updates.
+        alone: where every microbatch is a minibatch, the update after it is of that one, whichever
+            replica took it; else of one of each replica.  Warm-up then counts the microbatches of
+            all replicas of a stage.
     """
 
     name: str
@@ -138,6 +128,7 @@ class ScheduleKind:
     in_torch: str = ""
     extra: int | None = None
     trains: bool = True
+    alone: bool = False
 
     @property
     def stream(self) -> bool:
@@ -162,15 +153,15 @@ class ScheduleKind:
     def takes_replicas(self) -> bool:
         """True if a stage may have several.  With an update each, stages of unlike counts make
         unlike versions, and one that is the same on all stages does not exist."""
-        return not (self.updates_each and self.one_age)
+        return self.alone or not (self.updates_each and self.one_age)
 
     def group(self, replicas: int) -> int:
         """Minibatches whose gradients one update of a stage averages.
 
         Where every microbatch is a minibatch the replicas take minibatches in turn, and a stage
-        updates when each of them has had one.
+        updates when each of them has had one, unless updates are `alone`.
         """
-        return replicas if self.updates_each else 1
+        return replicas if self.updates_each and not self.alone else 1
 
     @property
     def by_planner(self) -> bool:
@@ -363,6 +354,15 @@ _ROWS = (
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
         module="pdcompile.passes.schedules.vsync",
         lag="first warm-up",
+    ),
+    ScheduleKind(
+        "async",
+        update="never drains, updates after every microbatch of whichever replica, at a rate that "
+        "is higher the more seldom its turn is, and takes gradients of weights that are as many "
+        "minibatches old as the first stage's warm-up is deep, on every stage",
+        source="Rescaled ASGD: Mahran et al., 2026, arXiv 2605.13434",
+        module="pdcompile.passes.schedules.asynchronous",
+        lag="first warm-up", alone=True,
     ),
     ScheduleKind(
         "forward",

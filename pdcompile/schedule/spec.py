@@ -6,6 +6,7 @@ once, for both ends of every transfer: a send and its receive cannot disagree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
+from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of, uneven
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Edge, TiedParameter
@@ -74,6 +76,7 @@ class PipelineSpec:
     tied: tuple[TiedParameter, ...]
     clipping: bool
     homes: bool = False  # of updates are spread over the replicas of a stage
+    patterns: tuple[Pattern, ...] = ()  # of each stage, see `turns`; empty: each in turn
 
     @property
     def kind(self) -> ScheduleKind:
@@ -97,19 +100,26 @@ class PipelineSpec:
                 found[rank] = (*found.get(rank, ()), stage)
         return tuple(found.items())
 
+    def turns(self, stage: int) -> Pattern:
+        """The replicas of a stage in the order in which they take microbatches, over and over."""
+        found = self.patterns[stage] if self.patterns else ()
+        return found or in_turn(len(self.ranks[stage]))
+
     def rank(self, stage: int, microbatch: int, minibatch: int = 0) -> int:
-        """Replicas take microbatches round-robin, the same one forward and backward.
+        """The rank that takes a microbatch, the same one forward and backward.
 
-        Where every microbatch is a minibatch they go on in turn from one minibatch to the next.
+        Where every microbatch is a minibatch turns go on from one minibatch to the next.
         """
-        turn = microbatch + minibatch * self.kind.updates_each
-        return self.ranks[stage][turn % len(self.ranks[stage])]
+        turn, turns = microbatch + minibatch * self.kind.updates_each, self.turns(stage)
+        return self.ranks[stage][turns[turn % len(turns)]]
 
-    def share(self, stage: int, replica: int, num_microbatches: int, minibatch: int = 0) -> range:
+    def share(
+        self, stage: int, replica: int, num_microbatches: int, minibatch: int = 0
+    ) -> Sequence[int]:
         """The microbatches of a minibatch that a replica takes."""
-        count = len(self.ranks[stage])
-        first = (replica - minibatch * self.kind.updates_each) % count
-        return range(first, num_microbatches, count)
+        turns = self.turns(stage)
+        first = minibatch * self.kind.updates_each % len(turns)
+        return share_of(turns, replica, num_microbatches, first)
 
     def roots(self, num_microbatches: int, minibatch: int = 0) -> tuple[int, ...]:
         """The ranks of the last stage that have a microbatch."""
@@ -128,10 +138,31 @@ class PipelineSpec:
         """Minibatches whose gradients one update of the stage averages."""
         return self.kind.group(len(self.ranks[stage]))
 
+    def cycle(self, stage: int) -> int:
+        """Calls after which whose turn it is repeats on a stage."""
+        return len(self.turns(stage)) if self.kind.updates_each else 1
+
     @property
     def period(self) -> int:
         """Calls after which whose turn it is repeats on all stages, and programs with it."""
-        return lcm(*map(self.group, range(len(self.ranks))))
+        return lcm(*map(self.cycle, range(len(self.ranks))))
+
+    @property
+    def rescales(self) -> bool:
+        """True if learning rates are by how seldom a replica has its turn."""
+        return self.kind.alone and any(len(ranks) > 1 for ranks in self.ranks)
+
+    def rate(self, stage: int, minibatch: int) -> float:
+        """Factor of the learning rate of an update of one replica alone (Rescaled ASGD).
+
+        In proportion to the turns from one of the replica's to its next, with a mean of 1 over
+        the replicas: in a cycle of turns each of them has as much weight as any other.
+        """
+        turns = self.turns(stage)
+        if not self.kind.alone:
+            return 1.0
+        apart = {one: len(turns) / turns.count(one) for one in turns}
+        return apart[turns[minibatch % len(turns)]] * len(apart) / sum(apart.values())
 
     def gathers(self, stage: int) -> bool:
         """True if replicas of the stage get weights that others of them have updated."""
@@ -171,13 +202,13 @@ class PipelineSpec:
         That is until its update, and until its values are known to have been received: a channel
         between replicas that take minibatches in turn has one of them every so many calls.
         """
-        counts = [self.group(s) for s in range(len(self.ranks))]
+        stages = range(len(self.ranks))
         sent = (
-            self.window(one.source, target) * lcm(counts[one.source], counts[target])
-            for one in (self.edges if lcm(*counts) > 1 else ())
+            self.window(one.source, target) * lcm(self.cycle(one.source), self.cycle(target))
+            for one in (self.edges if self.period > 1 else ())
             for target in one.targets
         )
-        return max(2, *((1 + self.lag(s)) * n for s, n in enumerate(counts)), *sent)
+        return max(2, *((1 + self.lag(s)) * self.group(s) for s in stages), *sent)
 
     def late(self, stage: int) -> bool:
         """True if STEP waits for other ranks; a stream then places it as late as legal.
@@ -194,18 +225,20 @@ class PipelineSpec:
 
         In the middle of a minibatch the new weights have as much time to come back to other stages
         as the sums had, and every stage has all gradients of the minibatch before.  None: the
-        stage holds no such weights, each microbatch is a minibatch, or a replica without
-        microbatches, which adds to sums and norms no earlier than with its own update, may hold
-        it up.
+        stage holds no such weights, each microbatch is a minibatch, a replica takes fewer turns,
+        whose last backward comes later, or a replica without microbatches, which adds to sums and
+        norms no earlier than with its own update, may hold it up.
         """
         tied = {one for parameter in self.tied for one in parameter.stages}
         alone = self.gathers(stage) and stage not in tied and not self.clipping
         if not (alone or stage in tied) or not self.kind.stream or self.kind.updates_each:
             return None
+        if any(map(uneven, filter(None, self.patterns))):
+            return None
         waited_for = range(len(self.ranks)) if self.clipping else tied
         if not alone and any(len(self.ranks[one]) > 1 for one in waited_for):
             return None
-        held = (len(ranks) * (w + 1) for ranks, w in zip(self.ranks, self.warmup, strict=True))
+        held = (horizon(self.turns(s), w + 1) for s, w in enumerate(self.warmup))
         return max(self.num_microbatches // 2, *held)
 
     def in_flight(self, stage: int) -> int:
@@ -224,8 +257,8 @@ class PipelineSpec:
         return self.kind.depth_held(self.warmup[stage], self.warmup[0])
 
     def _most(self, stage: int) -> int:
-        """Microbatches of a minibatch that the first replica of a stage takes."""
-        return len(self.share(stage, 0, self.num_microbatches))
+        """The most microbatches of a minibatch that a replica of a stage takes."""
+        return largest_share(self.turns(stage), self.num_microbatches)
 
     def peer(self, hop: Hop, microbatch: int, minibatch: int) -> int:
         """The rank at the other end of a hop."""
@@ -242,19 +275,19 @@ class PipelineSpec:
             window = max(1, self.lag(stage) + (max(map(len, self.ranks)) > 1))
         elif kind is Kind.WEIGHT:
             window = max(1, self.versions(stage) - 1)
-        local = self.ranks[stage] == self.ranks[other]
+        local = self.ranks[stage] == self.ranks[other] and self.turns(stage) == self.turns(other)
         held = sum(self.ranks[other][0] in ranks for ranks in self.ranks)  # stages of that rank
         return Hop(kind, edge, other, window, local, held > 1)
 
     def window(self, first: int, last: int) -> int:
         """Sends in flight on one channel between two stages, first < last.
 
-        Where ranks hold several stages, or in an order that somebody wrote, that is whatever the
-        first stage has in flight: what has gone backward there has been received by every later
-        stage, and back.
+        Where ranks hold several stages, replicas have patterns, or in an order that somebody wrote,
+        that is whatever the first stage has in flight: what has gone backward there has been
+        received by every later stage, and back.
         """
         flat = [rank for ranks in self.ranks for rank in ranks]
-        if len(set(flat)) < len(flat) or self.kind.written is not None:
+        if len(set(flat)) < len(flat) or self.kind.written is not None or any(self.patterns):
             return self.in_flight(first)
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)
@@ -303,7 +336,7 @@ def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
                 (Kind.TIED, tied.stages[place - 1], sums_out),
                 (Kind.WEIGHT, owner, weight_in),
             ):
-                peer = spec.rank(other, replica)
+                peer = spec.ranks[other][replica % len(spec.ranks[other])]
                 found.append(spec.hop(kind, index, stage, other)._replace(peer=peer))
         else:
             for one in tied.stages[1:]:
