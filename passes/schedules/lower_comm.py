@@ -20,7 +20,7 @@ what an earlier microbatch (or a later stage) does; `passes.check` proves it for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pdcompile.schedule import Action, Instruction, Kind
@@ -295,7 +295,9 @@ class StagePart:
             self.post_value()
         for one in passing:
             self.sums.take(*one)
-        late = self.sums.owned and self.spec.kind.stream  # it would wait here for the sums
+        others = (lane.sums.has_backward(minibatch) for lane in self.column.lanes.values())
+        # It would wait here for the sums.
+        late = self.sums.owned and (self.spec.kind.stream or any(others))
         if ends and is_last and not late:
             self.post_collective(self.column.closing(self.stage, minibatch))
 
@@ -427,7 +429,7 @@ class TiedSums:
         alone = len(self.part.column.lanes) == 1
         for t, edge in list(self.open):
             passes = self._owner(edge) != self.part.stage and not alone
-            if t <= minibatch and (passes or edge not in self.received):
+            if t <= minibatch and (passes or edge not in self.received) and self._came(t, edge):
                 self.take(t, edge)
 
     def post(self, minibatch: int) -> None:
@@ -445,7 +447,7 @@ class TiedSums:
     def pass_all(self, upto: int) -> None:
         """Take and pass on what is not yet, of minibatches up to this one."""
         for t, edge in list(self.open):
-            if t <= upto and not self._has_backward(t):
+            if t <= upto and not self.has_backward(t) and self._came(t, edge):
                 self.take(t, edge)
 
     def passing(self) -> list[tuple[int, int]]:
@@ -458,11 +460,25 @@ class TiedSums:
             if posted
             and self._owner(edge) != self.part.stage
             and all(len(spec.ranks[stage]) == 1 for stage in spec.tied[edge].stages)
-            and not self._has_backward(t)
+            and not self.has_backward(t)
         ]
+
+    def _later(self, edge: int) -> Iterator[TiedSums]:
+        """Those of the same rank, whose sums come here."""
+        for hop in self.part.hops.sums_in:
+            if hop.edge == edge and hop.local:
+                yield self.part.column.lanes[hop.stage].sums
+
+    def _came(self, minibatch: int, edge: int) -> bool:
+        """True unless another stage of the rank has still to add to it."""
+        later = self._later(edge)
+        return all(one._came(minibatch, edge) and not one.has_backward(minibatch) for one in later)
 
     def take(self, minibatch: int, edge: int) -> None:
         """Wait for the sum of later holders, and pass it on unless it ends here."""
+        for one in self._later(edge):
+            if (minibatch, edge) in one.open:  # it had nothing to add
+                one.take(minibatch, edge)
         if not self.open[minibatch, edge]:
             self._post(minibatch, edge)
         del self.open[minibatch, edge]
@@ -482,6 +498,6 @@ class TiedSums:
     def _owner(self, edge: int) -> int:
         return self.part.spec.tied[edge].stages[0]
 
-    def _has_backward(self, minibatch: int) -> bool:
+    def has_backward(self, minibatch: int) -> bool:
         """True if a backward of the minibatch is still to come."""
-        return any(t == minibatch for t, _ in self.part.waiting)
+        return any(t == minibatch for t, _ in (*self.part.waiting, *self.part.to_return))

@@ -138,8 +138,8 @@ def _placement(options: Options, kind: ScheduleKind, stages: int, devices: int) 
     """The rank of each stage where ranks hold several; empty where they do not."""
     if kind.placed and options.replicas == "equal":  # how many are on a rank, however many ranks
         return kind.placement(devices * kind.usual, devices)
-    places = devices // _width(options.replicas)
-    placed = stages > places or kind.written is not None
+    places = devices // (kind.width(stages, devices) * _width(options.replicas))
+    placed = stages > places or kind.written is not None or kind.dispatched
     return kind.placement(stages, places) if placed else ()
 
 
@@ -295,6 +295,9 @@ def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int
     kind, width = kind_of(chosen_schedule(options)), _width(options.replicas)
     if kind.written is not None:
         return len(kind.written.placement), len(kind.written.rows)
+    if kind.dispatched:  # one stage more than ranks, which keeps these busy
+        ranks = there or max((stages or 1) - 1, 1)
+        return stages or ranks + (ranks > 1), ranks
     if not kind.several or options.replicas == "any" or len({*counts_of(options)}) > 1:
         return None
     if there is None and stages is not None and stages % kind.usual:
@@ -381,13 +384,15 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     fixed = recomputation(options, configuration.num_stages)
     again = (False, True) if fixed is None else tuple(sorted(set(fixed)))
     mixed = fixed if fixed is not None and len(again) > 1 else ()
+    width = kind_of(schedules[0]).width(configuration.num_stages, len(configuration.cluster.devices))
+    replicas = _replicas(options.replicas if width == 1 else width, configuration.num_stages)
     homes: tuple[bool, ...] = (options.updates == "home",)
     if options.updates == "auto" and options.optimizer and options.replicas not in (1, "1"):
         homes = (True, False)  # which take no longer come first
     if not options.searches:
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
         return SearchSpace(
-            "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
+            replicas, again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
             placement=configuration.placement, extra_warmup=options.extra_warmup[:1], homes=homes,
         )  # fmt: skip
     considered: list[str] = []
@@ -396,7 +401,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         schedules = tuple(n for n in considered if KINDS[n].usual == 1)
     shared = bool(configuration.placement)
     space = SearchSpace(
-        replicas=_replicas(options.replicas, configuration.num_stages),
+        replicas=replicas,
         recompute=again,
         schedules=schedules,
         microbatches=_counts(options, configuration, sizes),

@@ -127,7 +127,8 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
         message = f"rank {rank} holds stages {stages}, and stages have {counts} replicas"
         yield "stages", message, "as many replicas of every stage, or one rank for each stage"
     for rank, stages in shared.items():
-        unlike = [s for s in stages if plan.stages[s].ranks != plan.stages[stages[0]].ranks]
+        first = sorted(plan.stages[stages[0]].ranks)
+        unlike = [s for s in stages if sorted(plan.stages[s].ranks) != first]
         for s in unlike:
             message = f"rank {rank} holds stages {stages}, which are on other ranks besides: "
             message += f"{list(plan.stages[stages[0]].ranks)} and {list(plan.stages[s].ranks)}"

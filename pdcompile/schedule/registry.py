@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
-from math import lcm
+from math import gcd, lcm
 from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
@@ -122,6 +122,8 @@ class ScheduleKind:
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
         extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
         trains: False: forwards alone, without gradients and updates.
+        dispatched: every rank of one host runs what comes to it next: of S stages and R ranks,
+            stage s of microbatch i is on rank (i S + s) mod R.
     """
 
     name: str
@@ -138,6 +140,7 @@ class ScheduleKind:
     in_torch: str = ""
     extra: int | None = None
     trains: bool = True
+    dispatched: bool = False
 
     @property
     def stream(self) -> bool:
@@ -174,8 +177,9 @@ class ScheduleKind:
 
     @property
     def by_planner(self) -> bool:
-        """True if schedule="auto" considers it; a minibatch in one piece is another training."""
-        return self.trains and not self.updates_each
+        """True if schedule="auto" considers it.  A minibatch in one piece is another training; and
+        what a dispatched schedule saves is memory that its host shares."""
+        return self.trains and not (self.updates_each or self.dispatched)
 
     @property
     def gain(self) -> float:
@@ -209,6 +213,20 @@ class ScheduleKind:
     def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
         """The rank of every stage, where the planner decides."""
         return (self.placed or IN_TURN).places(num_stages, num_ranks)
+
+    def width(self, num_stages: int, num_ranks: int) -> int:
+        """Replicas of every stage, where they follow from how many stages and ranks there are."""
+        return num_ranks // gcd(num_stages, num_ranks) if self.dispatched else 1
+
+    def ranks(self, placement: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every stage, so many at each place: in the order in which they take
+        microbatches, which under a dispatched schedule is another one for each stage."""
+        if not self.dispatched:
+            return tuple(tuple(range(p * replicas, (p + 1) * replicas)) for p in placement)
+        count, ranks = len(placement), len({*placement}) * replicas
+        return tuple(
+            tuple((i * count + s) % ranks for i in range(replicas)) for s in range(count)
+        )
 
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
@@ -339,6 +357,13 @@ _ROWS = (
         placed=IN_V,
         splits_backward=True,
         in_torch="ZBVZeroBubble",
+    ),
+    ScheduleKind(
+        "round",
+        update="updates as eager gradient accumulation does, up to the order of its sums",
+        source="RoundPipe: Luo et al., 2026, arXiv 2604.27085",
+        module="pdcompile.passes.schedules.round",
+        stages_per_rank=None, placed=IN_TURN, dispatched=True,
     ),
     ScheduleKind(
         "2bw",

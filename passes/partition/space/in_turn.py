@@ -60,8 +60,8 @@ class StagesInTurn:
         if (len(given), len({*given})) != (stages, places):  # of other counts than the space says
             given = tuple(kind_of(setting.schedule).placement(stages, places))
         self.placement = given
-        first = [place * replicas for place in self.placement]
-        self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
+        ranks = kind_of(setting.schedule).ranks(self.placement, replicas)
+        self.ranks = tuple(tuple(seats.ranks[p] for p in own) for own in ranks)
         self.warmup = warmup(
             setting.schedule, stages, setting.num_microbatches, self.counts,
             placement=self.placement,
